@@ -98,7 +98,7 @@ def symptoms_page() -> str:
             "| id | symptom | causes | fixes | guides |",
             "|---|---|---|---|---|",
         ]
-        for rule in (each for each in book.rules if each.family == family.name):
+        for rule in (candidate for candidate in book.rules if candidate.family == family.name):
             causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
             cells = (rule.id, rule.title, causes, "; ".join(rule.fix), "; ".join(rule.guides))
             parts.append("| " + " | ".join(_plain(cell) for cell in cells) + " |")

@@ -46,20 +46,20 @@ class Screen:
         self._style = ""
 
     def feed(self, text: str) -> None:
-        for found in _CODE.finditer(text):
-            if found[0] == "\r":
+        for match in _CODE.finditer(text):
+            if match[0] == "\r":
                 self._column = 0
-            elif found[0] == "\n":
+            elif match[0] == "\n":
                 self._row += 1
                 self.rows += [[] for _ in range(self._row + 1 - len(self.rows))]
-            elif found[2] is None:
-                self._write(found[0])
-            elif found[2] == "A":
-                self._row = max(0, self._row - int(found[1] or 1))
-            elif found[2] == "K" and found[1] == "2":
+            elif match[2] is None:
+                self._write(match[0])
+            elif match[2] == "A":
+                self._row = max(0, self._row - int(match[1] or 1))
+            elif match[2] == "K" and match[1] == "2":
                 self.rows[self._row] = []
-            elif found[2] == "m":
-                self._style = _style([int(code or 0) for code in found[1].split(";")])
+            elif match[2] == "m":
+                self._style = _style([int(code or 0) for code in match[1].split(";")])
 
     def _write(self, text: str) -> None:
         row = self.rows[self._row]

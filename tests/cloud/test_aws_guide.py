@@ -97,13 +97,13 @@ def test_every_kind_of_resource_has_its_line_in_the_table_of_costs(
         "AWS::S3::BucketPolicy",
         "AWS::SNS::TopicPolicy",
     }
-    kinds = {one["Type"] for one in template["Resources"].values()}
+    kinds = {resource["Type"] for resource in template["Resources"].values()}
     assert kinds == set(words) | parts
     idle = section(guide, "What it costs when idle")
     assert [word for word in words.values() if word not in idle] == []
     [alarms] = re.findall(r"\$([\d.]+) \(two\)", idle)
     assert float(alarms) / 0.10 == sum(
-        one["Type"] == "AWS::CloudWatch::Alarm" for one in template["Resources"].values()
+        resource["Type"] == "AWS::CloudWatch::Alarm" for resource in template["Resources"].values()
     )
 
 

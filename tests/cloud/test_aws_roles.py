@@ -259,7 +259,11 @@ def test_only_jobs_of_this_stack_are_ended_and_tagged(
     environment = template["Resources"]["HeadJob"]["Properties"]["ContainerProperties"][
         "Environment"
     ]
-    [tags] = [one["Value"] for one in environment if one["Name"] == "METAFLOW_BATCH_DEFAULT_TAGS"]
+    [tags] = [
+        variable["Value"]
+        for variable in environment
+        if variable["Name"] == "METAFLOW_BATCH_DEFAULT_TAGS"
+    ]
     assert json.loads(tags["Fn::Sub"]) == {"ebbflow-stack": "${AWS::StackName}"}, (
         "what the jobs are tagged with"
     )
@@ -280,7 +284,9 @@ def test_jobs_go_to_the_queues_of_this_stack_alone(template: dict[str, Any]) -> 
     )
     named = [queue["Fn::If"][1]["Ref"] if "Fn::If" in queue else queue["Ref"] for queue in queues]
     there = {
-        name for name, one in template["Resources"].items() if one["Type"] == "AWS::Batch::JobQueue"
+        name
+        for name, resource in template["Resources"].items()
+        if resource["Type"] == "AWS::Batch::JobQueue"
     }
     assert set(named) == there and len(named) == len(there)
 
@@ -295,12 +301,14 @@ def test_jobs_can_neither_delete_old_versions_nor_the_rule_that_keeps_them(
             if "Version" in action or action.startswith("s3:PutBucket")
         }
     [policy] = [
-        one for one in template["Resources"].values() if one["Type"] == "AWS::S3::BucketPolicy"
+        resource
+        for resource in template["Resources"].values()
+        if resource["Type"] == "AWS::S3::BucketPolicy"
     ]
     [keep] = [
-        one
-        for one in policy["Properties"]["PolicyDocument"]["Statement"]
-        if one["Sid"] == "KeepVersions"
+        statement
+        for statement in policy["Properties"]["PolicyDocument"]["Statement"]
+        if statement["Sid"] == "KeepVersions"
     ]
     denied = {
         "s3:DeleteObjectVersion",

@@ -47,9 +47,9 @@ def config() -> RunConfig:
 
 def of_type(template: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
     return {
-        name: one["Properties"]
-        for name, one in template["Resources"].items()
-        if one["Type"] == kind
+        name: resource["Properties"]
+        for name, resource in template["Resources"].items()
+        if resource["Type"] == kind
     }
 
 
@@ -244,8 +244,8 @@ def test_the_bucket_outlives_the_stack_and_nothing_else_that_costs(
 ) -> None:
     kept = {
         name
-        for name, one in template["Resources"].items()
-        if "Retain" in one.get("DeletionPolicy", "")
+        for name, resource in template["Resources"].items()
+        if "Retain" in resource.get("DeletionPolicy", "")
     }
     assert kept == {"Bucket", "BatchLogs"}
     assert of_type(template, "AWS::ECR::Repository")["Repository"]["EmptyOnDelete"] is True
@@ -254,9 +254,12 @@ def test_the_bucket_outlives_the_stack_and_nothing_else_that_costs(
 def test_money_and_failures_are_told_to_somebody(template: dict[str, Any]) -> None:
     [budget] = of_type(template, "AWS::Budgets::Budget").values()
     told = {
-        (one["Notification"]["NotificationType"], one["Notification"]["Threshold"])
-        for one in budget["NotificationsWithSubscribers"]
-        if one["Subscribers"] == [{"SubscriptionType": "SNS", "Address": {"Ref": "Topic"}}]
+        (
+            notification["Notification"]["NotificationType"],
+            notification["Notification"]["Threshold"],
+        )
+        for notification in budget["NotificationsWithSubscribers"]
+        if notification["Subscribers"] == [{"SubscriptionType": "SNS", "Address": {"Ref": "Topic"}}]
     }
     assert told == {("ACTUAL", 80), ("ACTUAL", 100), ("FORECASTED", 100)}
     alarms = of_type(template, "AWS::CloudWatch::Alarm")
@@ -282,7 +285,11 @@ def test_the_schedule_starts_the_head_job_once_it_is_switched_on(template: dict[
     assert (asked["JobQueue"], asked["JobDefinition"]) == ("${LightQueue}", "${HeadJob}")
     head = template["Resources"]["HeadJob"]["Properties"]
     command = template["Parameters"]["HeadCommand"]["Default"]
-    names = {one["Name"] for one in head["ContainerProperties"]["Environment"] if "Name" in one}
+    names = {
+        variable["Name"]
+        for variable in head["ContainerProperties"]["Environment"]
+        if "Name" in variable
+    }
     assert set(re.findall(r"\$(\w+)", command)) <= names, "the command's variables are set"
     assert (head["ContainerProperties"]["User"], head["ContainerProperties"]["Privileged"]) == (
         "ebbflow",
@@ -291,7 +298,7 @@ def test_the_schedule_starts_the_head_job_once_it_is_switched_on(template: dict[
     assert "run --with batch" in command and "--job" in command, (
         "a head job that starts again goes on with its job"
     )
-    assert {one["Action"] for one in head["RetryStrategy"]["EvaluateOnExit"]} == {"RETRY", "EXIT"}
+    assert {rule["Action"] for rule in head["RetryStrategy"]["EvaluateOnExit"]} == {"RETRY", "EXIT"}
     assert (ROOT / re.search(r"--config (\S+)", command)[1]).exists()
 
 

@@ -75,7 +75,7 @@ def test_the_queues_of_the_account_are_those_of_the_example_configuration(applie
 
 def test_bucket_roles_and_head_job_are_there_and_name_each_other(applied: Path) -> None:
     stack = boto3.client("cloudformation").describe_stacks(StackName="ebbflow")["Stacks"][0]
-    outputs = {one["OutputKey"]: one["OutputValue"] for one in stack["Outputs"]}
+    outputs = {output["OutputKey"]: output["OutputValue"] for output in stack["Outputs"]}
     s3 = boto3.client("s3")
     assert "AES256" in str(s3.get_bucket_encryption(Bucket=outputs["BucketName"]))
     iam = boto3.client("iam")
@@ -85,7 +85,10 @@ def test_bucket_roles_and_head_job_are_there_and_name_each_other(applied: Path) 
     [head] = boto3.client("batch").describe_job_definitions(jobDefinitionName="ebbflow-head")[
         "jobDefinitions"
     ]
-    environment = {one["name"]: one["value"] for one in head["containerProperties"]["environment"]}
+    environment = {
+        variable["name"]: variable["value"]
+        for variable in head["containerProperties"]["environment"]
+    }
     assert environment["METAFLOW_ECS_S3_ACCESS_IAM_ROLE"] == outputs["JobRoleArn"]
     assert (
         environment["EBBFLOW__STORE"] == outputs["Store"] == f"s3://{outputs['BucketName']}/ebbflow"

@@ -162,7 +162,7 @@ def test_the_main_nodes_end_is_the_gangs_and_a_childs_is_nobodys(batch: LocalBat
         and batch.output(job, node=2).split()[1] != "main"
     )
     listed = batch.client().list_jobs(multiNodeJobId=job, jobStatus="FAILED")["jobSummaryList"]
-    assert [item["jobId"] for item in listed] == [f"{job}#1", f"{job}#2"]
+    assert [summary["jobId"] for summary in listed] == [f"{job}#1", f"{job}#2"]
 
 
 def test_a_gang_on_spot_is_refused(batch: LocalBatch) -> None:
@@ -304,7 +304,7 @@ def test_a_retry_strategy_starts_a_job_again_for_what_it_names(batch: LocalBatch
     wait_until("its start", lambda: started(batch, job))
     batch.reclaim(job, notice=False)
     attempts = ended(batch, job)["attempts"]
-    assert [item["container"].get("exitCode") for item in attempts] == [None, 7]
+    assert [attempt["container"].get("exitCode") for attempt in attempts] == [None, 7]
     assert attempts[0]["stoppedAt"] <= attempts[1]["startedAt"]
 
 

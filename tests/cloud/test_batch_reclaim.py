@@ -103,7 +103,7 @@ def test_it_finishes_with_the_weights_of_a_quiet_run(
 def test_each_attempt_went_where_it_was_placed_and_why_is_told(reclaimed: Reclaimed) -> None:
     placed = [event["data"] for event in reclaimed.runner.events() if event["name"] == "placed"]
     queues = [job["jobQueue"].rpartition("/")[2] for job in reclaimed.jobs]
-    assert queues == [item["placement"]["queue"] for item in placed]
+    assert queues == [attempt["placement"]["queue"] for attempt in placed]
     assert queues[:2] == [FULL, SPOT], "the cheapest first; it had no capacity, so the next best"
     assert "had no capacity" in placed[1]["why"] and "reclaimed" in placed[2]["why"]
     waited, lost, *_, last = reclaimed.jobs

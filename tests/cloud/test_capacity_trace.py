@@ -74,7 +74,7 @@ def test_spot_while_slack_lasts(up: list[bool], markets: set[str]) -> None:
     assert set(course.markets) == markets
     assert course.markets == sorted(course.markets, reverse=True), "on demand it goes on to the end"
     alone = planned(CONFIG, WALL)
-    usual = next(one for one in alone.ranked if one.market == "on_demand")
+    usual = next(candidate for candidate in alone.ranked if candidate.market == "on_demand")
     if markets == {"spot"}:
         assert course.usd < 0.7 * usual.expected_usd
 

@@ -166,13 +166,16 @@ def test_a_region_without_prices_is_said_to_have_none_and_a_refresh_brings_them(
     config = RunConfig.model_validate(wanted)
     before = make_plan(config, now_utc=1_790_000_000.0)
     assert before.refusal.outcome == "no_capacity" and not before.ranked
-    assert {one.kind for one in before.rejected} == {"no spot price", "no on-demand price"}
-    assert all("us-west-2" in one.reason for one in before.rejected)
+    assert {rejection.kind for rejection in before.rejected} == {
+        "no spot price",
+        "no on-demand price",
+    }
+    assert all("us-west-2" in rejection.reason for rejection in before.rejected)
     brings = "ebbflow catalogue refresh --regions us-west-2"
     assert brings in before.refusal.hint and any(brings in line for line in before.prices)
     folder = refresh(tmp_path, Aws(ANSWERS, TYPES), advisor=ADVISOR)
     after = make_plan(config, now_utc=1_790_000_000.0, catalogue=reread(folder))
-    assert {(one.market, one.quoted_usd_per_hour) for one in after.ranked} == {
+    assert {(candidate.market, candidate.quoted_usd_per_hour) for candidate in after.ranked} == {
         ("spot", "0.4527"),
         ("on_demand", "1.006"),
     }

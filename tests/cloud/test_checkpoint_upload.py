@@ -145,10 +145,10 @@ def test_any_rank_that_stands_by_commits_when_those_before_it_are_gone(tmp_path:
 
 def test_requests_of_a_save_grow_with_the_ranks_and_not_with_their_square() -> None:
     figures = save_with_many_ranks(96, rounds=1)["worlds"]
-    for world, found in figures.items():
-        assert found["requests"] / int(world) < 9, (world, found)
-        assert found["finding"] == {
-            "requests": found["finding"]["requests"],
+    for world, measured in figures.items():
+        assert measured["requests"] / int(world) < 9, (world, measured)
+        assert measured["finding"] == {
+            "requests": measured["finding"]["requests"],
             "pages_of_the_longest_list": 1,
         }
     assert figures["96"]["manifest_bytes"] < 7 * figures["16"]["manifest_bytes"]

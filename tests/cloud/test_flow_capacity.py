@@ -408,8 +408,10 @@ def test_metaflow_is_mended_only_with_local_metadata_and_in_releases_that_were_t
     assert needs_fixes([word.format("local") for word in task])
     assert not needs_fixes([word.format("service") for word in task])
     assert not needs_fixes(["train_flow.py", "step", "local"])
-    assert all(is_known_release(one) for one in ("2.19.39", "2.19.39+ob(v1)", "2.19.20", "2.19.0"))
-    assert not any(is_known_release(one) for one in ("2.20.0", "2.19.21", "2.12.1"))
+    assert all(
+        is_known_release(version) for version in ("2.19.39", "2.19.39+ob(v1)", "2.19.20", "2.19.0")
+    )
+    assert not any(is_known_release(version) for version in ("2.20.0", "2.19.21", "2.12.1"))
 
 
 def test_tags_are_put_on_jobs_wherever_the_configuration_has_some(

@@ -263,7 +263,7 @@ def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(
         "was asked to leave" in own["statusReason"]
         and f"{own['jobId']} is used" in twin["statusReason"]
     )
-    assert {one["job_id"]: one.get("twin_of") for one in told} == {
+    assert {job["job_id"]: job.get("twin_of") for job in told} == {
         own["jobId"]: None,
         twin["jobId"]: own["jobId"],
     }
@@ -306,7 +306,7 @@ def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(
     assert done.returncode == 1 and "given up" in done.stderr, done.stderr
     [job] = [job for job in batch.jobs() if job["jobName"] == "given-up"]
     assert job["status"] == "FAILED" and "no process waits for it" in job["statusReason"]
-    assert [(one["job_id"], one["twin_of"]) for one in submitted(tmp_path)] == [
+    assert [(job["job_id"], job["twin_of"]) for job in submitted(tmp_path)] == [
         (job["jobId"], None)
     ]
 

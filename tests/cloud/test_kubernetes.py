@@ -59,22 +59,22 @@ SETTINGS: dict[str, Any] = {
 
 def documents() -> list[tuple[str, dict[str, Any]]]:
     return [
-        (path.name, one)
+        (path.name, document)
         for path in sorted(FOLDER.glob("*.yaml"))
-        for one in yaml.safe_load_all(path.read_text())
+        for document in yaml.safe_load_all(path.read_text())
     ]
 
 
 def of_kind(kind: str) -> list[dict[str, Any]]:
-    return [one for _, one in documents() if one["kind"] == kind]
+    return [document for _, document in documents() if document["kind"] == kind]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid_strictly(version: str) -> None:
-    checked = [one for _, one in documents() if one["apiVersion"] not in OTHERS]
-    for one in checked:
-        kubernetes_validate.validate(one, version, strict=True)
-    kinds = {one["kind"] for one in checked}
+    checked = [document for _, document in documents() if document["apiVersion"] not in OTHERS]
+    for document in checked:
+        kubernetes_validate.validate(document, version, strict=True)
+    kinds = {checked_document["kind"] for checked_document in checked}
     assert kinds == {
         "Namespace",
         "ServiceAccount",
@@ -152,15 +152,15 @@ def unknown_fields(value: Any, known: Any, path: str = "spec") -> list[str]:
         return [f"{path}: {value!r}"]
     if isinstance(known, list):
         return [
-            one
-            for at, each in enumerate(value)
-            for one in unknown_fields(each, known[0], f"{path}[{at}]")
+            field
+            for at, element in enumerate(value)
+            for field in unknown_fields(element, known[0], f"{path}[{at}]")
         ]
     kinds = {name: known.get(name, known.get("*")) for name in value}
     return [
-        one
+        unknown
         for name, kind in kinds.items()
-        for one in (
+        for unknown in (
             [f"{path}.{name}"]
             if kind is None
             else unknown_fields(value[name], kind, f"{path}.{name}")
@@ -169,16 +169,16 @@ def unknown_fields(value: Any, known: Any, path: str = "spec") -> list[str]:
 
 
 def test_custom_resources_have_only_fields_of_their_published_definitions() -> None:
-    found = [one for _, one in documents() if one["apiVersion"] in OTHERS]
-    assert {one["kind"] for one in found} == set(FIELDS)
-    for one in found:
-        assert one["kind"] in OTHERS[one["apiVersion"]] and set(one) == {
+    found = [document for _, document in documents() if document["apiVersion"] in OTHERS]
+    assert {document["kind"] for document in found} == set(FIELDS)
+    for document in found:
+        assert document["kind"] in OTHERS[document["apiVersion"]] and set(document) == {
             "apiVersion",
             "kind",
             "metadata",
             "spec",
         }
-        assert unknown_fields(one["spec"], FIELDS[one["kind"]]) == []
+        assert unknown_fields(document["spec"], FIELDS[document["kind"]]) == []
     wrong = {**of_kind("ServiceMonitor")[0]["spec"], "endpoint": [], "podTargetLabels": [5]}
     assert unknown_fields(wrong, FIELDS["ServiceMonitor"]) == [
         "spec.podTargetLabels[0]: 5",
@@ -188,7 +188,7 @@ def test_custom_resources_have_only_fields_of_their_published_definitions() -> N
 
 def test_scraped_pods_keep_their_job_and_the_target_has_the_label_that_the_rules_select() -> None:
     monitor = of_kind("ServiceMonitor")[0]["spec"]
-    services = [one["metadata"]["labels"] for one in of_kind("Service")]
+    services = [service["metadata"]["labels"] for service in of_kind("Service")]
     [labels] = [
         service
         for service in services
@@ -209,8 +209,8 @@ def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:
             "name": node_class["metadata"]["name"],
         }
         assert [taint["key"] for taint in spec["taints"]] == [TAINT]
-        wanted = {one["key"]: one["values"] for one in spec["requirements"]}
-        assert all(one["operator"] == "In" for one in spec["requirements"])
+        wanted = {requirement["key"]: requirement["values"] for requirement in spec["requirements"]}
+        assert all(requirement["operator"] == "In" for requirement in spec["requirements"])
         assert len(wanted["topology.kubernetes.io/zone"]) == 1, "a gang never spans zones"
         assert pool["spec"]["disruption"]["consolidationPolicy"] in (
             "WhenEmpty",
@@ -218,7 +218,7 @@ def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:
         )
         pod_markets |= set(wanted["karpenter.sh/capacity-type"])
     chosen = [node_selector({**PLACEMENT, "market": market}) for market in ("spot", "on_demand")]
-    placed = {one["karpenter.sh/capacity-type"] for one in chosen}
+    placed = {selector["karpenter.sh/capacity-type"] for selector in chosen}
     assert pod_markets == placed == {"spot", "on-demand"}
     assert node_class["spec"]["metadataOptions"]["httpPutResponseHopLimit"] == 2
     assert node_class["spec"]["metadataOptions"]["httpTokens"] == "required"
@@ -234,20 +234,22 @@ def test_prometheus_finds_the_training_pods_where_the_network_policy_lets_it() -
     [port] = service["spec"]["ports"]
     assert endpoint["port"] == port["name"]
     [policy] = [
-        one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-training"
+        policy
+        for policy in of_kind("NetworkPolicy")
+        if policy["metadata"]["name"] == "ebbflow-training"
     ]
     assert service["spec"]["selector"] == policy["spec"]["podSelector"]["matchLabels"]
     assert port["port"] in [
-        one["port"] for rule in policy["spec"]["ingress"] for one in rule.get("ports", [])
+        port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])
     ]
 
 
 def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_calls() -> None:
-    accounts = {one["metadata"]["name"]: one for one in of_kind("ServiceAccount")}
+    accounts = {account["metadata"]["name"]: account for account in of_kind("ServiceAccount")}
     assert accounts["ebbflow-job"]["automountServiceAccountToken"] is False
     [binding] = of_kind("RoleBinding")
     [role] = of_kind("Role")
-    assert [one["name"] for one in binding["subjects"]] == ["ebbflow-head"]
+    assert [subject["name"] for subject in binding["subjects"]] == ["ebbflow-head"]
     assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
         "jobs",
         "jobs/status",
@@ -266,12 +268,19 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
 
 def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
     policies = of_kind("NetworkPolicy")
-    assert [one["metadata"]["name"] for one in policies] == ["ebbflow-training", "ebbflow-head"]
+    assert [network_policy["metadata"]["name"] for network_policy in policies] == [
+        "ebbflow-training",
+        "ebbflow-head",
+    ]
     [supervisor] = [
-        one for one in of_kind("Job") if one["metadata"]["name"] == "ebbflow-supervisor"
+        job for job in of_kind("Job") if job["metadata"]["name"] == "ebbflow-supervisor"
     ]
     [container] = supervisor["spec"]["template"]["spec"]["containers"]
-    [url] = [one["value"] for one in container["env"] if one["name"] == "METAFLOW_SERVICE_URL"]
+    [url] = [
+        variable["value"]
+        for variable in container["env"]
+        if variable["name"] == "METAFLOW_SERVICE_URL"
+    ]
     address = urlsplit(url)
     namespace = {
         "namespaceSelector": {
@@ -324,11 +333,13 @@ def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> No
         "capabilities": {"drop": ["ALL"]},
     }
     writable = {mount["mountPath"] for mount in container["volumeMounts"]}
-    environment = {one["name"]: one["value"] for one in container["env"]}
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
     for name in ("HOME", "EBBFLOW_RUNS", "METAFLOW_DATASTORE_SYSROOT_LOCAL"):
         assert any(Path(environment[name]).is_relative_to(folder) for folder in writable), name
     [policy] = [
-        one for one in of_kind("NetworkPolicy") if one["metadata"]["name"] == "ebbflow-head"
+        policy
+        for policy in of_kind("NetworkPolicy")
+        if policy["metadata"]["name"] == "ebbflow-head"
     ]
     assert policy["spec"]["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
     assert "Ingress" in policy["spec"]["policyTypes"] and "ingress" not in policy["spec"]
@@ -392,11 +403,11 @@ def rendered(
 
 def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
     assert pod["nodeSelector"] == node_selector(PLACEMENT)
-    assert {one["key"] for one in pod["tolerations"]} == {TAINT, "nvidia.com/gpu"}
+    assert {toleration["key"] for toleration in pod["tolerations"]} == {TAINT, "nvidia.com/gpu"}
     assert pod["terminationGracePeriodSeconds"] == 110, (
         "the time that a last save has, which Metaflow sets to 0"
     )
-    [shared] = [one for one in pod["volumes"] if one["name"] == "dhsm"]
+    [shared] = [volume for volume in pod["volumes"] if volume["name"] == "dhsm"]
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "4096Mi"}
     [container] = pod["containers"]
     assert (
@@ -429,27 +440,31 @@ def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(
         "all machines boot at once"
     )
     assert {
-        one["template"]["spec"]["podReplacementPolicy"]
-        for one in manifest["spec"]["replicatedJobs"]
+        replicated_job["template"]["spec"]["podReplacementPolicy"]
+        for replicated_job in manifest["spec"]["replicatedJobs"]
     } == {"Failed"}
     assert [
-        one["template"]["spec"]["backoffLimit"] for one in manifest["spec"]["replicatedJobs"]
+        replicated_job["template"]["spec"]["backoffLimit"]
+        for replicated_job in manifest["spec"]["replicatedJobs"]
     ] == [0, 1]
-    replicated = {one["name"]: one for one in manifest["spec"]["replicatedJobs"]}
-    assert {name: one["replicas"] for name, one in replicated.items()} == {
+    replicated = {
+        replicated_job["name"]: replicated_job
+        for replicated_job in manifest["spec"]["replicatedJobs"]
+    }
+    assert {name: replicated_job["replicas"] for name, replicated_job in replicated.items()} == {
         "control": 1,
         "worker": 1,
     }
-    for one in replicated.values():
+    for replicated_job in replicated.values():
         job = {
             "apiVersion": "batch/v1",
             "kind": "Job",
             "metadata": {"name": "x"},
-            "spec": one["template"]["spec"],
+            "spec": replicated_job["template"]["spec"],
         }
         for version in VERSIONS:
             kubernetes_validate.validate(job, version, strict=True)
-        template = one["template"]["spec"]["template"]
+        template = replicated_job["template"]["spec"]["template"]
         assert template["metadata"]["labels"]["ebbflow/training"] == "true"
         assert_placed(template["spec"], template["metadata"]["annotations"])
 
@@ -480,9 +495,10 @@ def test_pods_of_a_gang_ask_for_the_fabric_adapters_of_their_type(
     Without a gang, or without adapters, nothing is asked for.
     """
     _, manifest = rendered(tmp_path, efa=32, instance_type=kind, nodes=nodes)
-    jobs = [one["template"]["spec"] for one in manifest["spec"].get("replicatedJobs", [])] or [
-        manifest["spec"]
-    ]
+    jobs = [
+        replicated_job["template"]["spec"]
+        for replicated_job in manifest["spec"].get("replicatedJobs", [])
+    ] or [manifest["spec"]]
     assert len(jobs) == nodes
     for job in jobs:
         [container] = job["template"]["spec"]["containers"]
@@ -507,7 +523,7 @@ def violations(pod: dict[str, Any], *, shipped: bool) -> set[str]:
     resources = container["resources"]
     kept = {
         "no host namespaces": not {"hostNetwork", "hostPID", "hostIPC"} & set(pod),
-        "no host paths": not any("hostPath" in one for one in pod.get("volumes") or []),
+        "no host paths": not any("hostPath" in volume for volume in pod.get("volumes") or []),
         "no privileges": not security.get("privileged")
         and security.get("allowPrivilegeEscalation") is False,
         "no capabilities": capabilities.get("drop") == ["ALL"]
@@ -530,9 +546,10 @@ def violations(pod: dict[str, Any], *, shipped: bool) -> set[str]:
 
 
 def test_shipped_and_generated_pods_keep_the_policies(manifests: dict[int, Any]) -> None:
-    shipped = [one["spec"]["template"]["spec"] for one in of_kind("Job")]
+    shipped = [job["spec"]["template"]["spec"] for job in of_kind("Job")]
     shipped += [
-        one["spec"]["jobTemplate"]["spec"]["template"]["spec"] for one in of_kind("CronJob")
+        cron_job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        for cron_job in of_kind("CronJob")
     ]
     generated = [manifests[1][1]["spec"]["template"]["spec"]]
     generated += [
@@ -540,8 +557,8 @@ def test_shipped_and_generated_pods_keep_the_policies(manifests: dict[int, Any])
         for manifest in manifests[2][1]["spec"]["replicatedJobs"]
     ]
     assert len(shipped) == 2 and len(generated) == 3
-    assert [violations(one, shipped=True) for one in shipped] == [set()] * 2
-    assert [violations(one, shipped=False) for one in generated] == [set()] * 3
+    assert [violations(pod, shipped=True) for pod in shipped] == [set()] * 2
+    assert [violations(pod, shipped=False) for pod in generated] == [set()] * 3
     assert violations(generated[0], shipped=True) == {"not root", "read-only root", "limits"}
 
 

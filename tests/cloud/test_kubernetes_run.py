@@ -85,30 +85,32 @@ def test_the_eviction_redoes_no_step(lost: Ran) -> None:
 
 def test_every_attempt_is_billed_by_its_pods_own_times(lost: Ran) -> None:
     past = [
-        one
-        for one in lost.runner.cluster.past()["pods"]
-        if "replicatedjob-name" in str(one["labels"])
+        pod
+        for pod in lost.runner.cluster.past()["pods"]
+        if "replicatedjob-name" in str(pod["labels"])
     ]
-    assert len(past) == 6 and [one["exit_code"] for one in past].count(None) == 1
+    assert len(past) == 6 and [pod["exit_code"] for pod in past].count(None) == 1
     ended = [event["data"] for event in lost.runner.events() if event["name"] == "batch_attempt"]
-    assert [one["cause"] for one in ended] == ["reclaimed", "reclaimed", "ended"]
+    assert [attempt_end["cause"] for attempt_end in ended] == ["reclaimed", "reclaimed", "ended"]
     for attempt in ended:
         mine = sorted(
-            (one for one in past if one["pod"].startswith(attempt["job_name"])),
+            (pod for pod in past if pod["pod"].startswith(attempt["job_name"])),
             key=lambda one: one["pod"],
         )
-        for (start, stop), one in zip(attempt["node_times"], mine, strict=True):
-            if one["exit_code"] is None:
+        for (start, stop), pod in zip(attempt["node_times"], mine, strict=True):
+            if pod["exit_code"] is None:
                 late = 8  # the cluster notices the loss of a node late
             else:
                 late = 1
-            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(
-                one["ended"], abs=late
+            assert start == pytest.approx(pod["started"], abs=1) and stop == pytest.approx(
+                pod["ended"], abs=late
             )
-    seconds = sum(stop - start for one in ended for start, stop in one["node_times"])
+    seconds = sum(
+        stop - start for attempt_end in ended for start, stop in attempt_end["node_times"]
+    )
     assert lost.run.report["paid_rank_seconds"] == pytest.approx(seconds, abs=0.1)
-    assert {one["market"] for one in ended} == {"spot"} and {
-        one["instance_type"] for one in ended
+    assert {attempt_end["market"] for attempt_end in ended} == {"spot"} and {
+        attempt_end["instance_type"] for attempt_end in ended
     } == {"g5.xlarge"}
 
 
@@ -116,7 +118,7 @@ def test_nothing_stays_in_the_cluster_and_no_right_was_missing(lost: Ran) -> Non
     told = lost.runner.cluster.told()
     assert told["denied"] == [] and told["problems"] == []
     assert [
-        item
-        for item in lost.runner.cluster.items("pods")
-        if item["status"]["phase"] in ("Pending", "Running")
+        pod
+        for pod in lost.runner.cluster.items("pods")
+        if pod["status"]["phase"] in ("Pending", "Running")
     ] == []

@@ -120,7 +120,7 @@ def three(
         )
         for name, values in asked.items()
     }
-    workers = {name: one.pods(2)[1]["spec"]["nodeName"] for name, one in made.items()}
+    workers = {name: submission.pods(2)[1]["spec"]["nodeName"] for name, submission in made.items()}
     running.change(down=True)
     time.sleep(2)  # a look of each submitter and one of Metaflow's
     running.change(down=False)
@@ -130,7 +130,10 @@ def three(
     ended = {name: made[name].finish() for name in ("left", "tainted")}
     made["lost"].pods(2)  # with the replacement
     gate.touch()
-    return {name: (one, *(ended.get(name) or one.finish())) for name, one in made.items()}
+    return {
+        name: (submission, *(ended.get(name) or submission.finish()))
+        for name, submission in made.items()
+    }
 
 
 def pods_of(three: dict[str, Any], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -138,9 +141,9 @@ def pods_of(three: dict[str, Any], name: str) -> tuple[dict[str, Any], list[dict
     submitted = three[name][0]
     [ended] = submitted.events("batch_attempt")
     past = [
-        one
-        for one in submitted.cluster.past()["pods"]
-        if one["pod"].startswith(f"{ended['job_name']}-")
+        pod
+        for pod in submitted.cluster.past()["pods"]
+        if pod["pod"].startswith(f"{ended['job_name']}-")
     ]
     return ended, sorted(past, key=lambda one: one["started"])
 
@@ -152,8 +155,8 @@ def test_an_outage_and_throttling_change_nothing(three: dict[str, Any]) -> None:
     ), output
     ended, past = pods_of(three, "outage")
     assert ended["cause"] == "ended" and ended["status"] == "SUCCEEDED"
-    for (start, stop), one in zip(sorted(ended["node_times"]), past, strict=True):
-        assert abs(start - one["started"]) <= 1.5 and abs(stop - one["ended"]) <= 1.5, (
+    for (start, stop), pod in zip(sorted(ended["node_times"]), past, strict=True):
+        assert abs(start - pod["started"]) <= 1.5 and abs(stop - pod["ended"]) <= 1.5, (
             "whole seconds"
         )
 
@@ -165,8 +168,8 @@ def test_a_lost_worker_is_replaced_alone_and_metaflow_sees_no_failure(
     assert code == 0 and output.splitlines()[-1] == "succeeded", output
     ended, past = pods_of(three, "lost")
     assert ended["cause"] == "ended" and len(past) == 3
-    assert sorted(one["exit_code"] is None for one in past) == [False, False, True]
-    assert len([one for one in past if "-control-" in one["pod"]]) == 1, "node 0's pod ran on"
+    assert sorted(pod["exit_code"] is None for pod in past) == [False, False, True]
+    assert len([pod for pod in past if "-control-" in pod["pod"]]) == 1, "node 0's pod ran on"
 
 
 def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_end(
@@ -177,9 +180,9 @@ def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_
     ended, past = pods_of(three, "left")
     assert ended["cause"] == "terminated" and len(ended["node_times"]) == len(past) == 2
     assert not [
-        item
-        for item in submitted.cluster.items("pods")
-        if ended["job_name"] in item["metadata"]["name"]
+        pod
+        for pod in submitted.cluster.items("pods")
+        if ended["job_name"] in pod["metadata"]["name"]
     ]
 
 
@@ -212,7 +215,7 @@ def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:
     job = {
         "spec": {"backoffLimit": 0, "parallelism": 1, "completions": 1, "template": {"spec": pod}}
     }
-    replicated = [{"name": each, "replicas": 1, "template": job} for each in ("control", "worker")]
+    replicated = [{"name": role, "replicas": 1, "template": job} for role in ("control", "worker")]
     body = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}}
     made = kubernetes.client.CustomObjectsApi(
         cluster._core.api_client
@@ -247,7 +250,7 @@ def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
         return watches[name]
 
     def begun(name: str) -> bool:
-        return len([one for one in look(name).pods.values() if one.started]) == 2
+        return len([pod for pod in look(name).pods.values() if pod.started]) == 2
 
     for name in ("drained", "deleted", "left"):
         wait_until("the pods", lambda name=name: begun(name), 30)
@@ -255,7 +258,7 @@ def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
     running.ask("evict", {"pod": next(pod for pod in watches["drained"].pods if "worker" in pod)})
     cluster.delete(ids["deleted"])
     look("drained")
-    assert [one.lost for one in watches["drained"].pods.values() if one.ended is None].count(
+    assert [pod.lost for pod in watches["drained"].pods.values() if pod.ended is None].count(
         True
     ) == 1, "it saves"
     ends = {"left": end_attempt(ids["left"], cluster, 30)}  # by the next launcher
@@ -264,7 +267,7 @@ def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
     for name, watch in late.items():
         watch.look(cluster, time.time() + 99)
         ends[f"{name}, read after its pods' removal"] = watch.attempt(now=time.time() + 99)
-    assert {name.partition(",")[0]: one.cause for name, one in ends.items()} == {
+    assert {name.partition(",")[0]: end.cause for name, end in ends.items()} == {
         "drained": "reclaimed",
         "deleted": "terminated",
         "left": "terminated",
@@ -291,10 +294,10 @@ def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(
     past = running.past()["pods"]
     for name, attempt in ends.items():
         mine = sorted(
-            (one for one in past if one["pod"].startswith(f"{name.partition(',')[0]}-")),
+            (pod for pod in past if pod["pod"].startswith(f"{name.partition(',')[0]}-")),
             key=lambda one: one["pod"],
         )
-        for (start, stop), one in zip(attempt.node_times, mine, strict=True):
-            assert start == pytest.approx(one["started"], abs=1) and stop == pytest.approx(
-                one["ended"], abs=1
+        for (start, stop), pod in zip(attempt.node_times, mine, strict=True):
+            assert start == pytest.approx(pod["started"], abs=1) and stop == pytest.approx(
+                pod["ended"], abs=1
             ), name

@@ -103,11 +103,13 @@ def test_listings_have_pages_prefixes_and_folders(server: FailingServer | Swift)
             Bucket=bucket, PaginationConfig={"PageSize": 3}
         )
     )
-    assert [item["Key"] for page in pages for item in page["Contents"]] == keys and len(pages) == 4
+    assert [entry["Key"] for page in pages for entry in page["Contents"]] == keys and len(
+        pages
+    ) == 4
     found = s3.list_objects_v2(Bucket=bucket, Prefix="two/", StartAfter="two/02")
-    assert [item["Key"] for item in found["Contents"]] == ["two/03", "two/04"]
+    assert [entry["Key"] for entry in found["Contents"]] == ["two/03", "two/04"]
     folders = s3.list_objects_v2(Bucket=bucket, Delimiter="/")
-    assert [item["Prefix"] for item in folders["CommonPrefixes"]] == [
+    assert [prefix["Prefix"] for prefix in folders["CommonPrefixes"]] == [
         "one/",
         "two/",
     ] and "Contents" not in folders

@@ -56,7 +56,7 @@ class Bucket(FlowRunner):
             .get_paginator("list_objects_v2")
             .paginate(Bucket=self.bucket, Prefix=below)
         )
-        return [item["Key"] for page in pages for item in page.get("Contents", [])]
+        return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
     def await_commit(self) -> None:
         wait_until(

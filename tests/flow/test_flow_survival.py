@@ -150,7 +150,7 @@ def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: P
     ]
     assert rehearsed == [(1, "leave")]
     assert "node 1 had a notice by rehearsal: terminate" in [
-        one["culprit"] for one in run.report["events"]["failures"]
+        failure["culprit"] for failure in run.report["events"]["failures"]
     ]
 
 

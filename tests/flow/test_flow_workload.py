@@ -67,9 +67,11 @@ def test_the_example_survives_the_loss_of_a_node_bit_for_bit(
 
 def test_ranks_train_the_same_model_under_hsdp(quiet: dict[str, Any], tmp_path: Path) -> None:
     report = train_quietly(tmp_path, *HSDP, config=str(EXAMPLE))
-    losses, expected = ([loss for _, loss in one["loss_curve"]] for one in (report, quiet))
+    losses, expected = ([loss for _, loss in result["loss_curve"]] for result in (report, quiet))
     assert losses == pytest.approx(expected, rel=1e-5)
-    accuracy, expected = (one["actual"]["metrics"]["held_out_accuracy"] for one in (report, quiet))
+    accuracy, expected = (
+        result["actual"]["metrics"]["held_out_accuracy"] for result in (report, quiet)
+    )
     assert accuracy == pytest.approx(expected, abs=0.01)
 
 

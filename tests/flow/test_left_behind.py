@@ -98,7 +98,10 @@ def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
     batch: LocalBatch, submitter: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     running = wait_until(
-        "its job", lambda: [one["jobId"] for one in batch.jobs() if one["status"] == "RUNNING"]
+        "its job",
+        lambda: [
+            batch_job["jobId"] for batch_job in batch.jobs() if batch_job["status"] == "RUNNING"
+        ],
     )[0]
     submitter.kill()
     job = Job(name="left", run="1", config=RunConfig(store=str(tmp_path)))

@@ -112,7 +112,7 @@ def test_no_end_of_a_rank_and_nothing_that_it_leaves_ends_its_agent(
         if not failures:
             assert worker.result() is not None
             return
-        [failure] = [one for one in failures if not one.witness]
+        [failure] = [failure for failure in failures if not failure.witness]
         verdict = end_from_failures(failures)
         show_failed_logs(group, failures, job="job", generation=1)
         print_line(verdict.culprit)

@@ -263,7 +263,7 @@ def test_a_script_with_its_commits_in_a_bucket_resumes_on_an_empty_disk(
     whole = attached(tmp_path / "whole", "nano_gpt")
     killed = attached(tmp_path / "killed", "nano_gpt")
     finish(start(whole), whole)
-    sha256 = [one.data["weights_sha256"] for one in events_of(whole) if one.name == "outcome"]
+    sha256 = [event.data["weights_sha256"] for event in events_of(whole) if event.name == "outcome"]
     for name, value in {
         **swift.environment(),
         "EBBFLOW__STORE": f"s3://{swift.new_bucket()}/p",
@@ -274,7 +274,7 @@ def test_a_script_with_its_commits_in_a_bucket_resumes_on_an_empty_disk(
     finish(processes, killed, -signal.SIGKILL)
     finish(start(killed), killed)
     assert [
-        one.data["weights_sha256"] for one in events_of(killed) if one.name == "outcome"
+        event.data["weights_sha256"] for event in events_of(killed) if event.name == "outcome"
     ] == sha256
     assert "goes on from step" in output(killed) and not (killed.parent / "runs").exists()
 
@@ -375,8 +375,8 @@ def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(
         assert commits(script)[-1] == PAGES[name][1], name
     for name, (script, _) in left.items():
         ended = [
-            [one.data for one in events_of(each) if one.name == "outcome"]
-            for each in (script, whole[name][0])
+            [event.data for event in events_of(run) if event.name == "outcome"]
+            for run in (script, whole[name][0])
         ]
         assert ended[0][0]["weights_sha256"] == ended[1][0]["weights_sha256"], name
         assert "goes on from step" in output(script), name

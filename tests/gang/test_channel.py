@@ -191,17 +191,17 @@ def test_idle_strangers_are_dropped_whatever_they_trickle(
         with suppress(OSError):
             trickling.sendall(b" ")
         time.sleep(0.05)
-        for one in (silent, trickling):
-            one.settimeout(0.01)
+        for stranger in (silent, trickling):
+            stranger.settimeout(0.01)
             with suppress(TimeoutError):
                 try:
-                    data = one.recv(1)
+                    data = stranger.recv(1)
                 except ConnectionResetError:
                     data = b""
                 if data:
                     dropped |= set()
                 else:
-                    dropped |= {one}
+                    dropped |= {stranger}
     assert dropped == {silent, trickling}
     silent.close()
     trickling.close()

@@ -444,7 +444,9 @@ def test_a_forged_index_is_not_signed_into_a_commit(
     signed.put(second, signed_index_bytes(signed, second, index_of(save, 1)))
     committed = watch.look().commit  # a forged index is not remembered
     assert committed is not None
-    assert [one.sha256 for one in read_manifest(signed, committed.key).data] == [("5" * 64,)] * 2
+    assert [data_object.sha256 for data_object in read_manifest(signed, committed.key).data] == [
+        ("5" * 64,)
+    ] * 2
 
 
 def test_an_index_names_its_own_ranks_data_object(tmp_path: Path) -> None:
@@ -536,9 +538,9 @@ def test_commits_from_before_signing_are_refused_until_they_are_signed(
     assert checkpoints(line.split()[2:]) == 0
     use_key(monkeypatch)
     assert steps_that_count(job) == [2, 1] and load(job, [newest(job)]) == (2, 2.0)
-    assert all(len(one.sha256) == 1 for one in read_manifest(job, newest(job)).data), (
-        "they come with the signature"
-    )
+    assert all(
+        len(data_object.sha256) == 1 for data_object in read_manifest(job, newest(job)).data
+    ), "they come with the signature"
 
 
 def test_pruning_removes_the_signature(signed: Store) -> None:

@@ -120,7 +120,7 @@ def test_starts_rewinds_and_zombies_read_one_page_at_a_time(
     job.forget()
     assert next(newest_commits(job)).key == commits[-900]
     assert (job.longest, job.listed["commits"], job.gets) == (1, 1, 2)
-    for key in (zombie, *(f"generations/{one.name}.json" for one in (opened, back))):
+    for key in (zombie, *(f"generations/{generation.name}.json" for generation in (opened, back))):
         job.delete(key)
 
 

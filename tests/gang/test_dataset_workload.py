@@ -144,8 +144,8 @@ def test_workers_give_the_samples_that_one_process_gives_at_any_world_size() -> 
     shares = [loader(Noisy(), 1) for _ in range(2)]
     for number in range(6):
         parts = [
-            flat(one.load(Cursor(number * BATCH, BATCH).share(rank, 2)))
-            for rank, one in enumerate(shares)
+            flat(loader.load(Cursor(number * BATCH, BATCH).share(rank, 2)))
+            for rank, loader in enumerate(shares)
         ]
         assert [first + second for first, second in zip(*parts, strict=True)] == whole[number]
     assert flat(ahead.load(Cursor(8, BATCH))) == whole[1], "after a rewind"
@@ -208,7 +208,9 @@ def test_workers_that_start_anew_give_the_same_samples_and_name_their_lines(
 ) -> None:
     steps = [Cursor(number * BATCH, BATCH) for number in range(3)]
     spawned = loader(Talkative(), 1, worker_start="forkserver")
-    found = [[flat(one.load(step)) for step in steps] for one in (loader(Noisy(), 0), spawned)]
+    found = [
+        [flat(source.load(step)) for step in steps] for source in (loader(Noisy(), 0), spawned)
+    ]
     assert found[0] == found[1] and spawned._iterator is not None
     # The capture's file has one position, which reading would move under a line being written
     spawned._stop_workers()

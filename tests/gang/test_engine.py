@@ -183,7 +183,7 @@ def test_a_rank_is_slow_by_its_own_time_though_all_steps_take_as_long(
     found = [
         find_slowest([step["own_seconds"] for step in both]) for both in zip(*ranks, strict=True)
     ]
-    lost = [one.lost_seconds for one in found if one.rank == 1]
+    lost = [slowest.lost_seconds for slowest in found if slowest.rank == 1]
     assert len(lost) >= 0.8 * SLOW_STEPS
     assert sum(lost) == pytest.approx(SLOW_STEPS * SLOW_SECONDS, rel=0.4)
     own = [sum(step["own_seconds"] for step in steps) for steps in ranks]

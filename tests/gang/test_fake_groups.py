@@ -217,7 +217,7 @@ def test_of_large_weights_a_rank_draws_its_own_rows(
         drawn.elements
         <= 2 * 2 * 2**18
         + 2 * last
-        + sum(len(one) for one in whole.values())
+        + sum(len(tensor) for tensor in whole.values())
         + whole["2.weight"].numel()
     )
 

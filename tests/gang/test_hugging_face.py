@@ -234,7 +234,7 @@ def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(
         and known[2] == known[3]
         and known[4] == known[5]
     )
-    assert len({(one["bytes"], one["shard_sha256"]["train"]) for one in known}) == 1, (
+    assert len({(data["bytes"], data["shard_sha256"]["train"]) for data in known}) == 1, (
         "the same text in all"
     )
     assert "first loss" not in texts[0] and "torch fills" not in texts[0], texts[0]

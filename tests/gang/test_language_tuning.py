@@ -182,7 +182,7 @@ def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None
     context = prepared(config)
     workload = HuggingFace(context)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    whole = "".join(f"<{one['role']}>{one['content']}" for one in talk)
+    whole = "".join(f"<{message['role']}>{message['content']}" for message in talk)
     # Bytes of the answers
     counted = {
         at

@@ -60,7 +60,9 @@ def test_a_noticed_node_leaves_and_enough_others_go_on_without_redoing_a_step(
     spec = replace(spec, nodes=3, terms=Terms(usd_per_rank_second=0.01).to_json())
     store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
-    wait_until("steps", lambda: [one for one in read_events(store) if one.name == STEP], timeout=60)
+    wait_until(
+        "steps", lambda: [event for event in read_events(store) if event.name == STEP], timeout=60
+    )
     rehearse_notice(Path(spec.log_folder) / "notice-node-1.json", action="terminate", seconds=60)
     gang.agents[1].wait(60)
     left = json.loads((tmp_path / "gang" / "node-1.result.json").read_text())
@@ -144,8 +146,8 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
     coordinator.start(start)
     assert [members[node].await_start(30) for node in (1, 2)] == [start, start]
     yield coordinator, [members[1], members[2]]
-    for one in members.values():
-        one.close()
+    for channel in members.values():
+        channel.close()
     coordinator.close()
 
 
@@ -175,7 +177,7 @@ def test_who_leaves_alone_and_when_all_must(
         member.report_results({rank: INTERRUPTED})
     verdict = wait_until("the verdict", coordinator.poll, timeout=30)
     heard = [wait_until("the verdict", member.poll, timeout=30) for member in members]
-    assert [(one.again, list(one.left_out)) for one in (verdict, *heard)] == [
+    assert [(message.again, list(message.left_out)) for message in (verdict, *heard)] == [
         (bool(left_out), left_out)
     ] * 3
     assert verdict.outcome is not None and (verdict.outcome.step, verdict.culprit) == (7, "")

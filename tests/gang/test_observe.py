@@ -144,9 +144,9 @@ def test_every_panel_and_every_rule_has_data(prometheus: str) -> None:
             lambda one=expression: query(prometheus, one),
             timeout=60,
         )
-    nodes = {one["metric"]["node"] for one in query(prometheus, "ebbflow_step")}
+    nodes = {sample["metric"]["node"] for sample in query(prometheus, "ebbflow_step")}
     assert nodes == {"0", "1"}
-    assert {one["metric"]["job"] for one in query(prometheus, "ebbflow_job_step")} == {
+    assert {sample["metric"]["job"] for sample in query(prometheus, "ebbflow_job_step")} == {
         "ended",
         "other",
     }

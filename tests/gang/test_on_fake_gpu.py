@@ -210,13 +210,13 @@ def test_the_host_waits_for_no_result_of_the_step_in_progress(
     steps = [data for name, data in events if name == "step"]
     cpu, expected = make_trainer(make_config(steps=8, every=4), device=torch.device("cpu"))
     train(cpu)
-    for one, other in zip(steps, [data for name, data in expected if name == "step"], strict=True):
-        assert one["step"] == other["step"] and one["learning_rate"] == other["learning_rate"]
-        assert one["loss"] == other["loss"] and one["gradient_norm"] == pytest.approx(
+    for step, other in zip(steps, [data for name, data in expected if name == "step"], strict=True):
+        assert step["step"] == other["step"] and step["learning_rate"] == other["learning_rate"]
+        assert step["loss"] == other["loss"] and step["gradient_norm"] == pytest.approx(
             other["gradient_norm"], rel=1e-12
         )
     weights = zip(trainer.spread.module.parameters(), cpu.spread.module.parameters(), strict=True)
-    assert all(torch.equal(one.cpu(), other) for one, other in weights)
+    assert all(torch.equal(tensor.cpu(), other) for tensor, other in weights)
 
 
 @pytest.mark.parametrize("steps", [3, 4])
@@ -409,7 +409,7 @@ def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
     assert state.copied is not None
     state.copied.synchronize()
     copied = stage._views(0, planner.layout)[
-        [item.name for item in planner.layout.items].index("x")
+        [entry.name for entry in planner.layout.items].index("x")
     ]
     assert copied.tolist() == [0, 1, 2, 3, 4, 5]
     said = capfd.readouterr().err
@@ -599,8 +599,8 @@ def test_a_device_exchange_is_read_in_order_and_one_step_late(
     def send(step: float) -> list[float]:
         own = ROW._replace(step=step)
         return [
-            float(each.cpu())
-            for each in late_sync.send(own, on_gpu(gpu, 10.0 * step), on_gpu(gpu, 2.0 * step))
+            float(value.cpu())
+            for value in late_sync.send(own, on_gpu(gpu, 10.0 * step), on_gpu(gpu, 2.0 * step))
         ]
 
     assert late_sync.unread == 0

@@ -213,8 +213,8 @@ def test_muon(config: ModelConfig, tmp_path: Path) -> None:
             ours.load_state_dict(theirs.state_dict())
             step_on_same_text(ours, optimizer, seed)
             step_on_same_text(theirs, muon, seed)
-            for one, other in zip(hidden_matrices(ours), hidden, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+            for tensor, other in zip(hidden_matrices(ours), hidden, strict=True):
+                torch.testing.assert_close(tensor, other, rtol=0, atol=1e-6)
     store = Store.open(str(tmp_path)).sub("jobs/one")
     taken = []
     optimizer.register_step_post_hook(lambda *_: taken.append(1))
@@ -311,9 +311,9 @@ def test_a_loss_in_chunks_is_the_whole_loss_without_the_whole_logits(config: Mod
     (whole, gradients, rows), (ours, ours_too, few), (_, _, all_of_them) = found.values()
     assert whole == plain.item() and rows == all_of_them == 150 and few == 20
     assert ours == pytest.approx(whole, rel=1e-6)
-    for one, other in zip(ours_too, gradients, strict=True):
+    for tensor, other in zip(ours_too, gradients, strict=True):
         torch.testing.assert_close(
-            one, other, rtol=1e-6, atol=1e-6 * gradients[0].abs().max().item() + 1e-5
+            tensor, other, rtol=1e-6, atol=1e-6 * gradients[0].abs().max().item() + 1e-5
         )
 
 
@@ -359,7 +359,7 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(config: ModelCo
         )
         for total in (
             packed.square().sum(),
-            sum(model(one[None]).square().sum() for row in documents for one in row),
+            sum(model(sequence[None]).square().sum() for row in documents for sequence in row),
         )
     )
     for ours, theirs in zip(one, other, strict=True):

@@ -201,8 +201,8 @@ def assert_profiled(folder: Path) -> None:
     for event in found:
         trace = json.loads(gzip.decompress(Path(event.data["trace"]).read_bytes()))
         assert sum(
-            one["name"].startswith("ProfilerStep") or one.get("cat") == "cpu_op"
-            for one in trace["traceEvents"]
+            traced["name"].startswith("ProfilerStep") or traced.get("cat") == "cpu_op"
+            for traced in trace["traceEvents"]
         )
         assert (
             event.data["classes"]["matrix products"] > 0 and event.data["classes"]["optimizer"] > 0

@@ -74,12 +74,12 @@ def test_a_stopped_task_is_killed_wherever_it_runs_and_no_other_one() -> None:
         watch.start()
         assert stopped.wait(60) == -signal.SIGKILL
         wait_until("the end of the other node's", lambda: not children(gang.pid), timeout=60)
-        assert [one.poll() for one in (gang, submitting, sidecar, running)] == [None] * 4
+        assert [process.poll() for process in (gang, submitting, sidecar, running)] == [None] * 4
     finally:
         done.set()
-        for one in tasks:
-            one.kill()
-            one.wait()
+        for leftover in tasks:
+            leftover.kill()
+            leftover.wait()
         watch.join(60)
 
 

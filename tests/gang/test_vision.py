@@ -159,9 +159,9 @@ def test_arrays_and_folders_of_images_are_read_and_split(tmp_path: Path) -> None
             and len(workload._train) + len(workload._evaluated) == 40
         )
         first, again = (workload.next_batch(nn.Identity(), Cursor(3, 4)).content for _ in range(2))
-        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), (
-            "the crops are the same"
-        )
+        assert all(
+            torch.equal(tensor, other) for tensor, other in zip(first, again, strict=True)
+        ), "the crops are the same"
         assert first[0].shape == (4, 3, 12, 12)
         assert try_workload(config, replace(context, prepared=prepare_data(config, context))).done
     torn = Path(workload._train.describe(0))
@@ -237,7 +237,7 @@ def test_images_in_a_bucket_are_those_of_the_folder(
         for train in (True, False):
             images = workload.dataset(train)
             found.append([images.classes, *((pixels.tolist(), label) for pixels, label in images)])
-    assert found[:2] == found[2:] and [len(one) for one in found[:2]] == [9, 5]
+    assert found[:2] == found[2:] and [len(folder) for folder in found[:2]] == [9, 5]
     with pytest.raises(DataError, match=r"pictures/train/cats/none: no file that ends in"):
         ImageClassifier(
             context_of(config_of(tmp_path, {"dataset": f"s3://{bucket}/pictures/train/cats/none"}))

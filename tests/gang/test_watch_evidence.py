@@ -92,10 +92,10 @@ def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(
     [witness] = pass_time(watch, rank, 2.0) or wait_until("the dump", watch.check, timeout=60)
     assert witness.witness and Path(witness.dump).is_file()
     rank.offset += 30.0  # nobody looked: at most a second of it counts
-    assert all(one.witness for one in pass_time(watch, rank, 3.0))
+    assert all(failure.witness for failure in pass_time(watch, rank, 3.0))
     [failure] = wait_until(
         "the verdict",
-        lambda: [one for one in pass_time(watch, rank, 1.0) if not one.witness],
+        lambda: [failure for failure in pass_time(watch, rank, 1.0) if not failure.witness],
         timeout=60,
     )
     assert (failure.rank, failure.node, failure.step, failure.phase, failure.certainty) == (
@@ -129,7 +129,7 @@ def test_a_hung_rank_is_found_by_an_agent_whose_loop_is_slow(rank: Rank, tmp_pat
 
     def look() -> list[WorkerFailure]:
         rank.offset += 1.5
-        return [one for one in watch.check() if not one.witness]
+        return [failure for failure in watch.check() if not failure.witness]
 
     [failure] = wait_until("the verdict", look, timeout=60)
     assert failure.hung and not failure.stopped
@@ -219,12 +219,12 @@ def test_nobody_is_blamed_while_somebody_waits_for_the_store(rank: Rank, tmp_pat
     rank.offset += 60.0
     for _ in range(100):
         rank.offset += 0.5
-        assert [one for one in watch.check(store_wait=True) if not one.witness] == []
+        assert [failure for failure in watch.check(store_wait=True) if not failure.witness] == []
     found = pass_time(watch, rank, 5.0)
     limit = time.monotonic() + 60
-    while not [one for one in found if one.hung] and time.monotonic() < limit:
+    while not [failure for failure in found if failure.hung] and time.monotonic() < limit:
         found += watch.check()
-    assert [one.rank for one in found if one.hung] == [3]
+    assert [failure.rank for failure in found if failure.hung] == [3]
     watch.close()
 
 
@@ -239,11 +239,13 @@ def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(
     found = pass_time(watch, rank, 10.0)
     watch.request_witnesses()
     found += wait_until("where it stands", watch.check, timeout=60)
-    assert [one for one in found if one.hung] == []
+    assert [failure for failure in found if failure.hung] == []
     hung = wait_until(
-        "its end", lambda: [one for one in pass_time(watch, rank, 1.0) if one.hung], timeout=60
+        "its end",
+        lambda: [failure for failure in pass_time(watch, rank, 1.0) if failure.hung],
+        timeout=60,
     )
-    assert [one.rank for one in hung] == [3]
+    assert [failure.rank for failure in hung] == [3]
     watch.close()
 
 
@@ -255,7 +257,7 @@ def test_a_rank_that_is_stuck_as_it_waits_for_the_store_is_given_up(
 
     def look() -> list[WorkerFailure]:
         rank.offset += 0.5
-        return [one for one in watch.check(store_wait=True) if one.hung]
+        return [failure for failure in watch.check(store_wait=True) if failure.hung]
 
     assert not any(look() for _ in range(240))
     [hung] = wait_until("its end", look, timeout=60)

@@ -108,7 +108,7 @@ def test_ranks_of_the_second_node_know_their_place_as_under_torchrun(
         SimpleNamespace(ready=True, lost=False, pid=1, fork=fork),
     )
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    assert [[one[name] for name in names] for one in seen] == [
+    assert [[variables[name] for name in names] for variables in seen] == [
         ["2", "0", "1", "4", "2"],
         ["3", "1", "1", "4", "2"],
     ]

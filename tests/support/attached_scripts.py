@@ -103,7 +103,7 @@ def interrupt(
     """Send a signal to the ranks once they have made a commit of `step` or later."""
     limit = time.monotonic() + _DEADLINE_SECONDS
     before = max(commits(script), default=0)
-    while not any(found >= step and found > before for found in commits(script)):
+    while not any(commit >= step and commit > before for commit in commits(script)):
         assert all(process.poll() is None for process in processes), output(script)
         assert time.monotonic() < limit, output(script)
         time.sleep(0.005)

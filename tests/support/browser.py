@@ -145,7 +145,9 @@ class Browser:
             f"http://127.0.0.1:{port.read_text().split()[0]}/json", timeout=30
         ) as answer:
             return next(
-                one["webSocketDebuggerUrl"] for one in json.load(answer) if one["type"] == "page"
+                target["webSocketDebuggerUrl"]
+                for target in json.load(answer)
+                if target["type"] == "page"
             )
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -183,7 +185,7 @@ class Browser:
         self.call("Page.navigate", url=url)
         until = time.monotonic() + 60
         while (
-            not any(one["method"] == "Page.loadEventFired" for one in self.heard)
+            not any(message["method"] == "Page.loadEventFired" for message in self.heard)
             and time.monotonic() < until
         ):
             self.evaluate("new Promise((done) => setTimeout(done, 20))")
@@ -203,15 +205,17 @@ class Browser:
     def requests(self) -> list[str]:
         """Addresses that the page asked for since it was opened."""
         return [
-            one["params"]["request"]["url"]
-            for one in self.heard
-            if one["method"] == "Network.requestWillBeSent"
+            message["params"]["request"]["url"]
+            for message in self.heard
+            if message["method"] == "Network.requestWillBeSent"
         ]
 
     def complaints(self) -> list[str]:
         """Errors and messages on the page's console."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
-        return [json.dumps(one["params"]) for one in self.heard if one["method"] in kinds]
+        return [
+            json.dumps(message["params"]) for message in self.heard if message["method"] in kinds
+        ]
 
     def close(self) -> None:
         self._process.terminate()

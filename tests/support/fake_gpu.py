@@ -77,9 +77,9 @@ class GpuTensor(Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         if any(
-            torch.device(one).type == "cpu"
-            for one in (*args, *kwargs.values())
-            if isinstance(one, str | torch.device)
+            torch.device(argument).type == "cpu"
+            for argument in (*args, *kwargs.values())
+            if isinstance(argument, str | torch.device)
         ):
             return self.cpu()
         return super().to(*args, **kwargs)
@@ -99,8 +99,8 @@ class Stream:
     def flush(self, count: int | None = None) -> None:
         todo = self.pending[:count]
         self.pending = self.pending[len(self.pending[:count]) :]
-        for one in todo:
-            one()
+        for callback in todo:
+            callback()
 
     def wait_stream(self, other: Stream) -> None:
         other.flush()
@@ -191,9 +191,9 @@ class FakeGpu(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         frames = [
-            one
-            for one in traceback.extract_stack()
-            if one.filename.startswith(_ROOT) and ".venv" not in one.filename
+            frame
+            for frame in traceback.extract_stack()
+            if frame.filename.startswith(_ROOT) and ".venv" not in frame.filename
         ]
         own = [frame for frame in frames if "fake_gpu" not in frame.filename]
         self.waits.append(
@@ -368,8 +368,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     def group_on_gpu(*args: Any, **kwargs: Any) -> Any:
         # This is C++ code, which takes the tensors for those of a CPU
         return {
-            (torch.device("cuda", 0), dtype): one
-            for (_, dtype), one in group_tensors(*args, **kwargs).items()
+            (torch.device("cuda", 0), dtype): tensors
+            for (_, dtype), tensors in group_tensors(*args, **kwargs).items()
         }
 
     monkeypatch.setattr(

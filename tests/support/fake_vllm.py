@@ -64,7 +64,8 @@ class FakeVllm:
         self._lock = threading.Lock()
         self._model = _load(folder)
 
-    def handle(
+    # One answer for each path of vLLM's server.
+    def handle(  # noqa: PLR0911
         self, path: str, query: dict[str, list[str]], body: dict[str, Any]
     ) -> tuple[int, Any]:
         self.requests.append(

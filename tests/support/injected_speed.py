@@ -56,9 +56,12 @@ def memory_held_by_one_rank(here: Injected) -> None:
         held = None
     used = [torch.zeros(1) for _ in range(2)]
     dist.all_gather(used, torch.tensor([psutil.Process().memory_info().rss / 2**20]))
-    low, high = sorted(float(each) for each in used)
+    low, high = sorted(float(mebibytes) for mebibytes in used)
     if here.rank == 0 and high > 1.15 * low:
-        print(f"memory is uneven: the ranks use {[int(each) for each in used]} MiB", flush=True)
+        print(
+            f"memory is uneven: the ranks use {[int(mebibytes) for mebibytes in used]} MiB",
+            flush=True,
+        )
     del held
 
 
@@ -162,6 +165,6 @@ def generation_without_a_cache(_: Injected) -> None:
         spent = [
             seconds(lambda work=work, tokens=sequence: work(tokens)) for work in (generate, update)
         ]
-        share = [100 * each / sum(spent) for each in spent]
+        share = [100 * seconds / sum(spent) for seconds in spent]
         print(f"step:{step} timing_s/gen:{spent[0]:.3f} ({share[0]:.1f}%)", flush=True)
         print(f"step:{step} timing_s/update_actor:{spent[1]:.3f} ({share[1]:.1f}%)", flush=True)

@@ -208,10 +208,10 @@ class MetadataService:
         kept = self.artifacts.get(path, {})
         attempt = words.get("attempt")
         if attempt is None:
-            number = max((one for one, _ in kept), default=0)
+            number = max((kept_attempt for kept_attempt, _ in kept), default=0)
         else:
             number = int(attempt)
-        return 200, [entry for (one, _), entry in kept.items() if one == number]
+        return 200, [entry for (kept_attempt, _), entry in kept.items() if kept_attempt == number]
 
     def _get_artifact(self, path: Path, words: dict, _: Any) -> Answer:
         named = [
@@ -278,8 +278,9 @@ def _handler(service: MetadataService) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             if urlsplit(self.path).path.strip("/") == "ping":
-                return self._send(200, b"pong")
-            self._serve()
+                self._send(200, b"pong")
+            else:
+                self._serve()
 
         def do_POST(self) -> None:
             self._serve()

@@ -35,7 +35,7 @@ def changed_pool(pool: Candidate, **values: Any) -> Candidate:
 
 def make_pool(market: str, **values: Any) -> Candidate:
     """Make a pool of one g5.xlarge, of which `values` are changed."""
-    template = next(one for one in template_plan().ranked if one.market == market)
+    template = next(candidate for candidate in template_plan().ranked if candidate.market == market)
     return changed_pool(template, **values)
 
 

@@ -38,5 +38,7 @@ def calls(*operations: str, group: str = "0", start: int = 1, state: str = "") -
     ]
     if state:
         states = ["completed"] * (len(records) - 1) + [state]
-        records = [[*record, own] for record, own in zip(records, states, strict=True)]
+        records = [
+            [*record, rank_state] for record, rank_state in zip(records, states, strict=True)
+        ]
     return records

@@ -42,7 +42,9 @@ def start_measuring() -> int:
 
 def read_memory(name: str) -> int:
     line = next(
-        one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name)
+        status_line
+        for status_line in Path("/proc/self/status").read_text().splitlines()
+        if status_line.startswith(name)
     )
     return int(line.split()[1]) * 1024
 

@@ -46,7 +46,7 @@ def read_tensorboard(folder: Path, name: str) -> Series:
 def read_mlflow(database: Path, name: str) -> Series:
     """Return a metric of the only run of a database."""
     client, run = mlflow_run(database)
-    return [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+    return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
 
 
 def mlflow_run(database: Path) -> tuple[Any, Any]:

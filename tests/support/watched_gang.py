@@ -79,7 +79,7 @@ class WatchedGang:
         ]
 
     def look(self) -> list[WorkerFailure]:
-        return [found for watch in self.watches for found in watch.check()]
+        return [failure for watch in self.watches for failure in watch.check()]
 
     def run_until_step(self, step: int) -> None:
         """Watch while nothing is wrong."""
@@ -99,7 +99,7 @@ class WatchedGang:
         while time.monotonic() < limit:
             fresh = self.look()
             evidence += fresh
-            failures = [one for one in evidence if not one.witness]
+            failures = [failure for failure in evidence if not failure.witness]
             if first is None and (failures or detect_mismatch(evidence)):
                 first = time.monotonic()
                 for watch in self.watches:

@@ -112,16 +112,16 @@ def test_a_lasting_slowdown_is_named_late_in_a_job_too(slow_from: int, steps: in
 def test_load_before_a_slowdown_is_no_part_of_it() -> None:
     jobs = job(steps=50), job(slow_rank=1, slow_from=1, steps=50)
     mixed = [
-        (each.step or 0, each)
+        (event.step or 0, event)
         for slow, events in enumerate(jobs)
-        for each in events
+        for event in events
         if slow
-        == ((each.step or 0) > 20 or (each.step or 0) % 5 in (1, 2, 3))  # 3 of 5 steps, then all
+        == ((event.step or 0) > 20 or (event.step or 0) % 5 in (1, 2, 3))  # 3 of 5 steps, then all
     ]
-    events = [each for _, each in sorted(mixed, key=lambda pair: pair[0])]
+    events = [event for _, event in sorted(mixed, key=lambda pair: pair[0])]
     found = compare_jobs(events, [], job(steps=50), [])
     assert found.straggler and found.straggler.since_step == 21
-    assert [each.since_step for each in found.slower] == [21]
+    assert [finding.since_step for finding in found.slower] == [21]
 
 
 def test_a_rank_that_waits_for_data_is_named_alone() -> None:
@@ -130,7 +130,7 @@ def test_a_rank_that_waits_for_data_is_named_alone() -> None:
 
 
 def test_settings_new_lines_and_missing_events_are_shown() -> None:
-    events = [each for each in job(rate=0.3) if each.name != COMMIT]
+    events = [event for event in job(rate=0.3) if event.name != COMMIT]
     lines = [line("loss 2.5"), line("NCCL WARN retry 3", 1), line("NCCL WARN retry 4", 1)]
     text = compare_jobs(events, lines, job(), [line("loss 2.31")]).render()
     assert (
@@ -148,11 +148,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EBBFLOW_RUNS", str(tmp_path))
     for name, events in (("sick", job(slow_rank=1, slow_from=12)), ("sound", job())):
         store = Store.open(str(tmp_path)).sub(job_prefix(name))
-        for each in events:
+        for logged in events:
             with EventLog(
-                store, Origin(job=name, generation=each.generation, node=each.node, rank=each.rank)
+                store,
+                Origin(job=name, generation=logged.generation, node=logged.node, rank=logged.rank),
             ) as log:
-                log.emit(each.name, step=each.step, **each.data)
+                log.emit(logged.name, step=logged.step, **logged.data)
         store.put(log_key(1, 0, 0, "000001-x"), line("step").to_json().encode() + b"\n")
         store.put("job.json", KnownJob(name, str(tmp_path)).note())
         (tmp_path / name).symlink_to(job_prefix(name))

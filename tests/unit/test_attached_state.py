@@ -227,10 +227,10 @@ def test_a_loop_that_counts_its_batches_from_0_is_named() -> None:
     def batches() -> Any:
         yield find_enumerate(sys._getframe(1))
 
-    for _, found in enumerate(batches()):
-        assert found.startswith("test_attached_state.py:") and found.endswith(": enumerate")
-    for number, found in enumerate(batches(), Job.batch):
-        assert number == 3 and not found
+    for _, place in enumerate(batches()):
+        assert place.startswith("test_attached_state.py:") and place.endswith(": enumerate")
+    for number, place in enumerate(batches(), Job.batch):
+        assert number == 3 and not place
 
 
 def test_a_loader_that_a_script_reads_across_steps_is_named() -> None:
@@ -257,8 +257,8 @@ def test_the_doctor_names_an_index_by_which_a_script_accumulates() -> None:
     def run(numbers: list[int], weights: str) -> list[dict[str, Any]]:
         common = {"objects": {}, "rng": {}, "batch": "b"}
         return [
-            common | {"params": one, "counters": {"i": i}}
-            for one, i in zip(weights, numbers, strict=True)
+            common | {"params": letter, "counters": {"i": i}}
+            for letter, i in zip(weights, numbers, strict=True)
         ]
 
     whole = run([0, 1, 2, 3, 0, 1, 2, 3], "abcdefgh")
@@ -293,7 +293,7 @@ def test_the_doctor_takes_a_dict_of_moving_averages_for_a_state_and_not_a_batch(
     model = torch.nn.Linear(3, 2)
     model(torch.ones(4, 3)).sum().backward()
     weights = TrainedWeights(list(model.parameters()), model)
-    average = {name: one.detach().clone() for name, one in model.named_parameters()}
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert weights.state_of(average) is average and weights.state_of(list(average.values()))
     for other in (
         model.state_dict(),
@@ -330,7 +330,7 @@ def test_the_doctor_excuses_numbers_that_begin_anew_in_each_epoch_or_repeat_anot
     def record(params: str, **counters: int) -> dict[str, Any]:
         return {"params": params, "objects": {}, "counters": counters, "rng": {}}
 
-    whole = [record(one, i=n, step=n, own=n) for n, one in enumerate("abcdef")]
+    whole = [record(letter, i=n, step=n, own=n) for n, letter in enumerate("abcdef")]
     assert compare(whole, [record("d", i=0, step=3, own=0)], 4, passing=passing) == (3, [])
     lost = [record("d", i=0, step=0, own=0)]
     assert compare(whole, lost, 4, passing=passing, deciding=frozenset({"step"})) == (
@@ -347,8 +347,8 @@ def test_the_doctor_only_remarks_on_counts_that_decide_nothing() -> None:
         ]
         rest = {"objects": {}, "rng": {}}
         return [
-            rest | {"params": one, "counters": own}
-            for one, own in zip(weights, counts, strict=True)
+            rest | {"params": letter, "counters": count}
+            for letter, count in zip(weights, counts, strict=True)
         ]
 
     whole = run("abcdef", 1000)
@@ -362,8 +362,10 @@ def test_the_doctor_only_remarks_on_counts_that_decide_nothing() -> None:
     assert set(found) == {("counter", "step"), ("counter", "saves"), ("counter", "m.n")}, (
         "one of them may explain it"
     )
-    for one in whole + resumed:  # of two counts with the same values, the one that decides is named
-        one["counters"] = {"twin": one["counters"]["step"]} | one["counters"]
+    for record in (
+        whole + resumed
+    ):  # of two counts with the same values, the one that decides is named
+        record["counters"] = {"twin": record["counters"]["step"]} | record["counters"]
     assert ("counter", "step") in compare(whole, resumed, 4, deciding=decides, unlike=unlike)[1]
 
 

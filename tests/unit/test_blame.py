@@ -122,7 +122,7 @@ def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_
         lone = LoneCall()
         assert not lone.lasts(order, 100.0) and lone.lasts(order, 106.0) == (not guilty)
         moved = [
-            replace(one, where="training/engine/loop.py:74 in forward_backward") for one in order
+            replace(call, where="training/engine/loop.py:74 in forward_backward") for call in order
         ]
         assert not lone.lasts(moved, 112.0) and not lone.lasts(order, 113.0), (
             "in a backward pass, healthy ranks wait"
@@ -186,7 +186,8 @@ def test_of_ranks_that_wait_in_a_chain_the_last_is_furthest_behind() -> None:
     """Shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: 2 waits for 3, and 0 for 2."""
     last = {0: {"a": 5, "c": 3}, 1: {"a": 5, "d": 3}, 2: {"b": 5, "c": 2}, 3: {"b": 4, "d": 2}}
     records = {
-        rank: [[group, number, "x"] for group, number in own.items()] for rank, own in last.items()
+        rank: [[group, number, "x"] for group, number in operations.items()]
+        for rank, operations in last.items()
     }
     assert find_furthest_behind(records) == [3]
 

@@ -156,7 +156,9 @@ def test_several_nodes_are_on_demand_and_need_a_queue_that_takes_them() -> None:
         "cluster.nodes=2", "cluster.plan_for=kubernetes", "training.max_steps=20000"
     )
     plan = planned(config, WALL)
-    assert any(one.market == "spot" for one in plan.ranked), "what Kubernetes can run, Batch cannot"
+    assert any(candidate.market == "spot" for candidate in plan.ranked), (
+        "what Kubernetes can run, Batch cannot"
+    )
     found = placed_now(config, JobLog(), 0.0)
     assert (found.market, found.nodes) == ("on_demand", 2)
     single = queues(BOTH["spot-g5"], queue("one-node", "on_demand", multi_node=False))
@@ -225,7 +227,8 @@ def test_the_price_is_of_the_region_where_the_queues_are() -> None:
     config = batch_config()
     plan = planned(config, WALL)
     cheaper = tuple(
-        replace(one, region="us-west-2", usd_per_hour=one.usd_per_hour / 2) for one in plan.ranked
+        replace(candidate, region="us-west-2", usd_per_hour=candidate.usd_per_hour / 2)
+        for candidate in plan.ranked
     )
     wide = replace(plan, ranked=(*cheaper, *plan.ranked))
     for region in ("us-east-1", "us-west-2"):
@@ -344,7 +347,11 @@ def test_the_second_wall_is_what_budget_and_deadline_still_bear() -> None:
 
 
 def test_a_budget_that_just_bears_on_demand_bears_spot_before_it() -> None:
-    usual = next(one for one in planned(batch_config(), WALL).ranked if one.market == "on_demand")
+    usual = next(
+        candidate
+        for candidate in planned(batch_config(), WALL).ranked
+        if candidate.market == "on_demand"
+    )
     just = batch_config(f"cost.budget_usd={usual.expected_usd * 1.1:.4f}")
     log = JobLog()
     first = placed_now(just, log, 0.0)

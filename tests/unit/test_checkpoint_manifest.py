@@ -313,7 +313,7 @@ def test_pieces_in_a_data_object_start_at_multiples_of_64_bytes() -> None:
         for name, size in (("a", 1), ("b", 64), ("c", 65), ("d", 1))
     }
     layout = lay_out(1, [TensorShard.of_whole(name, tensor) for name, tensor in tensors.items()])
-    assert [item.start for item in layout.items] == [0, 64, 128, 256]
+    assert [entry.start for entry in layout.items] == [0, 64, 128, 256]
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,9 @@ class Temporary(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **kwargs or {})
         if func is torch.ops.aten.empty.memory_format:
-            self.alive = [one for one in self.alive if one() is not None] + [weakref.ref(found)]
+            self.alive = [reference for reference in self.alive if reference() is not None] + [
+                weakref.ref(found)
+            ]
             self.most = max(
                 self.most, sum(one.nbytes for ref in self.alive if (one := ref()) is not None)
             )

@@ -90,9 +90,9 @@ def put_state(store: Store, generation: Generation, step: int, **common: Any) ->
     state = {**named_state(model, optimizer), **capture_rng(0), **own, **FURTHER}
     layout = lay_out(1, [TensorShard.of_whole(name, tensor) for name, tensor in state.items()])
     raw = bytearray(layout.length)
-    for item in layout.items:
-        tensor = state[item.name].contiguous().view(-1).view(torch.uint8)
-        raw[item.start : item.start + item.length] = tensor.numpy().tobytes()
+    for entry in layout.items:
+        tensor = state[entry.name].contiguous().view(-1).view(torch.uint8)
+        raw[entry.start : entry.start + entry.length] = tensor.numpy().tobytes()
     key = data_key(generation.name, step, 0)
     store.put(key, bytes(raw))
     data = DataObject(

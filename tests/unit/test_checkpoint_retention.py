@@ -854,9 +854,9 @@ def test_manifests_are_read_once_and_forgotten_with_their_commits(store: Recordi
     assert run(retention, store, generation) == [first]
     gc.collect()
     known = [
-        found
-        for found in gc.get_objects()
-        if isinstance(found, Manifest) and found.save.step >= first
+        candidate
+        for candidate in gc.get_objects()
+        if isinstance(candidate, Manifest) and candidate.save.step >= first
     ]
     assert sorted(manifest.save.step for manifest in known) == [first + 1, first + 2]
 

@@ -327,9 +327,9 @@ def test_a_commit_is_found_behind_one_that_does_not_count(
     other = f"{commit_prefix(5, 1)}{'0' * 64}.json"
     if hindrance == "of another save":
         other = next(
-            each
-            for each in (put_commit(store, save_of(2), size) for size in range(1, 99))
-            if each < key
+            committed
+            for committed in (put_commit(store, save_of(2), size) for size in range(1, 99))
+            if committed < key
         )
     else:
         store.put(other, b"{}")

@@ -49,7 +49,7 @@ def test_the_gpt_job_is_of_the_size_that_it_says_and_of_a_shape_that_batch_can_r
     assert round(causal_lm_shape(config.model).parameters / 1e6) == 124
     plan = make_plan(config, now_utc=time.time())
     assert (plan.chosen.market, plan.chosen.nodes) == ("spot", 1)
-    assert any(one.ranks > 1 for one in plan.ranked), (
+    assert any(candidate.ranks > 1 for candidate in plan.ranked), (
         "the cheapest may be a machine with a single GPU"
     )
     tokens = config.training.max_steps * config.training.batch_size * config.model.sequence_length

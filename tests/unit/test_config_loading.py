@@ -235,15 +235,16 @@ def test_rules_are_not_checked_for_a_key_with_a_problem_of_its_own(tmp_path: Pat
         ("model: {hidden_size: 770, num_heds: 5}", "unknown key model.num_heds"),
     ]
     for text, message in wrong[:2]:
-        assert [found for found, _ in problems_of(tmp_path, text)] == [message]
+        assert [problem for problem, _ in problems_of(tmp_path, text)] == [message]
     # A key that does not exist leaves the others known.
-    assert [found for found, _ in problems_of(tmp_path, wrong[2][0])] == [
+    assert [problem for problem, _ in problems_of(tmp_path, wrong[2][0])] == [
         "model.hidden_size must be divisible by model.num_heads: 770 = 4 × 192 + 2",
         wrong[2][1],
     ]
     # A section that could not be read hides its keys, but for those that are given elsewhere.
     assert [
-        found for found, _ in problems_of(tmp_path, "model: 3", "checkpoint.interval_steps=1000")
+        problem
+        for problem, _ in problems_of(tmp_path, "model: 3", "checkpoint.interval_steps=1000")
     ][1:] == [
         "commits of the job must be at least 1, or an interruption loses everything: "
         "training.max_steps / checkpoint.interval_steps = 300 / 1000 = 0.3"

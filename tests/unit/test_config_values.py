@@ -373,8 +373,8 @@ def test_a_span_without_an_end_reaches_the_last_character_of_its_line() -> None:
 def test_a_span_behind_the_text_is_an_empty_line() -> None:
     node = parse(SourceText("f", "a:\n  - b\n  - c\n"))
     assert isinstance(node, MappingNode)
-    for number, item in enumerate(node.value[0][1].value, start=2):
-        span = SourceText("f", "a:").span(item.start_mark)
+    for number, entry in enumerate(node.value[0][1].value, start=2):
+        span = SourceText("f", "a:").span(entry.start_mark)
         assert (span.line, span.column, span.length, span.text) == (number, 1, 1, "")
 
 

@@ -191,7 +191,7 @@ def test_ranks_of_one_machine_download_once(tmp_path: Path) -> None:
         opened = [
             pool.submit(open_tokens, Slow(local), tokens.fingerprint, **options) for _ in range(4)
         ]
-        trains = {one.result().train.tobytes() for one in opened}
+        trains = {future.result().train.tobytes() for future in opened}
     assert sorted(reads) == ["held_out.bin", "train.bin"] and len(trains) == 1
     assert len(set(signs)) == 4, (
         "a rank that downloads or waits gives signs of life, however many bytes there are"
@@ -224,9 +224,9 @@ def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(
     config = RunConfig.model_validate({**settings, "training": {"batch_size": batch}})
     ours, theirs = (
         TextWorkload(
-            WorkloadContext(config=config, store=one, project_root=tmp_path, prepared=prepared)
+            WorkloadContext(config=config, store=store, project_root=tmp_path, prepared=prepared)
         )
-        for one in (remote, local)
+        for store in (remote, local)
     )
     train = ours._tokens.train
     assert isinstance(train, TokenStream) and isinstance(ours._tokens.held_out, np.ndarray)
@@ -236,13 +236,14 @@ def test_a_shard_larger_than_the_volume_is_read_in_rows_ahead_of_the_loop(
 
     for number in range(steps):
         found, expected = (
-            one.next_batch(nn.Module(), Cursor(batch * number, batch)) for one in (ours, theirs)
+            workload.next_batch(nn.Module(), Cursor(batch * number, batch))
+            for workload in (ours, theirs)
         )
         assert torch.equal(found.inputs, expected.inputs) and torch.equal(
             found.targets, expected.targets
         )
     drawn = theirs._order.window(0, batch * (steps + 4)).tolist()
-    wanted = len([one for one in drawn if one >= kept]) + kept
+    wanted = len([position for position in drawn if position >= kept]) + kept
     wait_until(
         "rows read ahead",
         lambda: server.told(bucket)["requests"]["get"] - before >= wanted,

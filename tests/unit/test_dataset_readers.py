@@ -61,8 +61,8 @@ def test_samples_of_tar_shards_are_read_by_their_place(tmp_path: Path) -> None:
     loader = SampleLoader(numbers, default_collate, seed=1, batch_size=4, workers=2)
     read = []
     for step in range(3):
-        for one in loader.load(Cursor(4 * step, 4)):
-            read.append(int(one))
+        for value in loader.load(Cursor(4 * step, 4)):
+            read.append(int(value))
     assert sorted(read) == list(range(12)) and read != list(range(12))
     write_tar(tmp_path / "packed.tar", {"a.txt": b"a"}, "w:gz")
     with pytest.raises(
@@ -170,10 +170,10 @@ def test_datasets_in_a_bucket_are_those_of_the_folder_also_in_workers(
     def numbers(path: str) -> tuple[list[int], str]:
         tar = TarShards(f"{path}/shard-*.tar", lambda sample: sample["txt"][0])
         loader = SampleLoader(tar, default_collate, seed=1, batch_size=4, workers=2)
-        read = [int(one) for step in range(2) for one in loader.load(Cursor(4 * step, 4))]
+        read = [int(value) for step in range(2) for value in loader.load(Cursor(4 * step, 4))]
         mosaic = SampleLoader(MosaicShards(path), default_collate, seed=1, batch_size=4, workers=1)
         read += [
-            int(one) for step in range(2) for one in mosaic.load(Cursor(4 * step, 4))["number"]
+            int(value) for step in range(2) for value in mosaic.load(Cursor(4 * step, 4))["number"]
         ]
         return read, tar.fingerprint + MosaicShards(path).fingerprint
 

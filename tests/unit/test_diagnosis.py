@@ -100,7 +100,7 @@ def roots(text: str) -> tuple[str | None, str | None]:
         if line
     ]
     found = next(
-        (each.rule for each in diagnose_lines(lines).findings if each.role == "root"), None
+        (finding.rule for finding in diagnose_lines(lines).findings if finding.role == "root"), None
     )
     if found:
         return (found.family, found.id)
@@ -178,7 +178,7 @@ def test_clocks_that_differ_are_found_in_the_times_of_equal_steps(
         )
         (tmp_path / f"node-{node}.log").write_text(text)
     findings = diagnose_files(sorted(tmp_path.iterdir())).findings
-    assert [each.rule.id for each in findings] == (["A32"] if found else [])
+    assert [finding.rule.id for finding in findings] == (["A32"] if found else [])
     assert not found or f"clock {abs(apart):.1f} s" in findings[0].evidence[1].text
 
 
@@ -315,7 +315,7 @@ def test_the_benchmark_counts_right_wrong_silent_and_false_findings() -> None:
 
 def test_the_collected_excerpts_are_still_recognised() -> None:
     files = sorted(SUPPORT.glob("collected*.yaml"))
-    result = evaluate([item for path in files for item in yaml.safe_load(path.read_text())])
+    result = evaluate([rule for path in files for rule in yaml.safe_load(path.read_text())])
     assert (
         len(files) == 10
         and result["macro_f1"] > 0.9
@@ -623,7 +623,7 @@ def test_the_last_rank_in_a_path_counts(path: str, rank: int) -> None:
 )
 def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> None:
     logs, _, _ = inject(name, tmp_path)
-    found = next(each for each in diagnose_files(logs).findings if each.role == "root")
+    found = next(finding for finding in diagnose_files(logs).findings if finding.role == "root")
     assert found.rule.id in (INJECTIONS[name].symptom, *INJECTIONS[name].answers)
 
 
@@ -704,9 +704,9 @@ def test_only_the_cloud_announces_an_interruption(source: str, symptoms: list[st
 def test_a_straggler_is_named_with_its_price() -> None:
     gang = GangLog(1, 1.0, [[0], [1]])
     gang.steps(1, 22, useful_step=0.12)
-    for one in gang.events:
-        if one.name == STEP and one.rank == 0:
-            one.data.update(slowest_rank=1, slowest_ratio=3.0, slowest_seconds=0.06)
+    for logged in gang.events:
+        if logged.name == STEP and logged.rank == 0:
+            logged.data.update(slowest_rank=1, slowest_ratio=3.0, slowest_seconds=0.06)
     told = {
         "action": "slow_rank",
         "share": 0.5,
@@ -715,6 +715,6 @@ def test_a_straggler_is_named_with_its_price() -> None:
     }
     guard = event(GUARD, 4.0, generation=1, step=20, **told)
     guard.data["rank"] = 1
-    (finding,) = (one.to_json() for one in diagnose_job([*gang.events, guard], []).findings)
+    (finding,) = (result.to_json() for result in diagnose_job([*gang.events, guard], []).findings)
     assert (finding["symptom"], finding["ranks"]) == ("G03", [1])
     assert "in all 1.3 s and $0.0026" in finding["evidence"][0]["text"]

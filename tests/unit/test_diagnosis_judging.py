@@ -42,11 +42,11 @@ def seen(rule: SymptomRule, *lines: LogText | int, **flags: Any) -> Seen:
     well.
     """
     found = Seen(rule, **{"strong": True, **flags})
-    for each in lines:
-        if isinstance(each, int):
-            match = line(each)
+    for place in lines:
+        if isinstance(place, int):
+            match = line(place)
         else:
-            match = each
+            match = place
         found.add(match, match.number)
     return found
 
@@ -67,7 +67,7 @@ def losses(count: int, *, after: int = 100, file: str = "log") -> list[LogText]:
 def diagnose(
     *found: Seen, series: Series | None = None, scans: tuple[FileScan, ...] = ()
 ) -> Diagnosis:
-    return judge({each.rule.id: each for each in found}, series or Series(), scans)
+    return judge({finding.rule.id: finding for finding in found}, series or Series(), scans)
 
 
 def named(diagnosis: Diagnosis) -> list[tuple[str, str]]:

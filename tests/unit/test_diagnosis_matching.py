@@ -255,9 +255,9 @@ def test_a_match_counts_each_line_once_and_keeps_the_first_three() -> None:
     found = Seen(make_rule("R1", "x"))
     assert (found.count, found.order) == (0, 0)
     lines = [line(number, "x") for number in range(1, 6)]
-    for number, each in enumerate(lines, 11):
-        found.add(each, number)
-        found.add(each, number)
+    for number, text in enumerate(lines, 11):
+        found.add(text, number)
+        found.add(text, number)
     assert (found.count, found.first, found.last, found.order) == (5, lines[0], lines[4], 11)
     assert found.lines == lines[:3]
     assert (found.strong, found.needed, found.verdict, found.kept) == (False, False, False, [])
@@ -275,7 +275,7 @@ def test_a_match_keeps_the_first_line_of_each_rank_but_the_last_count_of_collect
     ]
     for number, (rank, text) in enumerate(texts, 1):
         found.add(line(number, text, rank), number)
-    assert {rank: each.text for rank, each in found.ranks.items()} == {
+    assert {rank: match.text for rank, match in found.ranks.items()} == {
         0: "a",
         1: "Last enqueued work: 6",
     }
@@ -322,9 +322,9 @@ def test_what_is_left_of_a_symptom_keeps_its_evidence() -> None:
     texts = [f"{TASK.format(1)}is waiting", "it is needed", f"{TASK.format(2)}is waiting, why", "x"]
     found = collect([rule], *texts, f"{TASK.format(1)}has started", order=10)["R1"]
     assert (found.count, found.order, found.strong, found.needed) == (1, 13, True, True)
-    assert (found.hints, [each.number for each in found.lines]) == ({"why"}, [3])
+    assert (found.hints, [match.number for match in found.lines]) == ({"why"}, [3])
     again = collect([rule], texts[0], f"{TASK.format(1)}has started", texts[2])["R1"]
-    assert (again.count, again.needed, [each.number for each in again.lines]) == (1, False, [3])
+    assert (again.count, again.needed, [match.number for match in again.lines]) == (1, False, [3])
 
 
 def test_only_a_rule_that_ends_keeps_its_lines_and_at_most_a_thousand() -> None:

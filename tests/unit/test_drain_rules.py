@@ -87,7 +87,7 @@ class Agent:
         self.events.append((name, fields))
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        return [fields for found, fields in self.events if found == name]
+        return [fields for event, fields in self.events if event == name]
 
     def order(self, order: RankOrder) -> None:
         self.sent.append(order)

@@ -269,20 +269,20 @@ def sealed_job(folder: Path, events: Sequence[Event] | None = None) -> None:
     store = Store.open(str(folder))
     writers: dict[Origin, EventLog] = {}
     steps = {"preflight": "preflight", "plan": "plan", "prepared": "prepare"}
-    for number, one in enumerate(events or interrupted_job()):
-        if one.generation:
+    for number, event in enumerate(events or interrupted_job()):
+        if event.generation:
             process = "agent"
         else:
-            process = steps[one.name]
+            process = steps[event.name]
         where = {
-            "job": one.job,
-            "run": one.run,
-            "attempt": one.attempt,
-            "generation": one.generation,
+            "job": event.job,
+            "run": event.run,
+            "attempt": event.attempt,
+            "generation": event.generation,
         }
-        origin = Origin(**where, node=one.node, rank=one.rank, process=process)
+        origin = Origin(**where, node=event.node, rank=event.rank, process=process)
         log = writers.setdefault(origin, EventLog(store, origin, flush_seconds=NEVER))
-        log.emit(one.name, step=one.step, at=(one.t_wall, one.t_mono), **one.data)
+        log.emit(event.name, step=event.step, at=(event.t_wall, event.t_mono), **event.data)
         if number % 5 == 0:
             log.flush()
     for log in writers.values():
@@ -295,7 +295,7 @@ def folded(folder: Path) -> tuple[str, list[str]]:
     """What the ledger, the figures and the money come to, and the damage that is reported."""
     content = read_job_log(str(folder))
     if content.damage:
-        return "", [one.text for one in content.damage]
+        return "", [damage.text for damage in content.damage]
     report = build_report(content.events).to_json()
     return json.dumps({**report, "events": None}), []
 
@@ -310,7 +310,7 @@ def test_no_single_bit_flip_changes_the_ledger_in_silence(tmp_path: Path) -> Non
     said = 0
     for _ in range(250):
         (path, content), *_ = chance.choices(
-            list(zip(files, contents, strict=True)), [len(one) for one in contents]
+            list(zip(files, contents, strict=True)), [len(part) for part in contents]
         )
         flipped = bytearray(content)
         flipped[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
@@ -380,7 +380,7 @@ def test_ranks_of_a_start_that_is_not_affordable_are_not_missed(
     damage = placed_job(
         tmp_path, "000001/0-1" if steps else "", gang_of_two(reason, steps=steps, seconds=1.0)
     )
-    missed = {one.segment for one in damage}
+    missed = {damaged.segment for damaged in damage}
     if steps:
         assert missed == {"events/000001/0-1"}
     else:
@@ -398,7 +398,7 @@ def test_a_rank_that_may_have_been_killed_before_its_first_put_is_not_missed(
     """
     early = made_event("configured", -90.0, generation=1, rank=0, settings=[])
     events = [early, *gang_of_two("rank_killed", steps=3, seconds=seconds)]
-    assert [one.segment for one in placed_job(tmp_path, "000001/0-1", events)] == missed
+    assert [attempt.segment for attempt in placed_job(tmp_path, "000001/0-1", events)] == missed
 
 
 def test_a_job_of_the_flow_may_go_on_without_agents(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_job_of_the_flow_may_go_on_without_agents(tmp_path: Path) -> None:
     ]
     assert placed_job(tmp_path / "whole", "", [*events, *bare]) == ()
     lost = placed_job(tmp_path / "lost", "000001/1-agent", [*events, *bare])
-    assert [one.segment for one in lost] == ["events/000001/1-agent"]
+    assert [damaged.segment for damaged in lost] == ["events/000001/1-agent"]
 
 
 @pytest.mark.parametrize(
@@ -507,10 +507,10 @@ def test_a_segment_that_is_not_what_was_written_is_said(tmp_path: Path, kind: st
     files = sorted((tmp_path / "sound").rglob("events/**/*.jsonl"))
     for number, path in enumerate(files):
         folder = tmp_path / str(number)
-        for one in [*files, tmp_path / "sound/report.json"]:
-            place = folder / one.relative_to(tmp_path / "sound")
+        for source in [*files, tmp_path / "sound/report.json"]:
+            place = folder / source.relative_to(tmp_path / "sound")
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(one.read_bytes())
+            place.write_bytes(source.read_bytes())
         victim = folder / path.relative_to(tmp_path / "sound")
         replaced_by(kind)(victim, files[number - 1])
         found, damage = folded(folder)
@@ -573,7 +573,7 @@ def test_a_value_of_the_wrong_type_is_damage_and_no_traceback(
     store.put(event_key(1, 1, "agent", "000000.a"), f"{old}\n".encode())
     content = read_log(store)
     assert [event.name for event in content.events] == ["node_heartbeat"]
-    assert [said in one.what for one in content.damage] == [True, True], content.damage
+    assert [said in damage.what for damage in content.damage] == [True, True], content.damage
     assert cost_main(["report", str(tmp_path)]) == 0
     assert "DAMAGED: the event log is damaged in 2 places" in capsys.readouterr().out
 
@@ -600,14 +600,16 @@ def test_a_line_that_is_no_event_is_damage(tmp_path: Path, line: str) -> None:
 
 def test_segments_of_version_1_are_read_as_they_are(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
-    lines = [json.dumps({**one.__dict__, "v": 1}) for one in interrupted_job()]
+    lines = [json.dumps({**event.__dict__, "v": 1}) for event in interrupted_job()]
     for number in range(3):
         content = "\n".join(lines[number::3]) + "\n"
         store.put(event_key(1, 0, "test", f"{number:06d}.a"), content.encode())
     content = read_log(store)
     assert (len(content.events), content.damage) == (len(lines), ())
     (tmp_path / event_key(1, 0, "test", "000001.a")).unlink()
-    assert [one.segment for one in read_log(store).damage] == [event_key(1, 0, "test", "000001.a")]
+    assert [damage.segment for damage in read_log(store).damage] == [
+        event_key(1, 0, "test", "000001.a")
+    ]
 
 
 def test_a_number_that_an_early_log_wrote_as_nan_is_read_as_null(tmp_path: Path) -> None:
@@ -646,5 +648,5 @@ def test_a_segment_with_a_huge_number_costs_no_million_requests(
     log = read_log(store)
     assert len(log.damage) == 1001
     assert "998999 more segments before it are missing, or its number is wrong" in {
-        one.what for one in log.damage
+        damage.what for damage in log.damage
     }

@@ -100,8 +100,8 @@ def test_a_loss_in_chunks_has_the_logits_of_one_chunk():
     )
     many = replace(SHAPE, logits_bytes_per_sample=5_000_000)
     again = [
-        memory_fit(one.changed("parallel", recompute="selective"), 4, many)
-        for one in (config(), chunked)
+        memory_fit(variant.changed("parallel", recompute="selective"), 4, many)
+        for variant in (config(), chunked)
     ]
     assert again[0].logits == 4 * 6_666_666 and again[1].logits == 2_500_000
 
@@ -348,7 +348,7 @@ def test_a_pool_without_the_main_memory_is_rejected_with_its_arithmetic() -> Non
         }
     )
     plan = make_plan(large, now_utc=0.0)
-    reasons = {one.reason for one in plan.rejected if one.kind == "does not fit"}
+    reasons = {rejection.reason for rejection in plan.rejected if rejection.kind == "does not fit"}
     assert not plan.ranked and len(reasons) == 1 and "main memory per node" in reasons.pop()
 
 
@@ -409,7 +409,7 @@ def test_throughput_is_the_tightest_of_its_bounds():
         estimate_throughput(large, shape, types[name], 2, 1)
         for name in ("g6e.4xlarge", "g6e.8xlarge")
     ]
-    assert [one.bound for one in apart] == ["compute", "compute"]
+    assert [estimate.bound for estimate in apart] == ["compute", "compute"]
     assert apart[0].mfu < apart[1].mfu == pytest.approx(MFU_PRIOR * DOUBLING_EFFICIENCY), (
         "only the larger one has EFA"
     )
@@ -511,6 +511,6 @@ def test_a_small_model_is_gathered_once_per_micro_batch_and_reduced_once_per_ste
 
     offloaded = changed(fsdp={"cpu_offload": True})
     moved = [estimate_throughput(offloaded, shape, kind, 1, 1) for shape in (at, above)]
-    assert [one.bound for one in moved] == ["host", "host"]
-    ups_and_downs = [one.step_seconds * PCIE_BYTES_PER_SECOND / 4 for one in moved]
+    assert [estimate.bound for estimate in moved] == ["host", "host"]
+    ups_and_downs = [estimate.step_seconds * PCIE_BYTES_PER_SECOND / 4 for estimate in moved]
     assert ups_and_downs == pytest.approx([(2 + 1) * limit, (4 + 2) * (limit + 1)])

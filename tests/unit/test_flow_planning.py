@@ -73,11 +73,11 @@ def test_on_batch_only_what_a_queue_takes_is_planned(
     free = make_plan(config, now_utc=WALL)
     bound = make_plan(config, now_utc=WALL, queues=found)
     assert free.chosen is not None and free.chosen.instance_type != "g6.xlarge"
-    assert {(one.instance_type, one.market, one.nodes) for one in bound.ranked} == {
-        ("g6.xlarge", "spot", 1)
-    }
+    assert {
+        (candidate.instance_type, candidate.market, candidate.nodes) for candidate in bound.ranked
+    } == {("g6.xlarge", "spot", 1)}
     text = " ".join(render_plan(bound).replace("│", " ").split())
-    assert "no queue is on-demand" in {one.reason for one in bound.rejected}
+    assert "no queue is on-demand" in {rejection.reason for rejection in bound.rejected}
     assert (
         "× no queue, such as" in text
         and "only pools that one of these queues takes: spot-g6" in text

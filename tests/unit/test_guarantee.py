@@ -51,7 +51,9 @@ def test_a_deadline_that_on_demand_cannot_keep_is_refused_with_the_arithmetic() 
 
 
 def test_a_budget_that_on_demand_exceeds_is_refused_if_there_is_a_deadline() -> None:
-    on_demand = next(one for one in first_plan().ranked if one.market == "on_demand")
+    on_demand = next(
+        candidate for candidate in first_plan().ranked if candidate.market == "on_demand"
+    )
     low = f"cost.budget_usd={on_demand.expected_usd * 0.7:.4f}"
     refused = first_plan(low).refusal
     assert refused is not None and refused.outcome is Outcome.BUDGET
@@ -67,10 +69,10 @@ SLOW_COMMITS = (
 
 def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
     found = [adversarial_job(batch_config(*SLOW_COMMITS), seed) for seed in (5, 7, 10)]
-    admitted = [one for one in found if one is not None]
-    assert len(admitted) > 1 and sum(one.strikes for one in admitted) >= 4
-    for one in admitted:
-        assert one.late_hours == 0 and one.over_usd == 0, one
+    admitted = [job for job in found if job is not None]
+    assert len(admitted) > 1 and sum(job.strikes for job in admitted) >= 4
+    for job in admitted:
+        assert job.late_hours == 0 and job.over_usd == 0, job
 
 
 def test_without_the_guard_an_adversary_breaks_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +204,9 @@ def test_a_rank_and_its_agent_leave_spot_before_the_reserve_is_used_up() -> None
 def test_the_dollar_band_allows_for_a_zone_unlike_the_recorded_ones() -> None:
     """us-east-1a had capacity for 17 % of the time, so half of its jobs cost more than $3.50."""
     config = batch_config("cost.deadline_hours=12", "batch.runnable_minutes=20")
-    best = {one.market: one for one in reversed(planned(config, BEGAN_UTC).ranked)}
+    best = {
+        candidate.market: candidate for candidate in reversed(planned(config, BEGAN_UTC).ranked)
+    }
     others = {name: zone for name, zone in ZONE_SPELLS.items() if name != "us-east-1a"}
     runs = simulate_live(
         config, best["spot"], best["on_demand"], hours_left=12.0, usd_left=100.0, zones=others

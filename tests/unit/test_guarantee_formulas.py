@@ -413,7 +413,10 @@ def test_without_an_on_demand_pool_the_nearest_rejected_one_says_which_limit_is_
         ([replace(late, excess=1.2), dear], Outcome.DEADLINE, "raise cost.deadline_hours"),
     ):
         found = refused([spot_pool()], rejected)
-        nearest = min((one for one in rejected if one not in others), key=lambda one: one.excess)
+        nearest = min(
+            (rejection for rejection in rejected if rejection not in others),
+            key=lambda one: one.excess,
+        )
         assert found == {
             "outcome": outcome,
             "message": (

@@ -91,7 +91,7 @@ class Rank:
 
 def sync_of(*changes: dict[str, float]) -> StepSync:
     values = dict.fromkeys(Row._fields[:9], 1.0) | {"stop": 0.0}
-    return StepSync([Row(**(values | each)) for each in changes])
+    return StepSync([Row(**(values | change)) for change in changes])
 
 
 NAN = {"loss_sum": math.nan}
@@ -229,12 +229,12 @@ def test_ranks_whose_weights_differ_are_named_and_the_job_goes_back(
         rank = Rank(gang=gang, copies=len(sums), store=store)
         rank.guards.agreed_step = agreed_step
         with pytest.raises(errors.DivergenceError) as caught:
-            rank.judge(*({"weights_checksum": float(each)} for each in sums))
+            rank.judge(*({"weights_checksum": float(total)} for total in sums))
         assert str(caught.value) == reason
         return rank
 
     ranks = call_on_ranks(len(sums), judge)
-    odd = [number for number, each in enumerate(sums) if each != 5 or len(sums) == 2]
+    odd = [number for number, total in enumerate(sums) if total != 5 or len(sums) == 2]
     event = {
         "step": 7,
         "flush": True,

@@ -126,7 +126,8 @@ def test_hindsight_at_one_price_is_the_work_and_one_start() -> None:
     assert found["regret_usd"] == pytest.approx(0.032 - 0.021)
     assert (found["kind"], found["pools"]) == ("estimated", 2)
     assert (
-        build_report([one for one in killed_job() if one.name != "plan"]).money["hindsight"] is None
+        build_report([event for event in killed_job() if event.name != "plan"]).money["hindsight"]
+        is None
     )
 
 

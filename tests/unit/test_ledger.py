@@ -248,9 +248,9 @@ def test_lineage_decides_what_was_thrown_away_not_the_step_number():
 
 def test_the_parent_commit_names_its_generation_even_when_a_step_was_never_recorded():
     lost = [
-        one
-        for one in killed_run()
-        if not (one.generation == 1 and one.step == 4 and one.name == STEP)
+        event
+        for event in killed_run()
+        if not (event.generation == 1 and event.step == 4 and event.name == STEP)
     ]
     ledger = fold(lost)
     assert ledger.redone_steps == 2
@@ -335,7 +335,7 @@ def test_each_node_is_priced_by_the_plan_that_was_in_force():
 
 
 def test_ranks_without_an_agent_are_billed_from_their_own_events():
-    events = [one for one in clean_run() if one.rank >= 0]
+    events = [event for event in clean_run() if event.rank >= 0]
     ledger = fold([plan_event(), *events])
     assert ledger.paid_rank_seconds == 2 * 17.0  # from the process start to the last event
     assert seconds_of(ledger)["startup"] == 6.0

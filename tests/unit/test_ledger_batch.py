@@ -252,13 +252,15 @@ def test_every_paid_second_is_in_one_class_and_all_sum_to_the_cent(timeline, see
     draw = random.Random(seed)
     events = []
     jobs = {}
-    for one in timeline[0]:
-        if one.name == NODE_STARTED:
-            job_id = f"job-{one.generation // draw.choice([1, 1, 2])}"
+    for logged in timeline[0]:
+        if logged.name == NODE_STARTED:
+            job_id = f"job-{logged.generation // draw.choice([1, 1, 2])}"
             tells = draw.random() < 0.9
-            one = replace(one, data={**one.data, **({"batch_job_id": job_id} if tells else {})})
-            jobs.setdefault(job_id, one.t_mono)
-        events.append(one)
+            logged = replace(
+                logged, data={**logged.data, **({"batch_job_id": job_id} if tells else {})}
+            )
+            jobs.setdefault(job_id, logged.t_mono)
+        events.append(logged)
     words = []
     for job_id, start in [*jobs.items(), ("never", 50.0)]:
         began = start - draw.uniform(-50, 400) + draw.choice([-300, 0, 300])

@@ -128,7 +128,7 @@ def test_a_pause_after_a_generation_is_charged_to_its_end(reason: str | None, ca
     machine = {"instance_id": "i-1", "uptime_seconds": 90}
     first = phases_log(1, 0.0, reason or "x", "startup", ranks=2, **machine)
     if reason is None:
-        first = [one for one in first if one.name != GENERATION_ENDED]
+        first = [event for event in first if event.name != GENERATION_ENDED]
     ledger = fold([plan_event(), *first, *phases_log(2, 25.0, "completed", "shutdown", **machine)])
     assert causes_of(ledger)[cause] == 2 * 15.0, "of both ranks of the node before the pause"
     [line] = [line for line in ledger.lines if line.ledger_class == "idle"]
@@ -370,9 +370,9 @@ def test_start_up_and_end_of_a_node_are_in_the_order_of_events_whatever_the_orde
     events = phases_log(1, 0.0, "completed", "startup", ranks=2)
     shuffled = []
     for name in (NODE_ENDED, PHASE, NODE_STARTED):
-        for one in events:
-            if one.name == name:
-                shuffled.append(one)
+        for logged in events:
+            if logged.name == name:
+                shuffled.append(logged)
     rest = [event for event in events if event not in shuffled]
     assert fold([plan_event(), *shuffled, *rest]) == fold([plan_event(), *events])
 

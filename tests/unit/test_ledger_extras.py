@@ -447,7 +447,7 @@ def test_nodes_without_events_are_those_of_each_job_that_were_paid_for() -> None
         "c": job("c", 50.0, 50.0),
     }
     reported = {"a": [paid_node(0.0, 40.0, node=1)], "b": [paid_node(0.0, 40.0, node=0)], "c": []}
-    found = [(one.job_id, node) for one, node in find_unreported_nodes(reported, jobs)]
+    found = [(job.job_id, node) for job, node in find_unreported_nodes(reported, jobs)]
     assert found == [("a", 0), ("b", 1)]
 
 

@@ -158,8 +158,8 @@ def test_a_recorded_end_prevails_over_the_outcome_and_the_last_end_over_others()
 
 def test_only_the_newest_generation_of_a_running_job_without_an_end_is_running() -> None:
     found = read_generations([started(1), started(2)], running=True)
-    assert [one.running for one in found.values()] == [False, True]
-    assert [one.unplanned for one in found.values()] == [True, False]
+    assert [generation.running for generation in found.values()] == [False, True]
+    assert [generation.unplanned for generation in found.values()] == [True, False]
     assert not only(started(1)).running
     assert not only(started(1), ended(1, "hang"), running=True).running
 
@@ -190,7 +190,9 @@ def test_a_generation_keeps_the_steps_after_its_parents_up_to_the_last() -> None
     found = read_generations(
         [started(1), committed(1, 4), started(2, parent=(4, 1)), committed(2, 9)]
     )
-    assert [[step for step in range(12) if one.keeps(step)] for one in found.values()] == [
+    assert [
+        [step for step in range(12) if generation.keeps(step)] for generation in found.values()
+    ] == [
         [1, 2, 3, 4],
         [5, 6, 7, 8, 9],
     ]
@@ -223,9 +225,13 @@ def test_a_generation_that_is_no_ancestor_of_the_newest_keeps_nothing() -> None:
     second = [started(2, parent=(6, 1)), *stepped(2, 7, 8), committed(2, 8)]
     third = [started(3, parent=(4, 1)), *stepped(3, 5, 6), committed(3, 6)]
     found = read_generations([*first, *second, *third])
-    assert [one.kept for one in found.values()] == [(0.0, 4.0), (0.0, 0.0), (4.0, 6.0)]
+    assert [generation.kept for generation in found.values()] == [
+        (0.0, 4.0),
+        (0.0, 0.0),
+        (4.0, 6.0),
+    ]
     found = read_generations([*first, *second, *third, started(4), committed(4, 2)])
-    assert [one.kept for one in found.values()] == [(0.0, 0.0)] * 3 + [(0.0, 2.0)]
+    assert [generation.kept for generation in found.values()] == [(0.0, 0.0)] * 3 + [(0.0, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -276,13 +282,21 @@ def test_without_a_usable_key_the_parent_is_the_newest_earlier_generation_that_e
     before = [started(1), *stepped(1, 4), started(2), *stepped(2, 3, 4), started(7), *stepped(7, 4)]
     third = of(3, GENERATION_STARTED, parent=parent, parent_step=4)
     found = read_generations([*before[:5], third, *stepped(3, 5)])
-    assert [one.kept for one in found.values()] == [(0.0, 0.0), (0.0, 4.0), (4.0, 4.0)]
+    assert [generation.kept for generation in found.values()] == [
+        (0.0, 0.0),
+        (0.0, 4.0),
+        (4.0, 4.0),
+    ]
     only_first = read_generations(
         [started(1), *stepped(1, 4), started(2), *stepped(2, 3, 5), third]
     )
-    assert [one.kept for one in only_first.values()] == [(0.0, 4.0), (0.0, 0.0), (4.0, 4.0)]
+    assert [generation.kept for generation in only_first.values()] == [
+        (0.0, 4.0),
+        (0.0, 0.0),
+        (4.0, 4.0),
+    ]
     nobody = read_generations([started(1), *stepped(1, 3), committed(1, 4), third])
-    assert [one.kept for one in nobody.values()] == [(0.0, 0.0), (4.0, 4.0)]
+    assert [generation.kept for generation in nobody.values()] == [(0.0, 0.0), (4.0, 4.0)]
 
 
 def test_find_last_is_the_last_event_of_a_name() -> None:

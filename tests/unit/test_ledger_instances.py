@@ -111,8 +111,10 @@ def exact_usd(events: list[Event], changes: list[tuple[float, float]], first: fl
             for event in events
             if (event.generation, event.node) == (started.generation, started.node)
         ]
-        told = [started.t_mono + one.data["seconds"] for one in mine if one.name == NODE_ENDED]
-        seen = [one.t_mono for one in mine if one.rank >= 0 or one.name == NODE_HEARTBEAT]
+        told = [
+            started.t_mono + event.data["seconds"] for event in mine if event.name == NODE_ENDED
+        ]
+        seen = [event.t_mono for event in mine if event.rank >= 0 or event.name == NODE_HEARTBEAT]
         if told:
             end = told[0]
         else:
@@ -147,17 +149,17 @@ def test_shared_instances_are_paid_once_at_the_price_of_each_moment(
     """
     draw = random.Random(seed)
     events = []
-    for one in timeline[0]:
-        if one.name == NODE_STARTED:
+    for event in timeline[0]:
+        if event.name == NODE_STARTED:
             # An hour up, and another one in each generation: no minimum and no pause, which have
             # tests of their own.
-            name = f"i-{one.generation}-{draw.randrange(2)}"
-            one = replace(
-                one, data={**one.data, **SPOT, "instance_id": name, "uptime_seconds": 3600.0}
+            name = f"i-{event.generation}-{draw.randrange(2)}"
+            event = replace(
+                event, data={**event.data, **SPOT, "instance_id": name, "uptime_seconds": 3600.0}
             )
-        if one.name == "plan":
-            first = one.data["chosen"]["usd_per_hour"]
-        events.append(one)
+        if event.name == "plan":
+            first = event.data["chosen"]["usd_per_hour"]
+        events.append(event)
     ledger = fold([*events, prices_event(changes)])
     assert_adds_up(ledger)
     assert all(line.usd >= 0 for line in ledger.lines)

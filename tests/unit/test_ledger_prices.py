@@ -137,9 +137,9 @@ def exact_usd(events: list[Event], changes: list[tuple[float, float]], first: fl
         (recorded.generation, recorded.node) for recorded in events if recorded.name == NODE_STARTED
     }:
         mine = [recorded for recorded in events if (recorded.generation, recorded.node) == group]
-        start = next(one.t_mono for one in mine if one.name == NODE_STARTED)
-        told = [start + one.data["seconds"] for one in mine if one.name == NODE_ENDED]
-        seen = [one.t_mono for one in mine if one.rank >= 0 or one.name == "node_heartbeat"]
+        start = next(event.t_mono for event in mine if event.name == NODE_STARTED)
+        told = [start + event.data["seconds"] for event in mine if event.name == NODE_ENDED]
+        seen = [event.t_mono for event in mine if event.rank >= 0 or event.name == "node_heartbeat"]
         if told:
             end = told[0]
         else:
@@ -193,11 +193,11 @@ def test_instances_are_billed_a_minute_and_for_their_pauses(timeline, changes, d
     billed less.
     """
     events = []
-    for one in timeline[0]:
-        if one.name == NODE_STARTED:
+    for logged in timeline[0]:
+        if logged.name == NODE_STARTED:
             known = {"instance_id": f"i-{data.draw(st.integers(1, 3))}", "uptime_seconds": 10.0}
-            one = replace(one, data={**one.data, **known})
-        events.append(one)
+            logged = replace(logged, data={**logged.data, **known})
+        events.append(logged)
     ledger = fold([*events, prices_event(changes)])
     assert sum((line.usd for line in ledger.lines), Decimal(0)) == ledger.total_usd
     assert sum(line.rank_microseconds for line in ledger.lines) == ledger.paid_microseconds

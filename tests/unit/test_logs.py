@@ -181,7 +181,9 @@ def test_a_raw_log_stays_within_its_limit_and_says_how_much_is_left_out(
     with open(raw, "ab", buffering=0) as rank:  # writes on through the same descriptor
         for number in range(64):
             rank.write(
-                b"".join(b"line %06d %s\n" % (number * 700 + one, b"x" * 83) for one in range(700))
+                b"".join(
+                    b"line %06d %s\n" % (number * 700 + offset, b"x" * 83) for offset in range(700)
+                )
             )
             log.free_middle()
             log.follow(beat(number))

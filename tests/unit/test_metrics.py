@@ -37,9 +37,9 @@ def a_job() -> list[Event]:
     second = GangLog(2, 20.0, [[0], [1]], parent=(2, 1))
     second.phase("startup", 1.0)
     second.steps(3, 4, useful_step=1.0)
-    for one in second.events:
-        if one.name == "step" and one.rank == 0:
-            one.data.update(slowest_rank=1, slowest_ratio=1.5, slowest_seconds=0.5)
+    for logged in second.events:
+        if logged.name == "step" and logged.rank == 0:
+            logged.data.update(slowest_rank=1, slowest_ratio=1.5, slowest_seconds=0.5)
     second.commit(4)
     second.outcome("completed")
     second.ended("completed", 4.0)

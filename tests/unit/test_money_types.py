@@ -25,11 +25,11 @@ POSITIONAL = {"PriceCurve", "Pricing", "Span"}
 def dataclasses_of_money() -> Iterator[type]:
     for package in (ebbflow.cost.ledger, ebbflow.cost.prices):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            for _, found in inspect.getmembers(
+            for _, member in inspect.getmembers(
                 importlib.import_module(module.name), inspect.isclass
             ):
-                if is_dataclass(found) and found.__module__ == module.name:
-                    yield found
+                if is_dataclass(member) and member.__module__ == module.name:
+                    yield member
 
 
 @pytest.mark.parametrize("kind", list(dataclasses_of_money()), ids=lambda kind: kind.__name__)

@@ -338,9 +338,9 @@ def test_a_fused_optimizer_alone_skips_a_step_without_the_host() -> None:
     plain = torch.optim.Adamax([parameter])
     assert skip_if_non_finite(fused, 1.0) and not hasattr(fused, "found_inf")
     assert not skip_if_non_finite(plain, torch.tensor(math.nan)) and not hasattr(plain, "found_inf")
-    for norm, found in ((1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)):
+    for norm, skipped in ((1.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)):
         assert skip_if_non_finite(fused, torch.tensor(norm))
-        assert fused.found_inf.dtype is torch.float32 and float(fused.found_inf) == found
+        assert fused.found_inf.dtype is torch.float32 and float(fused.found_inf) == skipped
 
 
 def schedule(kind: str, *, warmup: int, steps: int, final_ratio: float = 0.2) -> TrainingConfig:

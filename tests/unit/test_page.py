@@ -54,7 +54,9 @@ def test_the_page_answers_what_is_asked_in_ten_seconds() -> None:
     verdict = render_verdict(report)
     # Generation 1's tail and lost steps, and generation 2's start: 4 + 3 + 5 s × 2 ranks at a tenth
     # of a cent.
-    causes = [one for one in report.money["causes"] if one["cause"].startswith("interruption")]
+    causes = [
+        cause for cause in report.money["causes"] if cause["cause"].startswith("interruption")
+    ]
     assert sum(cell["usd"] for cell in report.money["cells"]) == pytest.approx(
         float(report.total_usd)
     )
@@ -97,9 +99,9 @@ def test_a_running_job_says_when_it_ends_for_how_much_and_what_a_kill_loses() ->
 def test_a_slow_rank_and_the_failure_that_ended_the_job_are_named() -> None:
     gang = GangLog(1, 1.0, [[0, 1], [2, 3]])
     gang.steps(1, 4, useful_step=1.0)
-    for one in gang.events:
-        if one.name == STEP and one.rank == 0:
-            one.data.update(
+    for logged in gang.events:
+        if logged.name == STEP and logged.rank == 0:
+            logged.data.update(
                 slowest_rank=2, slowest_ratio=1.62, slowest_seconds=0.38, own_seconds=0.75
             )
     page = render(build_report([plan_event(), *gang.events], running=LAUNCHER))
@@ -108,8 +110,8 @@ def test_a_slow_rank_and_the_failure_that_ended_the_job_are_named() -> None:
         "steps, which cost 1.5 s"
     )
     assert html.escape(f"{slow} and $0.0") in page and "of it waiting for other ranks" in page
-    for one in gang.events:
-        one.data.pop("slowest_rank", None)
+    for logged in gang.events:
+        logged.data.pop("slowest_rank", None)
     gang.events[-1].data.update(slowest_rank=3, slowest_ratio=1.01)
     assert "no rank is slow" in render(build_report([plan_event(), *gang.events], running=LAUNCHER))
     # It survived the lost node of generation 1
@@ -132,8 +134,8 @@ def test_thinning_keeps_spikes_and_gaps() -> None:
     axis: list[float | None] = [float(step) for step in range(count)]
     thin = thin_columns({"step": axis, "seconds": axis, "usd": axis, "loss": losses})
     assert len(thin["step"]) == len(thin["loss"]) <= 600
-    assert max(one for one in thin["loss"] if one is not None) == 99.0
-    assert min(one for one in thin["loss"] if one is not None) == -7.0
+    assert max(loss for loss in thin["loss"] if loss is not None) == 99.0
+    assert min(loss for loss in thin["loss"] if loss is not None) == -7.0
     assert thin["loss"].count(None) == 1
     steps = [step for step in thin["step"] if step is not None]
     assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == count - 1
@@ -337,7 +339,7 @@ def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
     text = page.read_text()
     assert "simulated" not in text
     priced = build_report(
-        [plan_event(simulated=True), *(one for one in interrupted_job() if one.name != PLAN)]
+        [plan_event(simulated=True), *(event for event in interrupted_job() if event.name != PLAN)]
     )
     of_plan = render_jobs_page([("demo", "", "", "completed", 0.068, None)], {"demo": priced}, [])
     assert "prices of 1 job are simulated" in of_plan and "$0.0680 (simulated prices)" in of_plan

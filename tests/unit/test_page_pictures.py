@@ -196,14 +196,18 @@ def test_axe_finds_nothing_serious(
         if dark
         else render(build_report(failed[:30], running=LAUNCHER))
     )
-    for one in (page, live):
-        browser.open(one.as_uri(), dark=dark)
+    for page_path in (page, live):
+        browser.open(page_path.as_uri(), dark=dark)
         browser.evaluate(axe)
         found = browser.evaluate("axe.run().then((found) => found.violations)")
         shown = [
-            (one["id"], one["impact"], [node["target"] for node in one["nodes"]][:3])
-            for one in found
+            (
+                violation["id"],
+                violation["impact"],
+                [node["target"] for node in violation["nodes"]][:3],
+            )
+            for violation in found
         ]
-        assert not [each for each in shown if each[1] in ("serious", "critical")], json.dumps(
-            shown, indent=1
+        assert not [violation for violation in shown if violation[1] in ("serious", "critical")], (
+            json.dumps(shown, indent=1)
         )

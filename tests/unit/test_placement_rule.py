@@ -103,14 +103,14 @@ def test_without_a_deadline_or_an_on_demand_pool_spot_is_taken_unguarded() -> No
     alone = place([spot_pool()], deadline_hours=0.5)
     assert free.reason == "no deadline: Spot"
     assert alone.reason == "no on-demand pool within queues, deadline and budget: Spot only"
-    for found in (free, alone):
-        assert (found.market, found.policy, found.fallback, found.start_by_utc) == (
+    for placement in (free, alone):
+        assert (placement.market, placement.policy, placement.fallback, placement.start_by_utc) == (
             "spot",
             RULE,
             None,
             None,
         )
-        assert found.runnable_seconds == 1800
+        assert placement.runnable_seconds == 1800
 
 
 def test_without_a_spot_pool_it_is_on_demand_also_without_a_deadline() -> None:

@@ -278,13 +278,13 @@ def test_nothing_that_fits_is_refused_with_the_nearest_miss_and_a_hint_that_help
 
 
 def test_json_is_plain_and_complete():
-    for one in (
+    for made in (
         plan(),
         plan(cost={"budget_usd": 1e-6}),
         replace(plan(cluster={"instance_types": ["q9"]}), simulated=True),
     ):
-        text = json.dumps(one.to_json(), allow_nan=False)
-        assert Plan.from_json(json.loads(text)) == one
+        text = json.dumps(made.to_json(), allow_nan=False)
+        assert Plan.from_json(json.loads(text)) == made
     data = plan().to_json()
     assert data["kinds"]["on_demand_usd_per_hour"].startswith("recorded 2026-07-20")
     assert data["chosen"]["on_demand_usd_per_hour"] >= data["chosen"]["usd_per_hour"]

@@ -161,11 +161,16 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
     assert careful.chosen.outlook.deadline_probability >= 0.9
     assert any("cost.confidence, 90%" in note for note in careful.notes)
     assert "cheaper pools would probably miss the deadline" in render_plan(careful)
-    chances = [one.outlook.deadline_probability for one in careful.ranked]
-    kept = [one.expected_usd for one in careful.ranked if one.outlook.deadline_probability >= 0.9]
+    chances = [candidate.outlook.deadline_probability for candidate in careful.ranked]
+    kept = [
+        candidate.expected_usd
+        for candidate in careful.ranked
+        if candidate.outlook.deadline_probability >= 0.9
+    ]
     assert kept == sorted(kept) and all(chance >= 0.9 for chance in chances[: len(kept)])
     late = [
-        one.expected_usd / one.outlook.deadline_probability for one in careful.ranked[len(kept) :]
+        candidate.expected_usd / candidate.outlook.deadline_probability
+        for candidate in careful.ranked[len(kept) :]
     ]
     assert late == sorted(late) and late
     cluster["instance_types"] = ["g6e.4xlarge", "p5.4xlarge"]
@@ -173,7 +178,7 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
         **given,
         cost={"deadline_hours": free[0].expected_hours, "confidence": 0.9999, "budget_usd": 99.0},
     )
-    ranked = [(one.instance_type, one.market) for one in sure.ranked]
+    ranked = [(candidate.instance_type, candidate.market) for candidate in sure.ranked]
     dear, cheap = (ranked.index((name, "on_demand")) for name in cluster["instance_types"][::-1])
     assert dear < cheap, "$22.84 with 96 % is better than $16.29 with 56 %"
 
@@ -245,7 +250,7 @@ def test_a_job_that_goes_on_is_planned_for_what_is_left_within_what_is_left_of_t
     whole = make_plan(given, now_utc=WALL)
     rest = make_plan(given, now_utc=WALL + 3600, progress=progress)
     assert (rest.steps, rest.done_steps, rest.tokens) == (600, 400, 600 * 32 * 128)
-    work = [one.chosen.case.work_hours for one in (rest, whole)]
+    work = [plan.chosen.case.work_hours for plan in (rest, whole)]
     assert work[0] == pytest.approx(0.6 * work[1], rel=1e-6)
     assert rest.terms().deadline_utc == WALL + 4 * 3600, (
         "the deadline counts from the job's first plan"
@@ -353,7 +358,9 @@ def test_the_event_is_small_and_says_how_many_pools_there_were():
         whole.counts,
     )
     assert sum(brief.counts.values()) == len(whole.ranked) + len(whole.rejected)
-    assert {one.kind for one in brief.rejected} == {one.kind for one in whole.rejected}
+    assert {rejection.kind for rejection in brief.rejected} == {
+        rejection.kind for rejection in whole.rejected
+    }
 
 
 def test_the_two_questions_of_a_script():
@@ -438,8 +445,8 @@ def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
     started = [event for event in events if event.generation == 1]
     gap = 6 * 3600.0
     again = [
-        replace(one, generation=2, t_wall=one.t_wall + gap, t_mono=one.t_mono + gap)
-        for one in started
+        replace(event, generation=2, t_wall=event.t_wall + gap, t_mono=event.t_mono + gap)
+        for event in started
     ]
     record = summarize_job([*events, *again])
     first, second = record.stays
@@ -447,7 +454,7 @@ def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
         second.ended_utc / 3600 - second.hours - first.ended_utc / 3600
     )
     assert 5.5 < first.gone_hours < 6 and not first.moved and second.gone_hours is None
-    elsewhere = summarize_job([*events, *(replace(one, run="another") for one in again)])
+    elsewhere = summarize_job([*events, *(replace(event, run="another") for event in again)])
     assert elsewhere.stays[0].gone_hours is None, "a later run says nothing of the wait"
     history = JobHistory.of([JobMeasurements(job="j", stays=(first,) * 10)])
     waits = history.waits("g5.xlarge", "us-east-1", None)
@@ -474,8 +481,12 @@ def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
         )
     )
     chances = [
-        next(one.outlook.deadline_probability for one in found if one.market == "spot")
-        for found in (known, none)
+        next(
+            candidate.outlook.deadline_probability
+            for candidate in candidates
+            if candidate.market == "spot"
+        )
+        for candidates in (known, none)
     ]
     assert chances[0] < chances[1]
     assert make_plan(config(), now_utc=WALL, history=history) == Plan.from_json(

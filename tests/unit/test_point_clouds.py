@@ -99,7 +99,7 @@ def test_a_perfect_denoiser_makes_the_clean_cloud(kind: str, prediction: str) ->
     target = schedule.target(prediction, clean, noise, t)
     again = schedule.split(prediction, target, schedule.add_noise(clean, noise, t), t)
     assert all(
-        torch.allclose(found, given) for found, given in zip(again, (clean, noise), strict=True)
+        torch.allclose(tensor, given) for tensor, given in zip(again, (clean, noise), strict=True)
     )
 
     def perfect(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ def test_token_rewards_and_rewards_to_go() -> None:
         REWARDS.tolist(),
         strict=True,
     ):
-        expected = [-0.1 * one for one in kls]
+        expected = [-0.1 * divergence for divergence in kls]
         expected[-1] += reward
         assert found_row == pytest.approx(expected, abs=1e-12)
         assert to_go == pytest.approx(
@@ -167,10 +167,10 @@ def test_token_rewards_and_rewards_to_go() -> None:
 
 def test_normalisation_over_the_tokens_of_a_batch() -> None:
     values = table(4)
-    every = [one for row in inside(values) for one in row]
-    expected = [(one - statistics.fmean(every)) / statistics.pstdev(every) for one in every]
+    every = [value for row in inside(values) for value in row]
+    expected = [(reward - statistics.fmean(every)) / statistics.pstdev(every) for reward in every]
     found = math_of.normalise_over_tokens(values, MASK)
-    assert [one for row in inside(found) for one in row] == pytest.approx(expected, abs=1e-4)
+    assert [value for row in inside(found) for value in row] == pytest.approx(expected, abs=1e-4)
     assert (found[MASK == 0] == 0).all()
     by_hand = math_of.normalise_over_tokens(
         torch.tensor([[3.0, 1.0, 7.0]]), torch.tensor([[1.0, 1.0, 0.0]])
@@ -222,8 +222,8 @@ def test_clipped_loss() -> None:
     gain = table(9, low=-1.0, high=1.0)
     for a, b, c, loss in zip(
         *(
-            one.flatten().tolist()
-            for one in (new, old, gain, math_of.clipped_loss(new, old, gain, 0.3))
+            values.flatten().tolist()
+            for values in (new, old, gain, math_of.clipped_loss(new, old, gain, 0.3))
         ),
         strict=True,
     ):

@@ -100,7 +100,7 @@ def test_the_required_versions_are_those_of_setup_cfg() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     declared = setup["options"]["install_requires"].split()
-    assert declared == [str(one) for one in REQUIREMENTS]
+    assert declared == [str(requirement) for requirement in REQUIREMENTS]
 
 
 def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

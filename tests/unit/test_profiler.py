@@ -154,7 +154,7 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
     )
     model = torch.nn.Linear(8, 8)
     other = torch.nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, other)]
     with profile_script(spec):
         for _ in range(5):
             model(torch.ones(4, 8)).sum().backward()
@@ -170,7 +170,7 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
     (event,) = found
     assert (event.data["first"], event.data["last"]) == (2, 3)
     trace = json.loads(gzip.decompress(Path(event.data["trace"]).read_bytes()))
-    assert sum(one["name"] == "aten::addmm" for one in trace["traceEvents"]) == 2
+    assert sum(traced["name"] == "aten::addmm" for traced in trace["traceEvents"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ class Month:
 
     def reconciled(self, folder: Path) -> Reconciliation:
         rows = []
-        for one in self.lives:
-            rows.extend(rows_of(one, tick=20.0))
+        for life in self.lives:
+            rows.extend(rows_of(life, tick=20.0))
         report = write_report(folder / "cur.csv", self.edit(rows))
         return reconcile(self.events, read_bill(report), others=self.others)
 

@@ -47,10 +47,7 @@ class Trained:
             durable: list[tuple[int, float]] = []
             for step in range(done + 1, steps + 1):
                 saves = step % interval == 0 or step == steps
-                if number == 1:
-                    slower = first_slower
-                else:
-                    slower = 1.0
+                slower = first_slower if number == 1 else 1.0
                 seconds = {"useful_step": slower * draw.uniform(0.9, 1.1), "data_wait": 0.1}
                 if saves:
                     stall = {"checkpoint_stall": 2.0}

@@ -265,16 +265,16 @@ class Page(HTMLParser):
 def test_foreign_text_stays_text():
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x1b[31mred\nline"
     events = [
-        Event(**{**vars(one), "job": evil, "run": evil})
-        for one in interrupted_job(completed=False)
-        if one.name != PLAN
+        Event(**{**vars(event), "job": evil, "run": evil})
+        for event in interrupted_job(completed=False)
+        if event.name != PLAN
     ]
     plan = plan_event().data
     events.insert(
         0, event(PLAN, 0.0, **{**plan, "chosen": {**plan["chosen"], "instance_type": evil}})
     )
     events.append(event(OUTCOME, 90.0, outcome="failed", message=evil))
-    events = [Event(**{**vars(one), "job": evil}) for one in events]
+    events = [Event(**{**vars(event), "job": evil}) for event in events]
     report = build_report(events)
     written = render_html(report, earlier=[report])
     page = Page(written)
@@ -419,7 +419,7 @@ def test_the_command_rebuilds_the_report_from_the_store(tmp_path: Path):
 
 
 def test_the_report_shows_the_finding_of_diagnose() -> None:
-    report = build_report([one for one in interrupted_job() if one.name != OUTCOME])
+    report = build_report([event for event in interrupted_job() if event.name != OUTCOME])
     assert report.events["finding"]["symptom"] == "I02"
     for text in (render_html(report), render_text(report)):
         assert "a node vanished without a notice" in text and "see: I02" in text

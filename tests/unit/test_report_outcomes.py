@@ -105,7 +105,7 @@ def test_the_command_to_type_does_not_depend_on_the_folder(monkeypatch: pytest.M
     for name in shlex.split(command(report))[1:2]:
         assert name in COMMANDS
     unknown = build_report(
-        [Event(**{**vars(one), "run": ""}) for one in interrupted_job(completed=False)]
+        [Event(**{**vars(event), "run": ""}) for event in interrupted_job(completed=False)]
     )
     assert command(unknown) == "ebbflow run --job demo"
 

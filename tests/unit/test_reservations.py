@@ -84,8 +84,10 @@ def test_a_dear_reservation_is_no_reason_to_leave_spot_and_none_runs_without_its
     dear = held_config(reservation=HELD.replace("usd_per_hour: 0", "usd_per_hour: 9"))
     assert place(dear, make_plan(dear, now_utc=BEGAN_UTC, queues=WHERE)).market == "spot"
     plan = make_plan(held_config(), now_utc=BEGAN_UTC, queues=BOTH)
-    assert all(one.reservation is None for one in plan.ranked)
-    assert any("is not of cr-1" in one.reason for one in plan.rejected if one.reservation)
+    assert all(candidate.reservation is None for candidate in plan.ranked)
+    assert any(
+        "is not of cr-1" in rejection.reason for rejection in plan.rejected if rejection.reservation
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,9 @@ def test_a_dear_reservation_is_no_reason_to_leave_spot_and_none_runs_without_its
 def test_a_reservation_that_ends_too_early_is_rejected(given: str, why: str) -> None:
     config = held_config(reservation=HELD.replace("}", f"{given}}}"))
     rejected = [
-        one
-        for one in make_plan(config, now_utc=BEGAN_UTC, queues=WHERE).rejected
-        if one.reservation
+        rejection
+        for rejection in make_plan(config, now_utc=BEGAN_UTC, queues=WHERE).rejected
+        if rejection.reservation
     ]
     assert len(rejected) == 1 and why in rejected[0].reason
 
@@ -161,7 +163,7 @@ def test_an_attempt_on_spot_moves_when_a_paid_block_begins_that_was_too_far_to_w
     block = HELD.replace("}", f", start: {utc(1.5)!r}, end: {utc(30)!r}}}")
     config = held_config("cost.deadline_hours=5.2", reservation=block)
     course = VirtualBatch([True], queues=WHERE).run(config)
-    assert [one.reservation for _, one, _ in course.decisions] == [None, "cr-1"]
+    assert [decision.reservation for _, decision, _ in course.decisions] == [None, "cr-1"]
     first = course.decisions[0][1]
     assert (
         first.market == "spot"
@@ -249,7 +251,7 @@ def test_spot_and_a_block_without_on_demand_queues_wait_or_move() -> None:
         )
         assert not found.fallback["guards"] and found.fallback["move_end_utc"]
         course = VirtualBatch([True], queues=SPOT_AND_HELD).run(config)
-        assert [one.reservation for _, one, _ in course.decisions] == [None, "cr-1"]
+        assert [decision.reservation for _, decision, _ in course.decisions] == [None, "cr-1"]
 
 
 def test_a_move_needs_the_block_as_ec2_knows_it_and_time_until_its_end() -> None:
@@ -324,7 +326,11 @@ def test_a_free_reservation_in_the_plan_leaves_an_attempt_on_spot_its_reserve() 
     found = choose_placement(
         config, plan=plan, history=read_attempts([]), queues=WHERE, now_utc=BEGAN_UTC
     )
-    last = next(one for one in plan.ranked if one.market == "on_demand" and not one.reservation)
+    last = next(
+        candidate
+        for candidate in plan.ranked
+        if candidate.market == "on_demand" and not candidate.reservation
+    )
     left = 9 - finish_hours(config, last) - found.runnable_seconds / HOUR
     assert found.reservation and left >= DECIDE_HOURS - 1 / HOUR, (
         "time to place again after a wait in vain"
@@ -373,7 +379,7 @@ def test_ec2_corrects_what_the_configuration_says_of_a_reservation() -> None:
         config, BEGAN_UTC, client=lambda region: ec2((answer[0], {"CapacityReservations": [gone]}))
     )
     plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE, evidence=found)
-    assert any("reservation cr-1 is expired" in one.reason for one in plan.rejected)
+    assert any("reservation cr-1 is expired" in rejection.reason for rejection in plan.rejected)
 
 
 def test_the_plan_lists_capacity_blocks_for_sale_at_the_price_of_the_whole_block() -> None:
@@ -422,9 +428,9 @@ def test_a_low_placement_score_makes_a_first_start_later_and_a_denied_one_is_sai
     assert found.scores == {("us-east-1", "use1-az1"): 2}
     low, none = (
         next(
-            one
-            for one in make_plan(config, now_utc=BEGAN_UTC, evidence=known).ranked
-            if one.market == "spot"
+            candidate
+            for candidate in make_plan(config, now_utc=BEGAN_UTC, evidence=known).ranked
+            if candidate.market == "spot"
         )
         for known in (found, CapacityEvidence())
     )
@@ -460,7 +466,11 @@ class TwoRegions(StaticPrices):
             half = Decimal(1)
         return tuple(
             filter(
-                None, (self._there(one, region, half) for one in super().spot(kind, "us-east-1"))
+                None,
+                (
+                    self._there(spot_price, region, half)
+                    for spot_price in super().spot(kind, "us-east-1")
+                ),
             )
         )
 
@@ -479,7 +489,7 @@ def arn(region: str, name: str) -> str:
 
 
 FAR = queues(
-    *(replace(one, arn=arn("us-east-1", one.name)) for one in BOTH.values()),
+    *(replace(queue, arn=arn("us-east-1", queue.name)) for queue in BOTH.values()),
     queue("far-spot", "spot", ["g5"], arn=arn("us-west-2", "far-spot")),
 )
 
@@ -491,8 +501,16 @@ def test_an_attempt_goes_to_the_region_that_is_cheapest_with_the_transfer_of_its
     found = choose_placement(
         config, plan=plan, history=read_attempts([]), queues=FAR, now_utc=BEGAN_UTC
     )
-    far = next(one for one in plan.ranked if one.region == "us-west-2" and one.market == "spot")
-    near = next(one for one in plan.ranked if one.region == "us-east-1" and one.market == "spot")
+    far = next(
+        candidate
+        for candidate in plan.ranked
+        if candidate.region == "us-west-2" and candidate.market == "spot"
+    )
+    near = next(
+        candidate
+        for candidate in plan.ranked
+        if candidate.region == "us-east-1" and candidate.market == "spot"
+    )
     assert near.transfer_usd == 0 < far.transfer_usd
     if far.expected_usd < near.expected_usd:
         cheaper = far
@@ -508,7 +526,9 @@ def test_an_attempt_goes_to_the_region_that_is_cheapest_with_the_transfer_of_its
     text = " ".join(render_plan(plan).replace("│", " ").split())
     assert "region us-west-2: " in text and "of which transfer $" in text
     no_on_demand_there = [
-        one for one in plan.rejected if one.region == "us-west-2" and one.market == "on_demand"
+        rejection
+        for rejection in plan.rejected
+        if rejection.region == "us-west-2" and rejection.market == "on_demand"
     ]
     assert no_on_demand_there and "is in us-east-1" in no_on_demand_there[0].reason
 

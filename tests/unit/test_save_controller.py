@@ -113,7 +113,7 @@ class Bench:
 
 def sync_of(*changes: dict[str, float]) -> StepSync:
     fields = Row._fields[:9]
-    return StepSync([Row(**(dict.fromkeys(fields, 0.0) | each)) for each in changes])
+    return StepSync([Row(**(dict.fromkeys(fields, 0.0) | change)) for change in changes])
 
 
 def test_a_save_has_the_fields_of_its_commit_and_records_its_cost() -> None:

@@ -264,7 +264,7 @@ def test_a_wait_ends_with_the_last_ended_job_and_does_not_wait_for_running_ones(
         "running": [RUNNING],
     }
     said: list[str] = []
-    told = {one.data["job_id"]: one.data["stopped_utc"] for one in settled(job, said)}
+    told = {event.data["job_id"]: event.data["stopped_utc"] for event in settled(job, said)}
     assert told == {"late": 9.0, "later": 9.0} and service.looks() == 3
     assert [job_id for job_id, _ in service.terminated()] == ["running"]
 
@@ -277,7 +277,7 @@ def test_an_incomplete_end_is_completed_later_and_only_then_recorded_again(
     settled(job, deadline_seconds=1.0)
     assert settled(job) == [] and len(recorded(job)) == 1
     service.jobs = {"x": [RECLAIMED]}
-    assert [one.data["stopped_utc"] for one in settled(job)] == [9.0]
+    assert [event.data["stopped_utc"] for event in settled(job)] == [9.0]
     service.requests = []
     assert settled(job) == [] and service.requests == []
 
@@ -340,7 +340,7 @@ def test_a_job_that_ended_before_it_was_terminated_is_recorded_later(
     service.jobs = {"x": [RUNNING], "y": [ENDED]}
     service.refused = True
     said: list[str] = []
-    assert [one.data["job_id"] for one in settled(job, said)] == ["y"]
+    assert [event.data["job_id"] for event in settled(job, said)] == ["y"]
     assert said == []
 
 
@@ -365,7 +365,7 @@ def test_each_job_is_asked_for_in_the_region_of_its_placement(
     for task, job_id in (("5", "west"), ("6", "any"), ("7", "east"), ("8", "unplaced")):
         submit(job, job_id, task=task)
     service.jobs = {"west": [RUNNING], "any": [ENDED], "east": [ENDED], "unplaced": [ENDED]}
-    told = {one.data["job_id"]: one.data["instance_type"] for one in settled(job)}
+    told = {event.data["job_id"]: event.data["instance_type"] for event in settled(job)}
     assert told == {"any": "g5.xlarge", "east": "g5.xlarge", "unplaced": None}
     asked = [
         (region, operation, json.loads(content)) for region, operation, content in service.requests
@@ -476,7 +476,7 @@ def test_a_report_settles_all_attempts_within_six_seconds(
         "also what was incomplete"
     )
     settled_by = [event for event in read_events(job.store) if event.name == BATCH_ATTEMPT]
-    assert {one.run for one in settled_by} == {"1"} and capsys.readouterr().out == ""
+    assert {event.run for event in settled_by} == {"1"} and capsys.readouterr().out == ""
     submit(job, "y")
     service.jobs = {"y": [RUNNING]}
     clock.set_behind(3.5)
@@ -575,7 +575,7 @@ def test_a_backend_settles_only_its_own_attempts(
     submit(job, "x")
     cluster.jobs = {"x": [ENDED]}
     submit(job, POD_ATTEMPT)
-    assert [one.data["job_id"] for one in settled(job)] == ["x"]
+    assert [event.data["job_id"] for event in settled(job)] == ["x"]
     cluster.requests = []
     settle_for_report(job)
     assert cluster.looks() == 0 and ("GET", OWNER) in cluster.requests

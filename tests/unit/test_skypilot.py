@@ -25,7 +25,7 @@ def test_a_job_becomes_a_managed_spot_job(capsys: pytest.CaptureFixture[str]) ->
     resources = task["resources"]
     assert (resources["use_spot"], resources["infra"]) == (True, "aws/us-east-1")
     assert resources["job_recovery"]["recover_on_exit_codes"] == [75]
-    assert [one["source"] for one in task["file_mounts"].values()] == ["s3://bucket"]
+    assert [mount["source"] for mount in task["file_mounts"].values()] == ["s3://bucket"]
     program, command, *words = shlex.split(task["run"].removeprefix("exec "))
     assert (program, command) == (".venv/bin/ebbflow", "supervise")
     options = read_options([str(PROJECT_ROOT / words[0]), *words[1:]], project_root=PROJECT_ROOT)

@@ -40,7 +40,7 @@ def row(**changes: float) -> Row:
 
 
 def sync_of(*changes: dict[str, float]) -> StepSync:
-    return StepSync([row(**each) for each in changes])
+    return StepSync([row(**change) for change in changes])
 
 
 def test_a_row_without_requests_requests_nothing() -> None:
@@ -71,8 +71,8 @@ def test_a_merged_sync_has_the_requests_of_both_steps(name: str, older_first: bo
     else:
         older, newer = (silent, asked)
     merged = newer.merge(older)
-    assert [getattr(each, name) for each in merged.rows] == [0.0, 2.0]
-    assert [each.loss_sum for each in merged.rows] == [each.loss_sum for each in newer.rows]
+    assert [getattr(row, name) for row in merged.rows] == [0.0, 2.0]
+    assert [row.loss_sum for row in merged.rows] == [row.loss_sum for row in newer.rows]
 
 
 def test_a_merged_sync_takes_only_requests_of_the_older_step() -> None:

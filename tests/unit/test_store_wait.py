@@ -61,18 +61,18 @@ def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
         isinstance(member.await_start(_DEADLINE_SECONDS), GenerationStart) for member in members
     )
     try:
-        assert not any(one.store_wait_active for one in (coordinator, *members))
+        assert not any(member.store_wait_active for member in (coordinator, *members))
         members[0].waiting()
         limit = time.monotonic() + _DEADLINE_SECONDS
         told = set()
         while len(told) < 3 and time.monotonic() < limit:
-            assert all(one.poll() is None for one in (coordinator, *members))
+            assert all(member.poll() is None for member in (coordinator, *members))
             told |= {
                 name
-                for name, one in zip("012", (coordinator, *members), strict=True)
-                if one.store_wait_active
+                for name, member in zip("012", (coordinator, *members), strict=True)
+                if member.store_wait_active
             }
         assert told == {"0", "1", "2"}
     finally:
-        for one in (*members, coordinator):
-            one.close()
+        for member in (*members, coordinator):
+            member.close()

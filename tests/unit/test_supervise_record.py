@@ -345,7 +345,7 @@ def test_runs_before_a_gap_without_a_supervisor_do_not_count(gap: float, counted
     waited = waited_seconds(record, RunVerdict.NOT_READY, second.ended_utc + 7)
     assert waited == (gap + 57 if counted == 2 else 7)
     failed = JobRecord(
-        commit="a", runs=tuple(replace(one, verdict="failure") for one in record.runs)
+        commit="a", runs=tuple(replace(run, verdict="failure") for run in record.runs)
     )
     assert count_in_a_row(failed, RunVerdict.FAILURE) == 2
 

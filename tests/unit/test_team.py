@@ -160,8 +160,8 @@ def test_admission_counts_spent_dollars_and_what_running_jobs_may_spend() -> Non
         money("free", None),
     ]
     verdicts = {
-        one.job.job: (one.verdict, one.words)
-        for one in admit(team, WALL, running, running, waiting)
+        entry.job.job: (entry.verdict, entry.words)
+        for entry in admit(team, WALL, running, running, waiting)
     }
     assert {name: verdict for name, (verdict, _) in verdicts.items()} == {
         "big": "wait",
@@ -223,9 +223,9 @@ def months(seed: int, count: int) -> Iterator[tuple[str, Decimal, Decimal]]:
             replace(job, runs_until=None if hours is None else now + 3600 * hours)
             for job, hours in waiting
         ]
-        for one in admit(team, now, [*running, *ended, *asked], running, asked):
-            if one.verdict == "start":
-                running.append(one.job)
+        for decision in admit(team, now, [*running, *ended, *asked], running, asked):
+            if decision.verdict == "start":
+                running.append(decision.job)
         started = {job.job for job in running}
         waiting = [pair for pair in waiting if pair[0].job not in started and draw.random() > 0.1]
         month = month_of(now)

@@ -136,7 +136,7 @@ def test_a_large_file_is_cut_where_nothing_is_lost(content: str, tmp_path: Path)
 
 def checked(folder: Path, check: str, **changes: Any) -> Any:
     config = RunConfig(data=changes.pop("data", data(folder)), **changes)
-    checks = [one for one in CHECKS if one.id == check]
+    checks = [candidate for candidate in CHECKS if candidate.id == check]
     return run_checks(checks, PreflightContext(config=config, project_root=folder))[0]
 
 

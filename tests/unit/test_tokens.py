@@ -355,7 +355,7 @@ def test_a_shard_is_downloaded_in_pieces_and_verified(
         download_shard(shards, "train.bin", digest_of(BIG), len(BIG), cache) == path
         and len(shards.requests) == 2
     )
-    assert sorted(each.name for each in cache.iterdir()) == [
+    assert sorted(entry.name for entry in cache.iterdir()) == [
         f"{digest_of(BIG)}.bin",
         f"{digest_of(BIG)}.lock",
     ]

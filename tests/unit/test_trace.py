@@ -39,18 +39,21 @@ def a_job() -> list[Event]:
 def test_slices_of_a_rank_do_not_overlap_and_sum_to_its_classes() -> None:
     trace = build_trace(a_job())
     assert json.loads(json.dumps(trace, allow_nan=False)) == trace
-    slices = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["pid"] >= 0]
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] >= 0]
     by_rank = defaultdict(list)
-    for one in slices:
-        by_rank[one["pid"], one["tid"]].append(one)
+    for slice_event in slices:
+        by_rank[slice_event["pid"], slice_event["tid"]].append(slice_event)
     assert set(by_rank) == {(0, 0), (1, 1)}
-    for found in by_rank.values():
-        found.sort(key=lambda one: one["ts"])
-        for one, following in itertools.pairwise(found):
-            assert one["ts"] + one["dur"] <= following["ts"] + 2, (one, following)
+    for thread_slices in by_rank.values():
+        thread_slices.sort(key=lambda one: one["ts"])
+        for slice_event, following in itertools.pairwise(thread_slices):
+            assert slice_event["ts"] + slice_event["dur"] <= following["ts"] + 2, (
+                slice_event,
+                following,
+            )
     seconds = defaultdict(float)
-    for one in slices:
-        seconds[one["name"]] += one["dur"] / 1e6
+    for slice_event in slices:
+        seconds[slice_event["name"]] += slice_event["dur"] / 1e6
     ledger = {
         str(line.ledger_class).replace("_", " "): line.rank_seconds for line in fold(a_job()).lines
     }
@@ -63,18 +66,18 @@ def test_slices_of_a_rank_do_not_overlap_and_sum_to_its_classes() -> None:
 
 def test_generations_marks_and_names_are_there_also_for_an_end_that_was_not_recorded() -> None:
     found = build_trace(a_job())["traceEvents"]
-    spans = {one["name"]: one for one in found if one["pid"] == -1 and one["ph"] == "X"}
+    spans = {event["name"]: event for event in found if event["pid"] == -1 and event["ph"] == "X"}
     assert (
         spans["generation 1"]["dur"] > 0 and spans["generation 2"]["args"]["reason"] == "completed"
     )
-    marks = {one["name"] for one in found if one["ph"] == "i"}
+    marks = {event["name"] for event in found if event["ph"] == "i"}
     assert {"commit 2", "notice", "outcome"} <= marks
-    assert {one["args"]["name"] for one in found if one["ph"] == "M"} >= {
+    assert {event["args"]["name"] for event in found if event["ph"] == "M"} >= {
         "generations",
         "node 1",
         "rank 0",
     }
-    assert all(one["ts"] >= -1 for one in found if one["ph"] != "M")
+    assert all(event["ts"] >= -1 for event in found if event["ph"] != "M")
 
 
 def test_the_command_writes_a_file_and_names_what_it_cannot_read(
@@ -84,7 +87,7 @@ def test_the_command_writes_a_file_and_names_what_it_cannot_read(
     folder = tmp_path / "job" / "events" / "000001"
     folder.mkdir(parents=True)
     (folder / "0-0-000000.abcdef.jsonl").write_text(
-        "".join(f"{one.to_json()}\n" for one in a_job())
+        "".join(f"{event.to_json()}\n" for event in a_job())
     )
     assert main(["trace", str(tmp_path / "job")]) == 0
     assert json.loads((tmp_path / "demo.trace.json").read_text())["otherData"]["job"] == "demo"
@@ -139,26 +142,26 @@ def test_a_collector_gets_generations_saves_and_steps_as_spans(
         "attributes"
     ]
     sent = resource["scopeSpans"][0]["spans"]
-    by_id = {one["spanId"]: one for one in sent}
-    assert len(by_id) == len(sent) and {len(one) for one in by_id} == {16}
-    assert {one["traceId"] for one in sent} == {spans[0]["traceId"]} and len(
+    by_id = {span["spanId"]: span for span in sent}
+    assert len(by_id) == len(sent) and {len(span_id) for span_id in by_id} == {16}
+    assert {span["traceId"] for span in sent} == {spans[0]["traceId"]} and len(
         spans[0]["traceId"]
     ) == 32
-    assert [one["name"] for one in sent].count(
+    assert [span["name"] for span in sent].count(
         "step"
     ) == 5  # three of generation 1, two of generation 2
-    steps = [one for one in sent if one["name"] == "step"]
+    steps = [span for span in sent if span["name"] == "step"]
     parents = [by_id[step["parentSpanId"]]["name"] for step in steps]
     assert parents == ["generation 1"] * 3 + ["generation 2"] * 2
     assert int(steps[0]["endTimeUnixNano"]) - int(steps[0]["startTimeUnixNano"]) == pytest.approx(
         1.25e9, rel=1e-6
     )
-    (commit,) = [one for one in sent if one["name"] == "commit"]
+    (commit,) = [span for span in sent if span["name"] == "commit"]
     assert int(commit["endTimeUnixNano"]) - int(commit["startTimeUnixNano"]) == pytest.approx(
         1e8, rel=1e-4
     )
     assert {"key": "ebbflow.step", "value": {"intValue": "2"}} in commit["attributes"]
-    roots = [one for one in sent if "parentSpanId" not in one]
+    roots = [span for span in sent if "parentSpanId" not in span]
     assert [root["name"] for root in roots] == ["job demo"]
     assert build_spans(a_job()) == spans, "a job that is sent twice has the same ids"
     answer["partialSuccess"] = {"rejectedSpans": "3", "errorMessage": "too old"}

@@ -17,16 +17,25 @@ def statements(template: Mapping[str, Any], role: str) -> list[Mapping[str, Any]
         if "Ref" in policy:
             documents.append(resources[policy["Ref"]]["Properties"]["PolicyDocument"])
     return [
-        one for document in documents for one in document["Statement"] if one["Effect"] == "Allow"
+        statement
+        for document in documents
+        for statement in document["Statement"]
+        if statement["Effect"] == "Allow"
     ]
 
 
 def actions(template: Mapping[str, Any], role: str) -> set[str]:
-    return {action for one in statements(template, role) for action in listed(one["Action"])}
+    return {
+        action for statement in statements(template, role) for action in listed(statement["Action"])
+    }
 
 
 def roles(template: Mapping[str, Any]) -> list[str]:
-    return [name for name, one in template["Resources"].items() if one["Type"] == "AWS::IAM::Role"]
+    return [
+        name
+        for name, resource in template["Resources"].items()
+        if resource["Type"] == "AWS::IAM::Role"
+    ]
 
 
 def listed(value: Any) -> list[Any]:

@@ -104,7 +104,7 @@ class Account:
     def register(self, asked: dict[str, Any]) -> dict[str, Any]:
         name = asked["jobDefinitionName"]
         revision = 1 + sum(
-            found["jobDefinitionName"] == name for found in self.definitions.values()
+            definition["jobDefinitionName"] == name for definition in self.definitions.values()
         )
         arn = self.arn("job-definition", f"{name}:{revision}")
         self.definitions[arn] = {
@@ -118,12 +118,12 @@ class Account:
     def describe_definitions(self, asked: dict[str, Any]) -> dict[str, Any]:
         found = list(self.definitions.values())
         if name := asked.get("jobDefinitionName"):
-            found = [item for item in found if item["jobDefinitionName"] == name]
+            found = [definition for definition in found if definition["jobDefinitionName"] == name]
         if names := asked.get("jobDefinitions"):
             known = [self.definition(name) for name in names]
-            found = [item for item in known if item is not None]
+            found = [definition for definition in known if definition is not None]
         if status := asked.get("status"):
-            found = [item for item in found if item["status"] == status]
+            found = [definition for definition in found if definition["status"] == status]
         return {"jobDefinitions": found[::-1]}
 
     def deregister(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -143,8 +143,8 @@ class Account:
         else:
             pattern = f"{named}:*"
         found = [
-            item
-            for arn, item in self.definitions.items()
+            registered
+            for arn, registered in self.definitions.items()
             if fnmatch.fnmatchcase(arn.rpartition("/")[2], pattern)
         ]
         return max(found, key=lambda item: item["revision"], default=None)

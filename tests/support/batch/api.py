@@ -100,16 +100,24 @@ class Api:
                 "ClientException", "One of jobQueue, arrayJobId, multiNodeJobId must be specified"
             )
         by_name = [
-            each["values"] for each in asked.get("filters", []) if each["name"] == "JOB_NAME"
+            condition["values"]
+            for condition in asked.get("filters", [])
+            if condition["name"] == "JOB_NAME"
         ]
         names = []
         for values in by_name:
             for value in values:
                 names.append(value.lower())
         if names:  # any status, and * at the end stands for anything
-            return {"jobSummaryList": [each for each in found if _named(each["jobName"], names)]}
+            return {
+                "jobSummaryList": [
+                    found_job for found_job in found if _named(found_job["jobName"], names)
+                ]
+            }
         status = asked.get("jobStatus", "RUNNING")
-        return {"jobSummaryList": [each for each in found if each["status"] == status]}
+        return {
+            "jobSummaryList": [found_job for found_job in found if found_job["status"] == status]
+        }
 
     def _terminate(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.scheduler.stop(self.job(asked["jobId"]), asked["reason"])
@@ -124,5 +132,6 @@ class Api:
 def _named(name: str, patterns: list[str]) -> bool:
     name = name.lower()
     return any(
-        name.startswith(each[:-1]) if each.endswith("*") else name == each for each in patterns
+        name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
+        for pattern in patterns
     )

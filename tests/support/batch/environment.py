@@ -26,7 +26,9 @@ def container_environment(settings: Settings, job: Job, node: Node) -> dict[str,
     instance = {}
     if node.instance is not None:
         instance["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = node.instance.metadata_address
-    own = {each["name"]: each["value"] for each in node.properties.get("environment", [])}
+    own = {
+        variable["name"]: variable["value"] for variable in node.properties.get("environment", [])
+    }
     return {**image, **settings.role_environment, **instance, **own, **_of_batch(job, node)}
 
 

@@ -96,7 +96,7 @@ class BatchRunner(FlowRunner):
             .get_paginator("list_objects_v2")
             .paginate(Bucket=self.bucket, Prefix=below)
         )
-        return [item["Key"] for page in pages for item in page.get("Contents", [])]
+        return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
     def content(self, key: str) -> bytes:
         return self.swift.client().get_object(Bucket=self.bucket, Key=key)["Body"].read()

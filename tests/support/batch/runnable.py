@@ -61,7 +61,10 @@ def vcpus(node: Node, instance_type: str) -> float:
 
 
 def _asked(node: Node) -> dict[str, float]:
-    return {each["type"]: float(each["value"]) for each in node.properties["resourceRequirements"]}
+    return {
+        requirement["type"]: float(requirement["value"])
+        for requirement in node.properties["resourceRequirements"]
+    }
 
 
 def _fits(node: Node, instance_type: str) -> bool:

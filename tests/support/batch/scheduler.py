@@ -164,9 +164,9 @@ class Scheduler:
     def _is_behind(self, job: Job) -> bool:
         """First in, first out: the first job that waits holds up the queue."""
         first = next(
-            each
-            for each in self.jobs.values()
-            if each.queue == job.queue and each.status == "RUNNABLE"
+            waiting
+            for waiting in self.jobs.values()
+            if waiting.queue == job.queue and waiting.status == "RUNNABLE"
         )
         return first is not job
 

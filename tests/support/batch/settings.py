@@ -88,14 +88,14 @@ class Settings:
 
         Raises ValueError for what is not known.
         """
-        known = {item.name for item in fields(self)}
+        known = {field.name for field in fields(self)}
         if unknown := set(document) - known:
             raise ValueError(f"no such settings: {sorted(unknown)}")
         for name, value in document.items():
             if name != "queues":
                 setattr(self, name, value)
         for name, changes in document.get("queues", {}).items():
-            if unknown := set(changes) - {item.name for item in fields(QueueSettings)}:
+            if unknown := set(changes) - {field.name for field in fields(QueueSettings)}:
                 raise ValueError(f"queue {name}: no such settings: {sorted(unknown)}")
             queue = self.queues.setdefault(name, QueueSettings(name=name))
             for key, value in changes.items():

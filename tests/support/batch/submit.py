@@ -35,8 +35,8 @@ def new_job(account: Account, asked: dict[str, Any], *, created_at: int) -> Job:
         properties = _nodes(definition, asked)
     else:
         properties = [_container(definition, asked)]
-    for each in properties:
-        _check_resources(each)
+    for container in properties:
+        _check_resources(container)
     return Job(
         request=asked,
         queue=queue.name,
@@ -81,15 +81,15 @@ def _nodes(definition: dict[str, Any], asked: dict[str, Any]) -> list[dict[str, 
     if properties["mainNode"] != 0:
         raise Refused("ClientException", "this local Batch has its main node at 0")
     nodes: list[dict[str, Any] | None] = [None] * count
-    for each in properties["nodeRangeProperties"]:
-        for index in _range(each["targetNodes"], count):
-            nodes[index] = each["container"]
+    for node_range in properties["nodeRangeProperties"]:
+        for index in _range(node_range["targetNodes"], count):
+            nodes[index] = node_range["container"]
     if missing := [index for index, node in enumerate(nodes) if node is None]:
         raise Refused("ClientException", f"nodeRangeProperties leave out nodes {missing}")
     made = [dict(node or {}) for node in nodes]
-    for each in overrides.get("nodePropertyOverrides", []):
-        for index in _range(each["targetNodes"], count):
-            made[index] = _overridden(made[index], each.get("containerOverrides", {}))
+    for node_range in overrides.get("nodePropertyOverrides", []):
+        for index in _range(node_range["targetNodes"], count):
+            made[index] = _overridden(made[index], node_range.get("containerOverrides", {}))
     return made
 
 
@@ -105,13 +105,18 @@ def _overridden(properties: dict[str, Any], overrides: dict[str, Any]) -> dict[s
     """What is named on both sides (a variable, a resource) is the override's."""
     made = {**properties, **{name: overrides[name] for name in ("command",) if name in overrides}}
     for name, key in (("environment", "name"), ("resourceRequirements", "type")):
-        both = {each[key]: each for each in [*properties.get(name, []), *overrides.get(name, [])]}
+        both = {
+            entry[key]: entry for entry in [*properties.get(name, []), *overrides.get(name, [])]
+        }
         made[name] = list(both.values())
     return made
 
 
 def _check_resources(properties: dict[str, Any]) -> None:
-    asked = {each["type"]: each["value"] for each in properties["resourceRequirements"]}
+    asked = {
+        requirement["type"]: requirement["value"]
+        for requirement in properties["resourceRequirements"]
+    }
     for kind in ("VCPU", "MEMORY"):
         if kind not in asked:
             raise Refused("ClientException", f"resourceRequirements must have {kind}")

@@ -75,9 +75,9 @@ class Submitted:
             names = [f"{event['job_name']}-" for event in self.events("batch_submitted")]
             found = self.cluster.training_pods()
             return [
-                one
-                for one in found
-                if any(one["metadata"]["name"].startswith(name) for name in names)
+                pod
+                for pod in found
+                if any(pod["metadata"]["name"].startswith(name) for name in names)
             ]
 
         return wait_until("the pods", lambda: len(found := running()) == count and found, 60)
@@ -93,4 +93,4 @@ class Submitted:
             for line in path.read_text().splitlines():
                 if line.startswith('{"name"'):
                     lines.append(json.loads(line))
-        return [one["data"] for one in lines if one["name"] == name]
+        return [entry["data"] for entry in lines if entry["name"] == name]

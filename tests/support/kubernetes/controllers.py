@@ -19,8 +19,8 @@ _TRACKING = "batch.kubernetes.io/job-tracking"
 
 def condition(document: Object, kind: str) -> bool:
     return any(
-        one["type"] == kind and one["status"] == "True"
-        for one in (document.get("status") or {}).get("conditions") or []
+        entry["type"] == kind and entry["status"] == "True"
+        for entry in (document.get("status") or {}).get("conditions") or []
     )
 
 
@@ -48,12 +48,34 @@ def set_condition(
     )
 
 
+def uid_of(document: Object) -> str:
+    return document["metadata"]["uid"]
+
+
+def has_failed(pod: Object, *, strict: bool) -> bool:
+    """Under a pod failure policy (strict), a pod that is being deleted has not failed yet."""
+    phase = pod["status"].get("phase")
+    is_leaving = "deletionTimestamp" in pod["metadata"] and phase != "Succeeded"
+    return phase == "Failed" or (is_leaving and not strict)
+
+
+def has_ended(job: Object) -> bool:
+    return condition(job, "Complete") or condition(job, "Failed")
+
+
+def restart_of(job: Object) -> int:
+    return int(job["metadata"]["labels"][f"{JOBSET}/restart-attempt"])
+
+
 def owned(documents: list[Object], owner: Object) -> list[Object]:
     uid = owner["metadata"]["uid"]
     return [
-        one
-        for one in documents
-        if any(each["uid"] == uid for each in one["metadata"].get("ownerReferences") or [])
+        document
+        for document in documents
+        if any(
+            reference["uid"] == uid
+            for reference in document["metadata"].get("ownerReferences") or []
+        )
     ]
 
 
@@ -98,30 +120,34 @@ class Controllers:
         own.
         """
         alive = {
-            one["metadata"]["uid"] for kind in ("jobs", "jobsets") for one in self._store.all(kind)
+            document["metadata"]["uid"]
+            for kind in ("jobs", "jobsets")
+            for document in self._store.all(kind)
         }
         for kind in ("jobs", "pods", "services", "workloads"):
-            for one in self._store.all(kind):
-                owners = one["metadata"].get("ownerReferences") or []
-                if owners and not any(each["uid"] in alive for each in owners):
+            for document in self._store.all(kind):
+                owners = document["metadata"].get("ownerReferences") or []
+                if owners and not any(owner["uid"] in alive for owner in owners):
                     if kind == "pods":
-                        self._delete_pod(one)
+                        self._delete_pod(document)
                     else:
                         self._store.remove(
-                            kind, one["metadata"]["namespace"], one["metadata"]["name"]
+                            kind, document["metadata"]["namespace"], document["metadata"]["name"]
                         )
         for kind, below in (("jobsets", "jobs"), ("jobs", "pods")):
-            for one in self._store.all(kind):
-                if "deletionTimestamp" not in one["metadata"]:
+            for document in self._store.all(kind):
+                if "deletionTimestamp" not in document["metadata"]:
                     continue
-                children = owned(self._store.all(below), one)
+                children = owned(self._store.all(below), document)
                 for child in children:
                     if below == "pods":
                         self._delete_pod(child)
                     else:
                         self.delete_in_foreground(below, child)
                 if not children:
-                    self._store.remove(kind, one["metadata"]["namespace"], one["metadata"]["name"])
+                    self._store.remove(
+                        kind, document["metadata"]["namespace"], document["metadata"]["name"]
+                    )
 
     def delete_in_foreground(self, kind: str, document: Object) -> None:
         metadata = document["metadata"]
@@ -140,32 +166,22 @@ class Controllers:
     def _job(self, job: Object) -> None:
         metadata = job["metadata"]
         spec = job["spec"]
-        if (
-            condition(job, "Complete")
-            or condition(job, "Failed")
-            or "deletionTimestamp" in metadata
-        ):
+        if has_ended(job) or "deletionTimestamp" in metadata:
             return
         failed = self._failed.setdefault(metadata["uid"], set())
         succeeded = self._succeeded.setdefault(metadata["uid"], set())
         # Of pod failure policies, the one that this project writes: only disrupted pods are
         # replaced, once they ended.
         strict = "podFailurePolicy" in spec
-        at_fault = condition(job, "FailureTarget")
         pods = owned(self._store.all("pods", metadata["namespace"]), job)
-        for pod in pods:
-            uid = pod["metadata"]["uid"]
-            phase = pod["status"].get("phase")
-            if phase == "Succeeded":
-                succeeded.add(uid)
-            elif phase == "Failed" or ("deletionTimestamp" in pod["metadata"] and not strict):
-                failed.add(uid)
-                at_fault = at_fault or (strict and not condition(pod, "DisruptionTarget"))
+        succeeded |= {uid_of(pod) for pod in pods if pod["status"].get("phase") == "Succeeded"}
+        failing = [pod for pod in pods if has_failed(pod, strict=strict)]
+        failed |= {uid_of(pod) for pod in failing}
+        failed_alone = any(not condition(pod, "DisruptionTarget") for pod in failing)
+        at_fault = condition(job, "FailureTarget") or (strict and failed_alone)
         ended = failed | succeeded
         terminating = [pod for pod in pods if "deletionTimestamp" in pod["metadata"]]
-        active = [
-            pod for pod in pods if pod["metadata"]["uid"] not in ended and pod not in terminating
-        ]
+        active = [pod for pod in pods if uid_of(pod) not in ended and pod not in terminating]
         status = copy.deepcopy(job.get("status") or {})
         status.setdefault("startTime", timestamp())
         if spec.get("suspend"):
@@ -182,15 +198,14 @@ class Controllers:
             status["completionTime"] = timestamp()
             active = []
         elif len(failed) > spec.get("backoffLimit", 6) or at_fault:
-            words = ("BackoffLimitExceeded", "Job has reached the specified backoff limit")
+            reason = "BackoffLimitExceeded"
+            message = "Job has reached the specified backoff limit"
             if strict and at_fault:
-                words = (
-                    "PodFailurePolicy",
-                    "Container main failed with an exit code that rule 1 (FailJob) names",
-                )
-            set_condition(status, "FailureTarget", *words)
+                reason = "PodFailurePolicy"
+                message = "Container main failed with an exit code that rule 1 (FailJob) names"
+            set_condition(status, "FailureTarget", reason, message)
             if not terminating and not active:
-                set_condition(status, "Failed", *words)
+                set_condition(status, "Failed", reason, message)
             for pod in active:
                 self._delete_pod(pod)
         elif spec.get("suspend") or len(active) > wanted:
@@ -199,14 +214,7 @@ class Controllers:
                 failed.discard(pod["metadata"]["uid"])
         elif len(active) < wanted and not (strict and terminating):
             self._make_pod(job, status)
-        ready = [
-            pod
-            for pod in active
-            if any(
-                one["type"] == "Ready" and one["status"] == "True"
-                for one in pod["status"].get("conditions") or []
-            )
-        ]
+        ready = [pod for pod in active if condition(pod, "Ready")]
         status |= {
             "active": len(active),
             "ready": len(ready),
@@ -224,7 +232,7 @@ class Controllers:
         pods = self._store.all("pods", namespace)
         used = {
             "pods": float(len(pods)),
-            "requests.cpu": sum(requests_of(one).get("cpu", 0.0) for one in pods),
+            "requests.cpu": sum(requests_of(owned_pod).get("cpu", 0.0) for owned_pod in pods),
         }
         asked = {"pods": 1.0, "requests.cpu": requests_of(template).get("cpu", 0.0)}
         for name in used.keys() & self._settings.quota.keys():
@@ -312,96 +320,83 @@ class Controllers:
         restarts = status.setdefault("restarts", 0)
         if condition(jobset, "Completed") or condition(jobset, "Failed"):
             for job in jobs:
-                if not condition(job, "Complete") and not condition(job, "Failed"):
+                if not has_ended(job):
                     self.delete_in_foreground("jobs", job)
             return
-        if self._store.find("services", namespace, name) is None:
-            self._store.create(
-                "services",
-                namespace,
-                {
-                    "apiVersion": "v1",
-                    "kind": "Service",
-                    "spec": {"clusterIP": "None"},
-                    "metadata": {"name": name, "ownerReferences": [owner_reference(jobset)]},
-                },
-            )
-        current = []
+        self._make_service(jobset)
+        current = [job for job in jobs if restart_of(job) >= restarts]
         for job in jobs:
-            if int(job["metadata"]["labels"][f"{JOBSET}/restart-attempt"]) < restarts:
+            if restart_of(job) < restarts:
                 self.delete_in_foreground("jobs", job)
-            else:
-                current.append(job)
         blocked = len(current) < len(jobs) and (
             (spec.get("failurePolicy") or {}).get("restartStrategy") == "BlockingRecreate"
         )
         in_order = (spec.get("startupPolicy") or {}).get("startupPolicyOrder") == "InOrder"
-        lines = []
-        for replicated in spec.get("replicatedJobs") or []:
-            own = [
-                one
-                for one in current
-                if one["metadata"]["labels"][f"{JOBSET}/replicatedjob-name"] == replicated["name"]
-            ]
-            line = self._line(replicated, own)
-            lines.append(line)
+        replicated_jobs = spec.get("replicatedJobs") or []
+        lines = [self._line(replicated, current) for replicated in replicated_jobs]
+        for replicated, line in zip(replicated_jobs, lines, strict=True):
             if not blocked:
                 self._make_jobs(jobset, replicated, jobs, restarts)
             if in_order and line["ready"] + line["succeeded"] < replicated.get("replicas", 1):
-                lines += [
-                    self._line(
-                        later,
-                        [
-                            one
-                            for one in current
-                            if one["metadata"]["labels"][f"{JOBSET}/replicatedjob-name"]
-                            == later["name"]
-                        ],
-                    )
-                    for later in spec["replicatedJobs"][len(lines) :]
-                ]
                 break
         status["replicatedJobsStatus"] = lines
-        total = sum(one.get("replicas", 1) for one in spec.get("replicatedJobs") or [])
-        failed = [
-            one
-            for one in current
-            if condition(one, "Failed") and "deletionTimestamp" not in one["metadata"]
-        ]
+        kept = [job for job in current if "deletionTimestamp" not in job["metadata"]]
+        failed = [job for job in kept if condition(job, "Failed")]
+        completed = [job for job in current if condition(job, "Complete")]
+        total = sum(replicated.get("replicas", 1) for replicated in replicated_jobs)
         if failed:
             self._on_failure(jobset, status, failed)
-        elif sum(condition(one, "Complete") for one in current) == total:
+        elif len(completed) == total:
             set_condition(status, "Completed", "AllJobsCompleted", "jobset completed successfully")
             status["terminalState"] = "Completed"
         self._store.edit("jobsets", namespace, name, lambda one: one.update(status=status))
-        for job in current:
-            if bool(job["spec"].get("suspend")) != bool(spec.get("suspend")) and not condition(
-                job, "Complete"
-            ):
-                self._store.edit(
-                    "jobs",
-                    namespace,
-                    job["metadata"]["name"],
-                    lambda one: one["spec"].update(suspend=bool(spec.get("suspend"))),
-                )
+        self._suspend(current, suspend=bool(spec.get("suspend")))
 
-    def _line(self, replicated: Object, jobs: list[Object]) -> dict[str, Any]:
-        counts = [one.get("status") or {} for one in jobs]
+    def _make_service(self, jobset: Object) -> None:
+        """Make the headless service that names the pods of a JobSet, unless it is there."""
+        namespace = jobset["metadata"]["namespace"]
+        name = jobset["metadata"]["name"]
+        if self._store.find("services", namespace, name) is not None:
+            return
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "spec": {"clusterIP": "None"},
+            "metadata": {"name": name, "ownerReferences": [owner_reference(jobset)]},
+        }
+        self._store.create("services", namespace, service)
+
+    def _suspend(self, jobs: list[Object], *, suspend: bool) -> None:
+        """Suspend jobs that are not complete, or resume them."""
+
+        def change(job: Object) -> None:
+            job["spec"]["suspend"] = suspend
+
+        for job in jobs:
+            metadata = job["metadata"]
+            is_suspended = bool(job["spec"].get("suspend"))
+            if is_suspended != suspend and not condition(job, "Complete"):
+                self._store.edit("jobs", metadata["namespace"], metadata["name"], change)
+
+    def _line(self, replicated: Object, current: list[Object]) -> dict[str, Any]:
+        label = f"{JOBSET}/replicatedjob-name"
+        jobs = [job for job in current if job["metadata"]["labels"][label] == replicated["name"]]
+        counts = [job.get("status") or {} for job in jobs]
         return {
             "name": replicated["name"],
             "ready": sum(
                 count.get("ready", 0) + count.get("succeeded", 0) >= 1 for count in counts
             ),
-            "succeeded": sum(condition(one, "Complete") for one in jobs),
-            "failed": sum(condition(one, "Failed") for one in jobs),
+            "succeeded": sum(condition(job, "Complete") for job in jobs),
+            "failed": sum(condition(job, "Failed") for job in jobs),
             "active": sum(count.get("active", 0) > 0 for count in counts),
-            "suspended": sum(bool(one["spec"].get("suspend")) for one in jobs),
+            "suspended": sum(bool(job["spec"].get("suspend")) for job in jobs),
         }
 
     def _make_jobs(
         self, jobset: Object, replicated: Object, jobs: list[Object], restarts: int
     ) -> None:
-        present = {one["metadata"]["name"] for one in jobs}
+        present = {job["metadata"]["name"] for job in jobs}
         base = jobset["metadata"]["name"]
         namespace = jobset["metadata"]["namespace"]
         for index in range(replicated.get("replicas", 1)):
@@ -444,11 +439,11 @@ class Controllers:
         group = job["metadata"]["labels"][mark]
         rule = next(
             (
-                one
-                for one in policy.get("rules") or []
-                if group in (one.get("targetReplicatedJobs") or [group])
+                candidate
+                for candidate in policy.get("rules") or []
+                if group in (candidate.get("targetReplicatedJobs") or [group])
                 and "BackoffLimitExceeded"
-                in (one.get("onJobFailureReasons") or ["BackoffLimitExceeded"])
+                in (candidate.get("onJobFailureReasons") or ["BackoffLimitExceeded"])
             ),
             {"action": "RestartJobSet"},
         )
@@ -479,28 +474,31 @@ class Controllers:
         used = 0
         waiting = []
         for kind in ("jobs", "jobsets"):
-            for one in self._store.all(kind):
-                queue = (one["metadata"].get("labels") or {}).get(KUEUE_LABEL)
+            for document in self._store.all(kind):
+                queue = (document["metadata"].get("labels") or {}).get(KUEUE_LABEL)
                 if (
                     not queue
-                    or owned([one], {"metadata": {"uid": ""}})
-                    or condition(one, "Completed")
+                    or owned([document], {"metadata": {"uid": ""}})
+                    or condition(document, "Completed")
                 ):
                     continue
                 if (
-                    any(condition(one, end) for end in ("Complete", "Failed"))
-                    or "ownerReferences" in one["metadata"]
+                    any(condition(document, end) for end in ("Complete", "Failed"))
+                    or "ownerReferences" in document["metadata"]
                 ):
                     continue
                 pods = sum(
-                    each.get("replicas", 1) for each in one["spec"].get("replicatedJobs") or [{}]
+                    replicated_job.get("replicas", 1)
+                    for replicated_job in document["spec"].get("replicatedJobs") or [{}]
                 )
-                if one["spec"].get("suspend"):
-                    waiting.append((one["metadata"]["creationTimestamp"], kind, one, pods, queue))
+                if document["spec"].get("suspend"):
+                    waiting.append(
+                        (document["metadata"]["creationTimestamp"], kind, document, pods, queue)
+                    )
                 else:
                     used += pods
-        for _, kind, one, pods, queue in sorted(waiting, key=lambda each: each[0]):
-            metadata = one["metadata"]
+        for _, kind, entry, pods, queue in sorted(waiting, key=lambda each: each[0]):
+            metadata = entry["metadata"]
             workload = f"{kind[:-1]}-{metadata['name']}"
             if self._store.find("workloads", metadata["namespace"], workload) is None:
                 self._store.create(
@@ -510,7 +508,7 @@ class Controllers:
                         "apiVersion": "kueue.x-k8s.io/v1beta1",
                         "kind": "Workload",
                         "spec": {"queueName": queue},
-                        "metadata": {"name": workload, "ownerReferences": [owner_reference(one)]},
+                        "metadata": {"name": workload, "ownerReferences": [owner_reference(entry)]},
                         "status": {},
                     },
                 )
@@ -525,26 +523,26 @@ class Controllers:
 
     def pending_workloads(self, namespace: str, queue: str) -> list[dict[str, Any]]:
         found = [
-            one
+            document
             for kind in ("jobs", "jobsets")
-            for one in self._store.all(kind, namespace)
-            if (one["metadata"].get("labels") or {}).get(KUEUE_LABEL) == queue
-            and one["spec"].get("suspend")
+            for document in self._store.all(kind, namespace)
+            if (document["metadata"].get("labels") or {}).get(KUEUE_LABEL) == queue
+            and document["spec"].get("suspend")
         ]
         found.sort(key=lambda one: one["metadata"]["creationTimestamp"])
         return [
             {
                 "metadata": {
-                    "name": f"{one['kind'].lower()}-{one['metadata']['name']}",
+                    "name": f"{document['kind'].lower()}-{document['metadata']['name']}",
                     "namespace": namespace,
-                    "ownerReferences": [owner_reference(one)],
+                    "ownerReferences": [owner_reference(document)],
                 },
                 "localQueueName": queue,
                 "positionInLocalQueue": at,
                 "positionInClusterQueue": at,
                 "priority": 0,
             }
-            for at, one in enumerate(found)
+            for at, document in enumerate(found)
         ]
 
 

@@ -111,18 +111,18 @@ def _compare(folder: Path, image: dict[str, str], settings: dict[str, object]) -
 def _tell(running: LocalCluster) -> None:
     _say("what the cluster has run:")
     past = running.past()
-    for one in past["pods"]:
-        if one["exit_code"] is None:
+    for pod in past["pods"]:
+        if pod["exit_code"] is None:
             code = "lost"
         else:
-            code = f"exit {one['exit_code']}"
+            code = f"exit {pod['exit_code']}"
         print(
-            f"    {one['pod']:<32} {one['node']:<14} {one['ended'] - one['started']:6.1f} s  {code}"
+            f"    {pod['pod']:<32} {pod['node']:<14} {pod['ended'] - pod['started']:6.1f} s  {code}"
         )
-    for one in past["nodes"]:
+    for node in past["nodes"]:
         print(
-            f"    node {one['node']:<14} {one['type']} {one['market']:<10} "
-            f"{one['ended'] - one['made']:6.1f} s"
+            f"    node {node['node']:<14} {node['type']} {node['market']:<10} "
+            f"{node['ended'] - node['made']:6.1f} s"
         )
     told = running.told()
     for text in [*told["problems"], *told["denied"]]:

@@ -56,9 +56,9 @@ class LocalCluster:
         """Node 0's first."""
         mark = "jobset.sigs.k8s.io/replicatedjob-name"
         found = [
-            item
-            for item in self.items("pods")
-            if (item["metadata"].get("labels") or {}).get(mark) and item["status"]["phase"] == phase
+            pod
+            for pod in self.items("pods")
+            if (pod["metadata"].get("labels") or {}).get(mark) and pod["status"]["phase"] == phase
         ]
         return sorted(found, key=lambda one: one["metadata"]["labels"][mark])
 

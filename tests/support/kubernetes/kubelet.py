@@ -187,7 +187,7 @@ class Kubelet:
 
     def _schedule(self, pod: Object, pods: list[Object]) -> None:
         node, why = self._nodes.place(
-            pod, [one for one in pods if one["status"]["phase"] in ("Pending", "Running")]
+            pod, [active for active in pods if active["status"]["phase"] in ("Pending", "Running")]
         )
         metadata = pod["metadata"]
         scheduled: dict[str, Any] = {"type": "PodScheduled", "status": "True" if node else "False"}
@@ -201,7 +201,7 @@ class Kubelet:
                 one["status"] |= {"startTime": timestamp(), "hostIP": self._address(node)}
 
         if node or not any(
-            one.get("message") == why for one in pod["status"].get("conditions") or []
+            condition.get("message") == why for condition in pod["status"].get("conditions") or []
         ):
             self._store.edit("pods", metadata["namespace"], metadata["name"], change)
             pod["spec"].update({"nodeName": node} if node else {})
@@ -220,7 +220,8 @@ class Kubelet:
                 "reason": "ImagePullBackOff",
                 "message": f'Back-off pulling image "{image}": ErrImagePull: pull access denied',
             }
-            return self._report(pod, "Pending", {"waiting": waiting}, ready=False)
+            self._report(pod, "Pending", {"waiting": waiting}, ready=False)
+            return
         address = pod["status"]["podIPs"][0]["ip"]
         hostname = spec.get("hostname") or metadata["name"]
         if spec.get("subdomain") and spec.get("hostname"):
@@ -229,17 +230,12 @@ class Kubelet:
             )
             self._name(hostname, address)
         if len(hostname) > 64 and spec.get("setHostnameAsFQDN"):
-            return self._report(
-                pod,
-                "Pending",
-                {
-                    "waiting": {
-                        "reason": "CreateContainerError",
-                        "message": f"hostname {hostname} is longer than 64 characters",
-                    }
-                },
-                ready=False,
-            )
+            waiting = {
+                "reason": "CreateContainerError",
+                "message": f"hostname {hostname} is longer than 64 characters",
+            }
+            self._report(pod, "Pending", {"waiting": waiting}, ready=False)
+            return
         container = Container(
             spec["containers"][0].get("command") or ["true"],
             self._environment(pod),
@@ -278,11 +274,11 @@ class Kubelet:
         else:
             image["AWS_EC2_METADATA_DISABLED"] = "true"
         own = {}
-        for one in pod["spec"]["containers"][0].get("env") or []:
-            if "value" in one:
-                own[one["name"]] = one["value"]
+        for variable in pod["spec"]["containers"][0].get("env") or []:
+            if "value" in variable:
+                own[variable["name"]] = variable["value"]
             else:
-                own[one["name"]] = self._field(pod, one["valueFrom"]["fieldRef"])
+                own[variable["name"]] = self._field(pod, variable["valueFrom"]["fieldRef"])
         return {**image, **self._settings.environment, **own}
 
     def _field(self, pod: Object, reference: dict[str, str]) -> str:
@@ -312,7 +308,9 @@ class Kubelet:
 
         def change(one: Object) -> None:
             known = [
-                each for each in one["status"].get("conditions") or [] if each["type"] != "Ready"
+                condition
+                for condition in one["status"].get("conditions") or []
+                if condition["type"] != "Ready"
             ]
             one["status"] |= {
                 "phase": phase,
@@ -377,14 +375,18 @@ class Kubelet:
                 and now >= machine.instance.ends_at
             ):
                 self.lose(name)
-            pods = [one for one in self._store.all("pods") if one["spec"].get("nodeName") == name]
+            pods = [
+                placed
+                for placed in self._store.all("pods")
+                if placed["spec"].get("nodeName") == name
+            ]
             if machine.lost_at is not None:
                 if now >= machine.lost_at + self._settings.lost_seconds:
                     for pod in pods:
                         self._lost(pod)
                     self._nodes.retire(name)
             elif (
-                any(one["status"]["phase"] in ("Pending", "Running") for one in pods)
+                any(placed["status"]["phase"] in ("Pending", "Running") for placed in pods)
                 or now < machine.ready_at + 2
             ):
                 machine.empty_since = now

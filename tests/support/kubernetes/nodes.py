@@ -33,8 +33,8 @@ def quantity(text: Any) -> float:
 
 def requests_of(pod: Object) -> dict[str, float]:
     found: dict[str, float] = {}
-    for one in pod["spec"]["containers"]:
-        resources = one.get("resources") or {}
+    for container in pod["spec"]["containers"]:
+        resources = container.get("resources") or {}
         for name, value in {
             **(resources.get("limits") or {}),
             **(resources.get("requests") or {}),
@@ -100,9 +100,11 @@ class Nodes:
                 pod, node["spec"].get("taints") or []
             ):
                 continue
-            if self._fits(need, node, [one for one in pods if one["spec"].get("nodeName") == name]):
+            if self._fits(
+                need, node, [placed for placed in pods if placed["spec"].get("nodeName") == name]
+            ):
                 return name, ""
-        starting = any(time.monotonic() < one.ready_at for one in self.machines.values())
+        starting = any(time.monotonic() < booting.ready_at for booting in self.machines.values())
         for pool in self._settings.pools:
             if not selector.items() <= pool.node_labels().items() or not self._tolerates(
                 pod, pool.taints()
@@ -112,7 +114,7 @@ class Nodes:
                 continue
             if need.get("cpu", 0) > pool.cpus or need.get("memory", 0) > pool.memory_mib * 2**20:
                 continue
-            used = sum(one.pool.name == pool.name for one in self.machines.values())
+            used = sum(running.pool.name == pool.name for running in self.machines.values())
             if not starting and used < pool.size:
                 self._make(pool)
                 starting = True
@@ -199,7 +201,7 @@ class Nodes:
         for name, amount in need.items():
             if name == "ephemeral-storage":
                 continue
-            used = sum(requests_of(one).get(name, 0.0) for one in pods)
+            used = sum(requests_of(pod).get(name, 0.0) for pod in pods)
             if used + amount > quantity(room.get(name, 0)):
                 return False
         return True

@@ -117,13 +117,13 @@ def check(document: dict[str, Any]) -> None:
     kind = document.get("kind")
     if kind == "JobSet":
         _hold(document, jobset_schema())
-        for one in document["spec"].get("replicatedJobs") or []:
+        for replicated_job in document["spec"].get("replicatedJobs") or []:
             _core(
                 {
                     "apiVersion": "batch/v1",
                     "kind": "Job",
                     "metadata": {"name": "x"},
-                    "spec": one["template"]["spec"],
+                    "spec": replicated_job["template"]["spec"],
                 }
             )
     elif kind in _CORE:

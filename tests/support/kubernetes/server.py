@@ -78,11 +78,11 @@ class Cluster:
         self._thread = threading.Thread(target=self._run, name="controllers", daemon=True)
         self._thread.start()
         rules = [
-            one
-            for one in yaml.safe_load_all(_RBAC.read_text())
-            if one["kind"] in ("Role", "ClusterRole")
+            role
+            for role in yaml.safe_load_all(_RBAC.read_text())
+            if role["kind"] in ("Role", "ClusterRole")
         ]
-        self._rules = [rule for one in rules for rule in one["rules"]]
+        self._rules = [rule for role in rules for rule in role["rules"]]
 
     def close(self) -> None:
         self._closing.set()
@@ -128,7 +128,7 @@ class Server(LocalServer):
 def matches(document: Object, selector: str) -> bool:
     """Of the label selectors: equality, inequality and existence."""
     labels = document["metadata"].get("labels") or {}
-    for part in filter(None, (one.strip() for one in selector.split(","))):
+    for part in filter(None, (requirement.strip() for requirement in selector.split(","))):
         name, operator, value = re.fullmatch(r"([^=!]+?)\s*(?:(==|=|!=)\s*(.*))?", part).groups()  # type: ignore[union-attr]
         if operator is None and name not in labels:
             return False
@@ -303,7 +303,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None or found["resource"] not in kinds:
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         kind, _ = kinds[found["resource"]]
-        self._resource(method, found, kind, query, body, user)
+        return self._resource(method, found, kind, query, body, user)
 
     def _authorize(
         self, user: str, verb: str, group: str, resource: str, namespace: str | None = None
@@ -322,7 +322,8 @@ class _Handler(BaseHTTPRequestHandler):
                 f'"{resource}" in API group "{group}"{place}',
             )
 
-    def _resource(
+    # One answer for each method and subresource.
+    def _resource(  # noqa: PLR0911
         self,
         method: str,
         found: re.Match[str],
@@ -344,17 +345,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             group = found["root"].split("/")[2]
         watch = method == "GET" and query.get("watch") in ("1", "true")
-        verbs = {
-            "GET": "get" if name else "list",
-            "POST": "create",
-            "PUT": "update",
-            "PATCH": "patch",
-            "DELETE": "delete",
-        }
-        if watch:
-            verb = "watch"
-        else:
-            verb = verbs[method]
+        verb = "watch" if watch else _verb(method, name)
         self._authorize(user, verb, group, f"{resource}/{sub}" if sub else resource, namespace)
         if sub == "exec":
             raise ApiError(501, "NotImplemented", "this cluster has no exec")
@@ -374,17 +365,18 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._create(resource, kind, group, namespace, json.loads(body), query)
             if method == "DELETE":
                 return self._delete(resource, namespace, name, query, json.loads(body or b"{}"))
-            old = store.get(resource, namespace, name)
+            new = json.loads(body)
             if method == "PATCH":
-                if "json-patch" in self.headers.get("Content-Type", ""):
-                    raise ApiError(415, "UnsupportedMediaType", "only merge patches")
-                new = merged(old, json.loads(body))
-            else:
-                new = json.loads(body)
+                new = self._patched(store.get(resource, namespace, name), new)
             plain = copy.deepcopy(new)
             plain["metadata"].pop("finalizers", None)
             self._check(plain)
             return self._answer(200, store.replace(resource, new, status=sub == "status"))
+
+    def _patched(self, old: Object, patch: Any) -> Object:
+        if "json-patch" in self.headers.get("Content-Type", ""):
+            raise ApiError(415, "UnsupportedMediaType", "only merge patches")
+        return merged(old, patch)
 
     def _check(self, document: Object) -> None:
         try:
@@ -397,10 +389,10 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> None:
         store = self.server.cluster.store
         items = [
-            one
-            for one in store.all(resource, namespace)
-            if matches(one, query.get("labelSelector", ""))
-            and field_matches(one, query.get("fieldSelector", ""))
+            entry
+            for entry in store.all(resource, namespace)
+            if matches(entry, query.get("labelSelector", ""))
+            and field_matches(entry, query.get("fieldSelector", ""))
         ]
         start = int(query.get("continue") or 0)
         most = int(query.get("limit") or 0) or len(items)
@@ -441,7 +433,7 @@ class _Handler(BaseHTTPRequestHandler):
             document["status"] = {"phase": "Pending"}
         if resource in ("jobs", "jobsets"):
             document["status"] = {}
-        self._answer(201, cluster.store.create(resource, namespace, document))
+        return self._answer(201, cluster.store.create(resource, namespace, document))
 
     def _delete(
         self,
@@ -528,7 +520,18 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+def _verb(method: str, name: str | None) -> str:
+    """The verb that a role has to allow for a request."""
+    verbs = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+    if method == "GET":
+        return "get" if name else "list"
+    return verbs[method]
+
+
+# One answer for each path.
+def control(  # noqa: PLR0911
+    cluster: Cluster, path: str, asked: dict[str, Any]
+) -> dict[str, Any]:
     """settings: change them. nodes, pods, jobsets, jobs: what there is. past: pods and nodes that
     were. notice, lose: {node}. evict: {pod}. preempt: {jobset}, as Kueue does. told: requests,
     denials and problems so far."""
@@ -544,7 +547,9 @@ def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any
             return {}
         if path == "evict":
             pod = next(
-                one for one in cluster.store.all("pods") if one["metadata"]["name"] == asked["pod"]
+                candidate
+                for candidate in cluster.store.all("pods")
+                if candidate["metadata"]["name"] == asked["pod"]
             )
             cluster.kubelet.evict(pod)
             return {}

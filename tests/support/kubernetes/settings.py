@@ -70,5 +70,5 @@ class Settings:
             if not hasattr(self, name):
                 raise ValueError(f"no such setting: {name}")
             if name == "pools":
-                value = [Pool(**one) for one in value]
+                value = [Pool(**pool) for pool in value]
             setattr(self, name, value)

@@ -100,8 +100,8 @@ class ObjectStore:
     def all(self, resource: str, namespace: str = "") -> list[Object]:
         with self.lock:
             return [
-                copied(one)
-                for (kind, space, _), one in self._objects.items()
+                copied(document)
+                for (kind, space, _), document in self._objects.items()
                 if kind == resource and (not namespace or space == namespace)
             ]
 
@@ -166,6 +166,8 @@ class ObjectStore:
                 raise ApiError(
                     410, "Expired", f"too old resource version: {version} ({self.dropped + 1})"
                 )
-            found = [one for one in self._log if one[0] > version and one[2] == resource]
+            found = [
+                change for change in self._log if change[0] > version and change[2] == resource
+            ]
         for number, what, _, document in found:
             yield number, what, document

@@ -103,7 +103,7 @@ class Conduct:
 
     def change(self, **settings: Any) -> None:
         """Settings from now on; what was counted stays."""
-        known = {item.name for item in fields(self)}
+        known = {field.name for field in fields(self)}
         if unknown := set(settings) - known:
             raise ValueError(f"no such settings: {sorted(unknown)}")
         _check_rates(settings.get("rates", {}))

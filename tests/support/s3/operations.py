@@ -31,7 +31,8 @@ _SUBRESOURCES = {
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
-def operation_of(request: Request) -> str:
+# One answer for each kind of request.
+def operation_of(request: Request) -> str:  # noqa: PLR0911
     """A short name, which faults go by: put, get, head, delete, list, part, create, complete, abort
     …
     """
