@@ -94,7 +94,7 @@ def test_metaflows_stack_and_the_users_own_settings_come_first(
 
 # What moto does not make is not read here
 @pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")
-def test_what_the_template_makes_is_adopted_as_the_example_has_it(
+def test_adopt_reproduces_the_example_configuration_from_the_templates_account(
     aws: Account, tmp_path: Path
 ) -> None:
     assert main(["deploy", "--apply", "--stack", "ebbflow"]) == 0
@@ -111,7 +111,7 @@ def test_what_the_template_makes_is_adopted_as_the_example_has_it(
     )
 
 
-def test_what_is_ambiguous_is_left_open_until_it_is_said(
+def test_adopt_leaves_ambiguous_settings_open_until_they_are_given(
     aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     aws.add_stack("production", METAFLOWS_STACK)
@@ -154,7 +154,7 @@ def test_a_file_is_never_overwritten_unasked(
     assert main(["adopt", "--store", "/tmp/x"]) == 2
 
 
-def test_what_may_not_be_read_is_told_and_the_rest_is_written(
+def test_adopt_reports_what_it_may_not_read_and_writes_the_rest(
     aws: Account, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is changed either: each request is one that reads."""
@@ -182,7 +182,7 @@ def test_what_may_not_be_read_is_told_and_the_rest_is_written(
     ], asked
 
 
-def test_an_account_without_queues_is_told_what_to_do(
+def test_adopt_without_queues_prints_what_to_do(
     aws: Account, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["adopt", "--region", "eu-west-1", "--out", str(tmp_path / "a.yaml")]) == 1

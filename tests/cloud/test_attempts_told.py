@@ -61,7 +61,7 @@ _PULL = "CannotPullContainerError: Error response from daemon: "
         ([], None, "unknown"),
     ],
 )
-def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
+def test_a_failed_batch_job_has_the_cause_that_batch_reports(
     reasons: list[str], exit_code: int | None, cause: str
 ) -> None:
     assert classify_cause("FAILED", reasons, exit_code, started=exit_code is not None) == cause
@@ -78,7 +78,7 @@ def test_a_failure_means_what_batch_says_and_nothing_is_guessed(
         "Ebbflow: did not start in time: 31 minutes in RUNNABLE",
     ],
 )
-def test_what_never_ran_is_told_from_what_was_ended(reason: str) -> None:
+def test_batch_jobs_that_never_ran_differ_from_ended_ones(reason: str) -> None:
     assert (
         classify_cause("FAILED", [reason], None, started=False, ended_by_call=True)
         == "never_started"
@@ -177,7 +177,7 @@ def told(job: str, client: Any, *statuses: str) -> BatchAttempt:
     raise AssertionError(f"{job} was never {statuses}: {attempt}")
 
 
-def test_jobs_that_ran_are_told_with_their_times_and_causes(
+def test_finished_batch_jobs_have_times_and_causes(
     batch: LocalBatch, client: Any, tmp_path: Path
 ) -> None:
     bug = submit(batch, "exit 3", "spot")
@@ -232,7 +232,7 @@ def test_nodes_of_a_gang_that_succeeded_have_times_of_their_own(
 
 
 @pytest.mark.parametrize("told_by_job", [True, False])
-def test_a_gang_whose_job_tells_no_times_has_its_nodes(client: Any, told_by_job: bool) -> None:
+def test_a_gang_job_without_times_takes_those_of_its_nodes(client: Any, told_by_job: bool) -> None:
     """Each of the fields may be missing in an answer; the bill is then by those that are there."""
     job = {
         "jobId": "j",
@@ -256,7 +256,7 @@ def test_a_gang_whose_job_tells_no_times_has_its_nodes(client: Any, told_by_job:
     assert found.node_times == ((2.0, 9.0), (3.0, None))
 
 
-def test_queues_that_take_nothing_say_why(client: Any) -> None:
+def test_disabled_batch_queues_report_the_reason(client: Any) -> None:
     found = describe_queues(["spot", "gang", "off", "ill", "none"], client)
     assert (found["spot"].market, found["spot"].multi_node, found["spot"].usable) == (
         "spot",
@@ -283,7 +283,7 @@ def test_a_throttled_question_is_asked_again_until_the_deadline(
         describe_queues(["spot"], client, deadline_seconds=1.5)
 
 
-def test_what_asking_again_cannot_cure_is_told_at_once(batch: LocalBatch, client: Any) -> None:
+def test_a_permanent_batch_error_is_raised_without_a_retry(batch: LocalBatch, client: Any) -> None:
     batch.change(rules=[{"operation": "DescribeJobQueues", "kind": "forbid", "times": 1}])
     with pytest.raises(CloudForbidden, match="fix: allow batch:DescribeJobQueues"):
         describe_queues(["spot"], client)
@@ -297,7 +297,9 @@ def test_what_asking_again_cannot_cure_is_told_at_once(batch: LocalBatch, client
         describe_queues(["spot"], client)
 
 
-def test_who_never_answers_is_left_within_the_deadline(batch: LocalBatch, client: Any) -> None:
+def test_a_batch_service_without_answer_is_given_up_at_the_deadline(
+    batch: LocalBatch, client: Any
+) -> None:
     batch.change(
         rules=[{"operation": "DescribeJobQueues", "kind": "slow", "seconds": 120, "times": 10_000}]
     )

@@ -39,7 +39,7 @@ def batch(*queues: dict[str, Any], nodes: int | str = "auto", **section: Any) ->
     return {"store": STORE, "cluster": cluster, "batch": {"queues": list(queues), **section}}
 
 
-def test_an_account_is_asked_only_for_a_job_that_goes_there(
+def test_account_checks_run_only_for_jobs_on_aws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Where an answer would be a refusal
@@ -293,7 +293,7 @@ def test_a_clock_that_is_off_and_a_batch_that_is_not_amazons(
         skipped("aws-image", **batch(SPOT, image=IMAGE))
 
 
-def test_what_a_stand_in_lacks_says_nothing_of_a_role_or_an_image(
+def test_account_checks_skip_what_a_local_service_lacks(
     aws: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ebbflow.infra.checks.batch.is_amazons", lambda client: False)
@@ -369,7 +369,7 @@ def test_a_declared_family_means_those_of_its_types_that_the_queue_has(aws: Acco
         assert queue.usable and set(queue.instance_types) == set(meant)
 
 
-def test_what_another_batch_chooses_from_is_not_known(
+def test_instance_types_of_a_local_batch_are_unknown(
     aws: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At Amazon "optimal" has no GPUs; elsewhere nothing is known of it."""

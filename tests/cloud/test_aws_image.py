@@ -42,7 +42,7 @@ def test_both_bases_are_named_to_the_patch_and_can_be_pinned_by_digest(
     assert of(steps, "FROM") == ["${PYTHON_IMAGE} AS python", "${CUDA_IMAGE}"]
 
 
-def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(
+def test_the_image_installs_requirements_txt_with_every_line_pinned(
     steps: list[tuple[str, str]],
 ) -> None:
     [install] = [rest for rest in of(steps, "RUN") if "pip install" in rest]
@@ -65,7 +65,7 @@ def test_what_is_installed_is_requirements_txt_and_every_line_there_is_pinned(
     )
 
 
-def test_it_compiles_models_reads_tokenizers_and_sees_faults_of_gpus(
+def test_the_image_has_a_compiler_tokenizers_and_gpu_counters(
     steps: list[tuple[str, str]],
 ) -> None:
     packages = next(rest for rest in of(steps, "RUN") if "apt-get install" in rest).split()
@@ -80,7 +80,9 @@ def test_it_compiles_models_reads_tokenizers_and_sees_faults_of_gpus(
     ) and "assert torch.version.cuda" in " ".join(of(steps, "RUN"))
 
 
-def test_it_holds_the_project_and_what_the_head_job_runs(steps: list[tuple[str, str]]) -> None:
+def test_the_image_holds_the_project_and_the_head_jobs_command(
+    steps: list[tuple[str, str]],
+) -> None:
     copied = {rest.split()[0] for rest in of(steps, "COPY") if not rest.startswith("--from")}
     assert copied == {
         "requirements.txt",
@@ -102,7 +104,7 @@ def test_it_holds_the_project_and_what_the_head_job_runs(steps: list[tuple[str, 
     assert of(steps, "WORKDIR")[-1] == "/opt/ebbflow", "where the head job's command finds them"
 
 
-def test_it_does_not_run_as_root_and_reaps_what_dies(steps: list[tuple[str, str]]) -> None:
+def test_the_image_runs_without_root_and_reaps_zombies(steps: list[tuple[str, str]]) -> None:
     assert [rest for name, rest in steps if name == "USER"][-1] == "ebbflow"
     assert steps.index(("USER", "ebbflow")) > max(
         at for at, (name, _) in enumerate(steps) if name in ("RUN", "COPY")
@@ -111,7 +113,7 @@ def test_it_does_not_run_as_root_and_reaps_what_dies(steps: list[tuple[str, str]
     assert "tini" in next(rest for rest in of(steps, "RUN") if "apt-get install" in rest)
 
 
-def test_nothing_secret_and_nothing_that_forbids_sockets_stands_in_it(
+def test_the_image_has_no_secrets_and_allows_sockets(
     steps: list[tuple[str, str]],
 ) -> None:
     environment = " ".join(of(steps, "ENV"))

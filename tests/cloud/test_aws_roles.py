@@ -176,7 +176,7 @@ def test_every_action_is_needed_by_code_that_is_there(template: dict[str, Any]) 
             )
 
 
-def test_every_call_may_be_made_by_whoever_runs_it(
+def test_every_role_allows_the_calls_of_its_code(
     template: dict[str, Any], made: dict[str, set[str]]
 ) -> None:
     assert forbidden(template, made) == []

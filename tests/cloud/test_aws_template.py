@@ -76,7 +76,7 @@ def test_the_template_is_clean_by_cfn_lint_and_fits_into_a_request() -> None:
     assert [str(match) for match in lint(sent, config=ManualArgs(regions=regions))] == []
 
 
-def test_every_parameter_says_what_it_is_and_has_a_default(template: dict[str, Any]) -> None:
+def test_every_parameter_has_a_description_and_a_default(template: dict[str, Any]) -> None:
     for name, parameter in template["Parameters"].items():
         assert len(parameter["Description"]) > 20 and "Default" in parameter, name
         assert json.dumps(template["Resources"]).count(name) or json.dumps(
@@ -182,7 +182,7 @@ def test_with_efa_only_types_with_all_adapters_of_their_launch_template_are_take
     assert adapters == {"g5": 1, "g6e": 1, "p4d": 4, "p5": 32}
 
 
-def test_nodes_speak_only_imdsv2_one_hop_far(template: dict[str, Any]) -> None:
+def test_nodes_allow_only_imdsv2_with_one_hop(template: dict[str, Any]) -> None:
     templates = of_type(template, "AWS::EC2::LaunchTemplate")
     assert len(templates) == 4
     for launch in templates.values():
@@ -199,7 +199,7 @@ def test_nodes_speak_only_imdsv2_one_hop_far(template: dict[str, Any]) -> None:
     assert "memlock=-1:-1" in template["Mappings"]["Node"]["UserData"]["Text"]
 
 
-def test_what_is_stored_is_encrypted_private_and_forgotten_in_time(
+def test_the_bucket_is_encrypted_private_and_has_expiry_rules(
     template: dict[str, Any],
 ) -> None:
     [bucket] = of_type(template, "AWS::S3::Bucket").values()
@@ -251,7 +251,7 @@ def test_the_bucket_outlives_the_stack_and_nothing_else_that_costs(
     assert of_type(template, "AWS::ECR::Repository")["Repository"]["EmptyOnDelete"] is True
 
 
-def test_money_and_failures_are_told_to_somebody(template: dict[str, Any]) -> None:
+def test_budget_and_failure_alarms_have_subscribers(template: dict[str, Any]) -> None:
     [budget] = of_type(template, "AWS::Budgets::Budget").values()
     told = {
         (
@@ -340,7 +340,7 @@ def test_there_is_an_alarm_on_the_bill_only_where_the_bill_is_published(
     )
 
 
-def test_nothing_secret_stands_in_the_template() -> None:
+def test_the_template_has_no_secrets() -> None:
     text = TEMPLATE.read_text(encoding="utf-8")
     assert not re.findall(
         r"AKIA[0-9A-Z]{16}|(?i:secret_?access_?key|password)|\b[0-9]{12}\b(?!\n)",

@@ -145,7 +145,7 @@ def test_an_alarm_on_the_bill_is_made_where_the_account_publishes_its_bill(
     assert "+ BillAlarm " in capsys.readouterr().out
 
 
-def test_what_the_account_does_not_tell_is_left_to_the_one_who_asks(
+def test_deploy_leaves_unknown_account_values_to_the_caller(
     applied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def denied(
@@ -201,7 +201,7 @@ def test_a_dry_run_without_an_account_lists_the_template(
         (["--env", "/nowhere/at/all.env"], "there is no folder"),
     ],
 )
-def test_what_the_template_does_not_allow_is_refused_before_anything_is_asked(
+def test_deploy_refuses_invalid_parameters_before_any_request(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["deploy", "--apply", *words]) == 2
@@ -233,7 +233,7 @@ def no_sleep(seconds: float) -> RequestDeadline:
     )
 
 
-def test_a_resource_that_fails_is_told_by_name_and_reason(keys: None) -> None:
+def test_deploy_reports_a_failed_resource_by_name_and_reason(keys: None) -> None:
     client = aws_client("cloudformation", REGION)
     told = []
     with Stubber(client) as stub:
@@ -257,7 +257,7 @@ def test_a_resource_that_fails_is_told_by_name_and_reason(keys: None) -> None:
     assert len(told) == 3, "each event is told once"
 
 
-def test_waiting_ends_and_says_that_the_stack_goes_on(keys: None) -> None:
+def test_a_wait_for_the_stack_ends_and_reports_that_it_continues(keys: None) -> None:
     client = aws_client("cloudformation", REGION)
     with Stubber(client) as stub:
         stub.add_response("create_stack", {"StackId": "s"})

@@ -116,7 +116,7 @@ def started(batch: LocalBatch, job: str) -> bool:
     return described(batch, job)["status"] == "RUNNING"
 
 
-def test_a_job_runs_in_a_folder_of_its_own_with_batchs_variables_and_tells_its_times(
+def test_a_job_runs_in_its_own_folder_with_batchs_variables_and_reports_its_times(
     batch: LocalBatch,
 ) -> None:
     before = 1000 * time.time()
@@ -170,7 +170,7 @@ def test_a_gang_on_spot_is_refused(batch: LocalBatch) -> None:
         submit_gang(batch, "true", "true", queue="spot")
 
 
-def test_a_reclaim_is_told_to_the_instance_and_takes_everything_on_it(batch: LocalBatch) -> None:
+def test_a_reclaim_notifies_the_instance_and_ends_everything_on_it(batch: LocalBatch) -> None:
     root = Path(__file__).resolve().parents[2]
     job = submit(
         batch, f"{_ENDLESS} & cd {root} && {sys.executable} -c '{_AWAITS_NOTICE}'", queue="spot"
@@ -189,7 +189,7 @@ def test_a_reclaim_is_told_to_the_instance_and_takes_everything_on_it(batch: Loc
     wait_until("the end of all its processes", lambda: not processes_with(job))
 
 
-def test_capacity_comes_and_goes_by_a_trace(batch: LocalBatch) -> None:
+def test_capacity_follows_a_trace(batch: LocalBatch) -> None:
     batch.change(
         queues={"traced": {"market": "spot", "capacity": [[0, 1], [300, 0]]}}, time_scale=300
     )
@@ -214,7 +214,7 @@ def test_capacity_comes_and_goes_by_a_trace(batch: LocalBatch) -> None:
     assert "startedAt" not in told
 
 
-def test_what_no_instance_can_hold_waits_and_says_why(batch: LocalBatch) -> None:
+def test_a_job_that_no_instance_can_hold_waits_and_reports_why(batch: LocalBatch) -> None:
     more = {"resourceRequirements": [{"type": "GPU", "value": "2"}]}
     job = submit(batch, "true", queue="spot", containerOverrides=more)
     reason = wait_until("why it waits", lambda: described(batch, job).get("statusReason"))

@@ -89,7 +89,7 @@ def reclaimed(
     return Reclaimed(runner, runner.finish(process, 400), runner.training_jobs())
 
 
-def test_it_finishes_with_the_weights_of_a_quiet_run(
+def test_a_reclaimed_job_ends_with_the_weights_of_an_uninterrupted_run(
     reclaimed: Reclaimed, quiet: dict[str, Any]
 ) -> None:
     run = reclaimed.run
@@ -100,7 +100,7 @@ def test_it_finishes_with_the_weights_of_a_quiet_run(
     assert run.report["redone_steps"] == 0  # the notice was heard in time
 
 
-def test_each_attempt_went_where_it_was_placed_and_why_is_told(reclaimed: Reclaimed) -> None:
+def test_each_attempt_ran_where_it_was_placed_and_has_a_reason(reclaimed: Reclaimed) -> None:
     placed = [event["data"] for event in reclaimed.runner.events() if event["name"] == "placed"]
     queues = [job["jobQueue"].rpartition("/")[2] for job in reclaimed.jobs]
     assert queues == [attempt["placement"]["queue"] for attempt in placed]

@@ -59,7 +59,7 @@ def test_a_store_that_is_a_folder_is_refused(runner: BatchRunner) -> None:
     assert "which containers cannot read" in run.output and "s3://" in run.output
 
 
-def test_an_image_that_cannot_be_pulled_ends_the_job_and_says_so(
+def test_an_image_that_cannot_be_pulled_ends_the_job_with_its_error(
     runner: BatchRunner, batch: LocalBatch
 ) -> None:
     batch.change(missing_images=["^nobody/has:this$"])

@@ -57,13 +57,13 @@ def settled(job: Job, *answers: dict[str, Any], deadline_seconds: float) -> list
     return told
 
 
-def test_what_batch_tells_late_is_waited_for(job: Job) -> None:
+def test_settlement_waits_for_late_batch_records(job: Job) -> None:
     [told] = settled(job, _EARLY, {**_EARLY, "stoppedAt": 9000}, _WHOLE, deadline_seconds=60)
     assert (told.data["stopped_utc"], told.data["cause"]) == (9.0, "reclaimed")
     assert settled(job, deadline_seconds=60) == [], "Batch is not asked any more"
 
 
-def test_what_was_not_waited_for_is_told_afterwards_and_counts_once(job: Job) -> None:
+def test_late_batch_records_are_settled_afterwards_and_count_once(job: Job) -> None:
     [first] = settled(job, _EARLY, deadline_seconds=1)
     assert (first.data["stopped_utc"], first.data["cause"]) == (None, "unknown")
     assert settled(job, _EARLY, deadline_seconds=1) == [], "nothing new"
@@ -77,7 +77,7 @@ def test_what_was_not_waited_for_is_told_afterwards_and_counts_once(job: Job) ->
 
 
 @pytest.mark.parametrize("status", ["SUCCEEDED", "FAILED"])
-def test_metaflow_bears_a_gang_of_which_only_its_end_is_told(
+def test_metaflow_accepts_a_gang_whose_end_is_its_only_status(
     job: Job, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
     """It would count as failed, and all of its nodes would be started again."""

@@ -160,7 +160,7 @@ def test_prices_of_more_regions_are_taken_in_and_old_ones_keep_their_day(tmp_pat
     assert "p5.48xlarge in us-east-1: no longer listed" in said
 
 
-def test_a_region_without_prices_is_said_to_have_none_and_a_refresh_brings_them(tmp_path: Path):
+def test_a_region_without_prices_is_rejected_until_a_refresh(tmp_path: Path):
     cost = {"regions": ["us-west-2"], "deadline_hours": None}
     wanted = {"cluster": {"instance_types": ["g5.xlarge"], "plan_for": "kubernetes"}, "cost": cost}
     config = RunConfig.model_validate(wanted)
@@ -212,7 +212,7 @@ def test_nothing_is_written_when_an_answer_cannot_be_right(
     assert not (tmp_path / "new").exists()
 
 
-def test_no_right_to_ask_is_said_with_the_right(tmp_path: Path):
+def test_a_refresh_without_permission_names_the_missing_action(tmp_path: Path):
     def denied(service: str, region: str):
         client = boto3.client(
             service, region_name=region, aws_access_key_id="test", aws_secret_access_key="test"

@@ -37,7 +37,7 @@ def model_of(megabytes: float) -> nn.Module:
     return nn.Linear(256, round(megabytes * MIB / 4 / 257))
 
 
-def test_a_capped_upload_is_busy_for_as_long_and_hurries_when_told(tmp_path: Path) -> None:
+def test_a_capped_upload_takes_its_time_and_hurries_on_request(tmp_path: Path) -> None:
     job = Store.open(str(tmp_path / "jobs" / "capped"))
     model = model_of(16)
     with Checkpointer(
@@ -67,7 +67,7 @@ def test_a_capped_upload_is_busy_for_as_long_and_hurries_when_told(tmp_path: Pat
     assert saver.upload_cost[0] == pytest.approx(size, rel=0.01) and cpu_seconds > 0
 
 
-def test_a_save_given_less_time_fails_within_it_and_says_why(tmp_path: Path) -> None:
+def test_a_save_with_a_short_deadline_fails_in_time_with_a_reason(tmp_path: Path) -> None:
     job = Store.open(str(tmp_path / "jobs" / "late"))
     generation = open_generation(job, run="r", attempt=0)
     with Checkpointer(job.uri, generation=generation, upload_bytes_per_second=MIB) as saver:
@@ -126,7 +126,7 @@ def _durable(store: Store, save: CheckpointId, rank: int, folder: Path) -> None:
     store.put(index_key(save.generation, save.step, rank), index.to_bytes())
 
 
-def test_any_rank_that_stands_by_commits_when_those_before_it_are_gone(tmp_path: Path) -> None:
+def test_a_backup_rank_commits_when_all_lower_ranks_are_gone(tmp_path: Path) -> None:
     """Ranks 0 to 39 die as soon as their indexes are durable: one of the others sees to the commit."""
     store = Store.open(str(tmp_path))
     generation = open_generation(store, run="r", attempt=0)

@@ -94,7 +94,7 @@ def test_another_nodes_command_differs_in_its_own_name_alone() -> None:
     assert node_command("sleep 3") == "sleep 3"
 
 
-def test_a_command_that_a_short_task_number_has_spoilt_is_corrected_and_that_is_said(
+def test_a_command_with_a_damaged_task_number_is_corrected_and_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Task 3: Metaflow also renames the 3 of the run, of Python and of the retry count."""
@@ -114,7 +114,7 @@ def test_a_command_that_a_short_task_number_has_spoilt_is_corrected_and_that_is_
     assert capsys.readouterr().err == "", "there is nothing more to correct"
 
 
-def test_what_with_cloud_adds_has_begun_in_every_release() -> None:
+def test_the_options_of_with_cloud_exist_in_every_metaflow_release() -> None:
     """Older ones do not begin what a mutator adds: @batch then had no tags, and its first attempt
     ended the run.
     """
@@ -128,7 +128,7 @@ def test_what_with_cloud_adds_has_begun_in_every_release() -> None:
     assert [decorator.attributes["aws_batch_tags"] for decorator in step.decorators] == [{}]
 
 
-def test_an_order_is_read_as_it_was_written_and_an_attempt_that_nobody_placed_has_none(
+def test_an_order_is_read_as_written_and_an_unplaced_attempt_has_none(
     tmp_path: Path,
 ) -> None:
     store = Store.open(str(tmp_path))
@@ -143,7 +143,7 @@ def test_an_order_is_read_as_it_was_written_and_an_attempt_that_nobody_placed_ha
 
 
 @pytest.mark.parametrize(("nodes", "asked"), [(1, "0"), (3, "3")])
-def test_a_placement_goes_into_the_command_line(nodes: int, asked: str) -> None:
+def test_a_placement_becomes_command_line_options(nodes: int, asked: str) -> None:
     """One node of a @parallel step is a plain job: Batch runs no job of several nodes on Spot, were
     it one node.
     """
@@ -177,7 +177,7 @@ def test_a_placement_goes_into_the_command_line(nodes: int, asked: str) -> None:
         assert options["efa"] == (efa if nodes > 1 else None)
 
 
-def test_a_step_that_only_says_how_it_goes_on_runs_where_the_scheduler_is() -> None:
+def test_a_step_that_only_branches_runs_on_the_schedulers_machine() -> None:
     line = command_line(efa=4)
     run_locally(line, "train_node")
     assert line.commands == ["step"] and line.command_args == ["train_node"]
@@ -213,7 +213,7 @@ def test_an_attempt_that_cannot_be_placed_does_not_go_to_the_light_steps(
     assert (UNPLACED_VARIABLE in line.env) is (command == ["step"])
 
 
-def test_a_step_whose_attempt_was_not_placed_fails_and_says_why(
+def test_a_step_without_a_placement_fails_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(UNPLACED_VARIABLE, "the store is away")
@@ -250,7 +250,7 @@ def told(name: str, t_wall: float, generation: int = 0, **data: Any) -> Event:
     return Event(name=name, t_wall=t_wall, generation=generation, data=data, **fields)
 
 
-def test_what_came_to_nothing_five_times_is_not_tried_again() -> None:
+def test_an_attempt_that_never_ran_is_retried_at_most_five_times() -> None:
     failed = vain(history(*["user_code"] * 5))
     assert failed is not None and failed[0] is Outcome.FAILED
     assert vain(history(*["user_code"] * 4)) is None
@@ -275,7 +275,7 @@ def test_a_container_that_is_never_made_with_capacity_there_is_tried_twice(cause
     assert vain(history(cause, started=None)) is None
 
 
-def test_what_batch_said_last_stands_in_the_message() -> None:
+def test_the_message_has_batchs_last_status_reason() -> None:
     first, last = history("user_code", "user_code", started=None).attempts
     found = vain(
         AttemptHistory(
@@ -357,7 +357,7 @@ def test_clocks_minutes_apart_change_nothing_in_what_led_to_a_commit(skew: float
     )
 
 
-def test_another_run_counts_anew_since_somebody_may_have_mended_the_cause() -> None:
+def test_a_new_run_starts_its_count_of_attempts_anew() -> None:
     other = history(*["never_started"] * 9, run="q")
     ours = history(*["never_started"] * 5)
     assert vain(AttemptHistory(attempts=(*other.attempts, *ours.attempts[:4]))) is None

@@ -72,7 +72,7 @@ def ask(flow: SimpleNamespace, name: AttemptName = NAME, *, last: bool = False) 
     return PlacementRequest(flow=flow, name=name, round=1, one_node=True, last=last)
 
 
-def test_an_attempt_is_placed_and_what_is_left_behind_says_so(
+def test_a_placed_attempt_leaves_its_order_and_events(
     flow: SimpleNamespace, batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
@@ -222,7 +222,7 @@ def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(
     assert answer.order is not None and (answer.order.placement or {})["queue"] == "spot-g5"
 
 
-def test_a_service_that_hangs_holds_up_nobody(
+def test_a_hanging_batch_service_delays_no_placement(
     flow: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing
@@ -238,7 +238,7 @@ def test_a_service_that_hangs_holds_up_nobody(
     )
 
 
-def test_what_its_submitter_left_running_is_ended_before_the_next_attempt(
+def test_jobs_of_a_dead_submitter_are_ended_before_the_next_attempt(
     flow: SimpleNamespace, batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the same run: a submitter that is killed ends nothing."""

@@ -243,7 +243,7 @@ def test_a_submit_whose_answer_is_lost_makes_one_job(batch: LocalBatch, tmp_path
     assert f"an unanswered submit created job {job['jobId']}" in said
 
 
-def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(
+def test_a_late_job_of_an_unanswered_submit_is_ended_and_recorded(
     batch: LocalBatch, tmp_path: Path
 ) -> None:
     batch.change(rules=[{"operation": "SubmitJob", "kind": "late"}])
@@ -269,7 +269,7 @@ def test_a_job_that_an_unanswered_submit_makes_late_is_ended_and_told(
     }
 
 
-def test_a_job_of_an_unanswered_submit_is_ended_with_who_submitted_it(
+def test_a_job_of_an_unanswered_submit_is_ended_with_its_submitter(
     batch: LocalBatch, tmp_path: Path
 ) -> None:
     rules = [
@@ -290,7 +290,7 @@ def test_a_job_of_an_unanswered_submit_is_ended_with_who_submitted_it(
     assert job["status"] == "FAILED" and "Ebbflow: ended" in job["statusReason"]
 
 
-def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(
+def test_a_job_of_an_abandoned_submit_is_ended_and_recorded(
     batch: LocalBatch, tmp_path: Path
 ) -> None:
     """It may have begun while nobody could look for it, and cost something."""
@@ -311,7 +311,7 @@ def test_a_job_of_a_submit_that_is_given_up_is_ended_and_told(
     ]
 
 
-def test_without_the_right_to_look_a_submit_is_made_again_and_said(
+def test_without_permission_to_list_jobs_a_submit_is_repeated_with_a_warning(
     batch: LocalBatch, tmp_path: Path
 ) -> None:
     rules = [

@@ -35,7 +35,7 @@ def system(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_the_metadata_service_tells_all(tmp_path: Path) -> None:
+def test_the_metadata_service_describes_the_instance(tmp_path: Path) -> None:
     with FakeMetadata(ANSWERS) as service:
         machine = identify_machine(
             {"AWS_EC2_METADATA_SERVICE_ENDPOINT": service.address}, system=system(tmp_path)
@@ -78,7 +78,7 @@ def test_the_environment_comes_first_and_no_one_is_asked(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs"])
-def test_a_service_that_does_not_answer_holds_nobody_up_and_says_what_to_do(
+def test_an_unavailable_metadata_service_delays_nothing_and_has_a_fix(
     tmp_path: Path, kind: str
 ) -> None:
     with socket.socket() as listener:
@@ -107,7 +107,7 @@ def test_a_service_that_does_not_answer_holds_nobody_up_and_says_what_to_do(
         )
 
 
-def test_elsewhere_nothing_is_asked_and_nothing_is_said(tmp_path: Path) -> None:
+def test_outside_aws_the_metadata_service_is_not_asked(tmp_path: Path) -> None:
     started = time.monotonic()
     for environment in ({}, {"AWS_BATCH_JOB_ID": "job", "AWS_EC2_METADATA_DISABLED": "true"}):
         told = identify_machine(

@@ -428,7 +428,7 @@ def manifests(
     return {nodes: rendered(tmp_path_factory.mktemp("manifest"), nodes=nodes) for nodes in (1, 2)}
 
 
-def test_several_spot_nodes_are_a_jobset_whose_pods_say_where_they_belong(
+def test_several_spot_nodes_become_a_jobset_with_labelled_pods(
     manifests: dict[int, Any],
 ) -> None:
     manifest = json.loads(json.dumps(manifests[2][1]))
@@ -603,7 +603,7 @@ while True:
         ({}, "unknown"),
     ],
 )
-def test_a_failed_gang_is_blamed_on_the_code_only_if_every_container_told_its_end(
+def test_a_gang_fails_by_its_code_only_if_every_container_has_an_exit_code(
     worker: dict[str, Any], cause: str
 ) -> None:
     watch = AttemptWatch("ebbflow/jobsets/js-1", 2)
@@ -633,7 +633,7 @@ def test_a_failed_gang_is_blamed_on_the_code_only_if_every_container_told_its_en
         (60.0, 12.0, "user_code"),
     ],
 )
-def test_a_gang_that_waited_in_vain_for_a_machine_is_not_blamed_on_the_code(
+def test_a_gang_that_got_no_machine_does_not_fail_by_its_code(
     roll_call_seconds: float, late: float | None, cause: str
 ) -> None:
     """late: when node 1's pod started, after 69 on the machine that node 0 left."""

@@ -234,7 +234,7 @@ def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(
         ((507, {}, b""), "after 1 try within 1 s: part 2 of 2, .* no space"),
     ],
 )
-def test_what_cannot_be_cured_ends_in_time_names_the_part_and_leaves_nothing(
+def test_a_permanent_error_of_a_part_ends_the_upload_in_time_and_cleans_up(
     monkeypatch: pytest.MonkeyPatch, reply: Reply, cause: str
 ) -> None:
     def misbehave(request: Request) -> Reply | None:
@@ -289,7 +289,7 @@ def test_a_store_that_stops_reading_does_not_outlive_the_deadline() -> None:
         assert time.monotonic() - began < 3
 
 
-def test_refusals_are_told_apart() -> None:
+def test_upload_refusals_have_distinct_errors() -> None:
     replies = {
         "/bucket/gone": (404, b"<Error><Code>NoSuchUpload</Code></Error>", ObjectNotFound),
         "/bucket/key": (403, b"<Error><Code>SignatureDoesNotMatch</Code></Error>", StoreForbidden),

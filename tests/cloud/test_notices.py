@@ -85,7 +85,7 @@ def test_a_time_without_a_zone_is_utc(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
-def test_an_interruption_is_heard_with_its_time(
+def test_a_spot_interruption_notice_has_its_time(
     service: FakeMetadata, action: str, watching: Watching
 ) -> None:
     watcher = watching(source_of(service))
@@ -163,7 +163,7 @@ def test_a_service_that_knows_no_tokens_is_watched_by_version_1(
     assert first(watcher).action == "terminate"
 
 
-def test_an_interruption_is_heard_where_the_second_question_fails(
+def test_a_spot_notice_survives_a_failed_second_request(
     service: FakeMetadata, watching: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get = MetadataService.get
@@ -208,7 +208,7 @@ def test_a_service_that_is_not_there_costs_one_question(
     assert len(service.asked) <= 2
 
 
-def test_one_that_falls_silent_is_said_once_and_heard_again(
+def test_a_silent_notice_source_is_reported_once_and_recovers(
     service: FakeMetadata, watching: Watching
 ) -> None:
     watcher = watching(source_of(service))
@@ -241,7 +241,7 @@ def test_metaflows_file_counts_when_it_is_whole_and_not_past(
     assert MetaflowSource(tmp_path / "nowhere" / "file").begin().startswith("no folder")
 
 
-def test_what_follows_a_notice_whose_time_has_passed_is_heard(
+def test_a_notice_after_an_expired_one_is_reported(
     service: FakeMetadata, watching: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that was left alone after all, and is noticed again."""
@@ -259,7 +259,7 @@ def test_what_follows_a_notice_whose_time_has_passed_is_heard(
     assert 100 < first(watcher).seconds_left < 122
 
 
-def test_a_rehearsed_notice_is_heard_once_and_one_left_over_never(
+def test_a_rehearsed_notice_is_reported_once_and_a_leftover_one_never(
     tmp_path: Path, watching: Watching
 ) -> None:
     path = tmp_path / "notice.json"

@@ -75,7 +75,7 @@ def test_an_order_to_stop_is_the_jobs_outcome_and_submits_nothing(tmp_path: Path
     }
 
 
-def test_what_never_starts_is_deleted_and_the_last_attempt_says_so(
+def test_pods_that_never_start_are_deleted_and_the_last_attempt_reports_it(
     running: LocalCluster, tmp_path: Path
 ) -> None:
     pools = [{"name": "other", "market": "on-demand"}]

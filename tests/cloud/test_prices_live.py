@@ -179,7 +179,7 @@ def configuration(**cost: Any) -> RunConfig:
     return RunConfig.model_validate({"cluster": cluster, "cost": {"prices": "live", **cost}})
 
 
-def test_throttling_for_ever_falls_back_to_the_table_and_says_so():
+def test_permanent_throttling_falls_back_to_the_price_table_with_a_note():
     region = Region()
     region.refuse("RequestLimitExceeded", times=99, operation="describe_availability_zones")
     clock = Clock()
@@ -327,7 +327,7 @@ def test_a_region_that_hangs_is_left_behind_at_the_deadline():
     assert answers.failed == {"eu-west-1": "eu-west-1 did not answer within 0.5 s"}
 
 
-def test_what_live_sees_can_be_recorded_and_planned_with(
+def test_live_prices_can_be_recorded_and_used_by_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     region = Region(zones=ZONES)

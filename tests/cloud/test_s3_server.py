@@ -117,7 +117,9 @@ def test_listings_have_pages_prefixes_and_folders(server: FailingServer | Swift)
     assert len(gone["Deleted"]) == 5 and s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 5
 
 
-def test_what_was_changed_on_the_way_is_refused(server: FailingServer | Swift) -> None:
+def test_the_s3_server_refuses_a_body_that_changed_in_transit(
+    server: FailingServer | Swift,
+) -> None:
     s3 = server.client()
     bucket = server.new_bucket()
     put = {"Bucket": bucket, "Key": "k", "Body": b"hello"}
@@ -193,7 +195,7 @@ def test_a_wrong_key_is_refused(failing_s3: FailingServer) -> None:
         ("stall_done", "no answer", True),
     ],
 )
-def test_each_fault_of_a_put_does_what_it_says(
+def test_each_put_fault_of_the_s3_server_has_its_effect(
     failing_s3: FailingServer, kind: str, answer: str, stored: bool
 ) -> None:
     rules = [{"kind": kind, "operation": "put"}]

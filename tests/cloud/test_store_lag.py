@@ -98,14 +98,14 @@ def test_segments_that_a_listing_left_out_are_asked_for_by_name(
     assert steps_of(store, 1) == [1, 2, 3, 4]
 
 
-def test_a_rank_of_whom_nothing_is_listed_is_waited_for(tmp_path: Path) -> None:
+def test_the_log_reader_waits_for_a_rank_that_the_store_does_not_list_yet(tmp_path: Path) -> None:
     write_agents(tmp_path, nodes=2)
     write(tmp_path, rank=0, steps=1)
     write(tmp_path, rank=1, steps=2)
     assert steps_of(LaggingStore(tmp_path, ("/1-1-", "/1-agent-"), times=2), 1) == [1, 2]
 
 
-def test_a_rank_that_stays_away_is_told_unless_it_was_killed(
+def test_a_rank_without_events_is_reported_unless_it_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     for folder, culprit in ((tmp_path / "planned", ""), (tmp_path / "killed", "rank 1: killed")):
@@ -126,7 +126,7 @@ def test_ranks_that_were_never_started_are_not_awaited(
     assert time.monotonic() - began < 3.0 and "nothing is listed" not in capsys.readouterr().err
 
 
-def test_a_generation_goes_on_once_it_is_listed(tmp_path: Path) -> None:
+def test_a_generation_continues_once_the_store_lists_it(tmp_path: Path) -> None:
     store = LaggingStore(tmp_path, ("generations/",), times=4)
     assert open_generation(store, run="r", attempt=0).number == 1
     assert store.times < 0, "it did not look again"
@@ -159,7 +159,7 @@ def indexed_save(store: Store) -> CheckpointId:
     return save
 
 
-def test_a_commit_is_told_of_once_it_is_listed(tmp_path: Path) -> None:
+def test_a_commit_is_reported_once_the_store_lists_it(tmp_path: Path) -> None:
     save = indexed_save(Store.open(str(tmp_path)))
     store = LaggingStore(tmp_path, ("commits/",), times=3)
     attempt = await_commit(store, save, Deadline(30.0))

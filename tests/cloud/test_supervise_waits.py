@@ -78,7 +78,7 @@ def has_begun(
     return job
 
 
-def test_what_preflight_has_let_through_is_tried_again_until_it_does_so_again(
+def test_a_job_that_passed_preflight_once_is_retried_after_a_refusal(
     tmp_path: Path,
 ) -> None:
     said: list[str] = []
@@ -113,7 +113,7 @@ def test_the_first_refusal_of_a_job_or_of_changed_settings_is_final(
         (("--set", "cost.deadline_hours=1"), Outcome.DEADLINE, "while preflight refused to go on"),
     ],
 )
-def test_it_is_not_tried_for_ever(
+def test_the_supervisor_stops_retrying_after_its_limit(
     tmp_path: Path, words: tuple[str, ...], outcome: Outcome, why: str
 ) -> None:
     said: list[str] = []

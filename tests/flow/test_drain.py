@@ -96,7 +96,7 @@ def limits_of(control: OrderRecord) -> Limits:
     return Limits(None, world_size=1, elapsed_seconds=lambda: 0.0, control=control)
 
 
-def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(
+def test_the_earliest_of_several_notices_sets_the_drain_and_its_reason(
     make_drain: MakeDrain, tmp_path: Path
 ) -> None:
     drain = make_drain(checkpoint={"stop_seconds": 30.0})
@@ -126,7 +126,7 @@ def test_of_several_times_the_shortest_counts_and_a_rank_knows_why(
     assert events[0]["save_seconds"] == pytest.approx(110, abs=15)
 
 
-def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
+def test_a_rehearsed_notice_ends_the_machine_at_its_time(
     make_drain: MakeDrain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its ranks are doing then."""
@@ -142,7 +142,7 @@ def test_a_rehearsal_takes_the_machine_when_its_notice_said_so(
     assert killed[0] == (os.getpid(), signal.SIGKILL)
 
 
-def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_path: Path) -> None:
+def test_a_coordinator_without_answer_costs_no_save(make_drain: MakeDrain, tmp_path: Path) -> None:
     drain = make_drain(checkpoint={"stop_seconds": 30.0})
     post = Post()
     post.orders = list  # type: ignore[method-assign]
@@ -157,7 +157,7 @@ def test_a_lead_that_does_not_answer_costs_no_save(make_drain: MakeDrain, tmp_pa
     )
 
 
-def test_what_was_ordered_holds_for_ranks_that_start_later(
+def test_a_drain_order_holds_for_ranks_that_start_later(
     make_drain: MakeDrain, tmp_path: Path
 ) -> None:
     drain = make_drain(checkpoint={"stop_seconds": 30.0})
@@ -189,7 +189,7 @@ def test_a_recommendation_alone_saves_unless_set_otherwise(
     assert [limits.save_wanted(), limits.save_wanted()] == [does == "save", False]
 
 
-def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
+def test_a_notice_from_before_the_start_is_waited_out_and_then_ignored(
     make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an attempt meets it that comes to the machine which the one before had to leave."""
@@ -210,7 +210,7 @@ def test_a_notice_that_stands_at_the_start_is_waited_out_and_counts_no_more(
     assert limits.stop() is Stop.INTERRUPTED and 20 < limits.stop_seconds <= 28
 
 
-def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(
+def test_waiting_out_a_notice_is_no_drain_and_is_recorded_at_once(
     make_drain: MakeDrain, tmp_path: Path
 ) -> None:
     """Others are met meanwhile; and of a machine that goes while it waits nothing is recorded
@@ -240,7 +240,7 @@ def test_what_is_waited_out_is_no_order_to_leave_and_is_recorded_at_once(
     assert 30 < left[0][0] <= 51
 
 
-def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
+def test_the_later_of_two_pending_notices_is_waited_out_too(
     make_drain: MakeDrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the time of one cannot be read, say, and the machine goes by the other."""
@@ -261,7 +261,7 @@ def test_of_two_notices_that_stand_the_later_one_is_waited_out_too(
     assert not drain.leaving
 
 
-def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(
+def test_a_notice_with_time_to_train_does_not_delay_the_start(
     make_drain: MakeDrain, tmp_path: Path
 ) -> None:
     leave_notice(tmp_path, 100)
@@ -271,16 +271,16 @@ def test_a_notice_that_leaves_time_to_train_is_no_reason_to_wait(
     assert [order.cause for order in attend(drain, post, [])] == [CAUSES[3]] and drain.leaving
 
 
-def test_who_is_told_to_end_while_it_waits_does(make_drain: MakeDrain, tmp_path: Path) -> None:
+def test_a_node_that_waits_out_a_notice_ends_on_request(
+    make_drain: MakeDrain, tmp_path: Path
+) -> None:
     leave_notice(tmp_path, 60)
     drain = make_drain()
     drain.on_signal()
     assert outlive(drain, 100).startswith("SIGTERM, and this machine is going away in ")
 
 
-def test_of_a_node_that_was_left_out_nobody_hears_any_more(
-    make_drain: MakeDrain, tmp_path: Path
-) -> None:
+def test_notices_of_an_excluded_node_are_ignored(make_drain: MakeDrain, tmp_path: Path) -> None:
     drain = make_drain()
     post = Post()
     post.order(RankOrder(seconds=60.0, cause=CAUSES[2], node=2))

@@ -115,7 +115,7 @@ def test_metrics_and_logs_of_the_default_job_are_beside_its_report(
     assert re.search(r"Z g1 n0 r0 step \d+ \| step 1/", logs.stdout), logs.stderr
 
 
-def test_the_report_says_who_set_what(default: tuple[FlowRunner, FlowRun]) -> None:
+def test_the_report_shows_the_source_of_each_setting(default: tuple[FlowRunner, FlowRun]) -> None:
     rows = {row["key"]: row for row in default[1].report["configuration"]}
     assert rows["store"] == {"key": "store", "value": str(default[0].runs), "source": "--set"}
     assert re.fullmatch(r".*laptop\.yaml:\d+", rows["model.hidden_size"]["source"])
@@ -182,7 +182,7 @@ def test_the_card_is_not_blank_in_a_browser(
     assert not cut_off(page.read_text(), 390, tmp_path / "phone")
 
 
-def test_the_terminal_tells_the_story(default: tuple[FlowRunner, FlowRun]) -> None:
+def test_the_terminal_shows_each_phase_of_the_job(default: tuple[FlowRunner, FlowRun]) -> None:
     """The steps in order, one line per 10 s of training, and the closing block; Metaflow's log is
     beside the report.
     """
@@ -301,7 +301,7 @@ def test_the_notebook_of_a_report_runs(default: tuple[FlowRunner, FlowRun], tmp_
     assert any(f"{default[1].report['total_usd']:.4f}" in json.dumps(output) for output in outputs)
 
 
-def test_with_local_and_a_job_that_goes_on_to_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+def test_a_local_run_that_continues_a_job_ends_at_a_non_finite_loss(tmp_path: Path) -> None:
     """--with local takes remote decorators off again; a job's name is continued, with its own model
     only, and ends with the exit code of its last run. The terminal knows ASCII alone, and no step
     nor the report minds.

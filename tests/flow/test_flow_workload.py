@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
     return run
 
 
-def test_the_example_learns_and_the_report_speaks_of_images(run: FlowRun) -> None:
+def test_the_example_workload_learns_and_the_report_counts_images(run: FlowRun) -> None:
     assert len((ROOT / "examples" / "shapes.py").read_text().splitlines()) < 100
     actual = run.report["actual"]
     assert actual["metrics"]["held_out_accuracy"] > 3 * CHANCE

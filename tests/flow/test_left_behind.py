@@ -94,7 +94,7 @@ def test_a_job_whose_submit_is_not_answered_yet_is_ended_once_its_id_is_known(
     )
 
 
-def test_what_was_left_behind_is_told_by_preflight_and_ended_by_whoever_goes_on(
+def test_preflight_reports_leftover_jobs_and_the_next_run_ends_them(
     batch: LocalBatch, submitter: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     running = wait_until(

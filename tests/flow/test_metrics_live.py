@@ -192,7 +192,7 @@ def test_two_nodes_of_one_machine_take_ports_side_by_side(
 
 
 @pytest.mark.usefixtures("local_rank_0")
-def test_no_port_at_all_is_a_warning_and_training_goes_on(
+def test_without_a_free_metrics_port_training_continues_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with socket.socket() as taken:

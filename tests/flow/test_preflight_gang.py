@@ -18,7 +18,7 @@ def test_batch() -> None:
     skipped("batch", cluster={"nodes": "auto"})
 
 
-def test_derived_quantities_are_told_and_must_be_at_least_one() -> None:
+def test_preflight_shows_derived_sizes_and_requires_at_least_one() -> None:
     whole = passed("derived", parallel={"mode": "hsdp", "shard_size": 1})
     assert whole.detail == (
         "samples per micro-batch 16, commits of the job 6, copies of the model 2, width of an "
@@ -71,7 +71,7 @@ def test_a_gang_that_shrinks_with_another_accumulation_or_in_groups() -> None:
     assert "parallel.shard_size to 2, the ranks of a node" in result.fix
 
 
-def test_ranks_that_share_a_core_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_warns_about_ranks_that_share_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     passed("cores", cluster={"nodes": 2})
     result = failed("cores", cluster={"nodes": 2, "processes_per_node": 2})

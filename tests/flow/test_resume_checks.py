@@ -74,21 +74,21 @@ def resume(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("words", [(), ("train", "--origin-run-id", "172")])
-def test_what_would_forbid_a_run_forbids_to_resume_it(runs: Path, words: tuple[str, ...]) -> None:
+def test_checks_that_refuse_a_run_refuse_its_resume(runs: Path, words: tuple[str, ...]) -> None:
     put_settings(runs.parent, model__hidden_size=65536, model__num_layers=96)
     done = resume(runs, *words)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "planned-memory" in done.stderr and "Metaflow" not in done.stdout
 
 
-def test_what_may_run_is_left_to_metaflow(runs: Path) -> None:
+def test_resume_of_a_valid_run_is_left_to_metaflow(runs: Path) -> None:
     done = resume(runs)
     assert done.returncode == 1 and "nothing is checked" not in done.stdout, (
         done.stdout + done.stderr
     )
 
 
-def test_a_run_of_a_job_that_nobody_here_knows_is_not_held_against_another_ones_settings(
+def test_a_run_of_an_unknown_job_is_not_compared_with_current_settings(
     runs: Path,
 ) -> None:
     put_settings(runs.parent, model__hidden_size=65536, model__num_layers=96)

@@ -100,7 +100,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return Story(runner, left, survivors, run, quiet)
 
 
-def test_what_was_killed_and_left_is_gone_on_with_bit_for_bit(story: Story) -> None:
+def test_a_supervised_job_resumes_bit_equal_after_kills(story: Story) -> None:
     run = story.run
     quiet = story.quiet
     assert run.exit_code == 0, run.output
@@ -120,7 +120,7 @@ def test_what_was_killed_and_left_is_gone_on_with_bit_for_bit(story: Story) -> N
     )
 
 
-def test_whose_job_is_taken_over_saves_and_ends_with_75(story: Story) -> None:
+def test_a_supervisor_whose_job_is_taken_over_saves_and_exits_with_75(story: Story) -> None:
     assert story.left.exit_code == 75, story.left.output
     assert "interrupted (exit code -9), 1 run, 1 interruption, 0 failures" in story.left.output
     assert not story.left.report, "the report is the successor's"
@@ -172,7 +172,7 @@ def test_runs_that_fail_without_training_anything_stop_after_three(tmp_path: Pat
     assert "crash loop: 3 failures with no new commit in between" in told(run)[-2]
 
 
-def test_what_the_flow_refuses_ends_the_supervisor_at_once(tmp_path: Path) -> None:
+def test_a_refusal_by_the_flow_ends_the_supervisor_at_once(tmp_path: Path) -> None:
     runner = Supervised(tmp_path)
     run = runner.run(*runner.words(cost__budget_usd=0.0001))
     assert run.exit_code == 3, run.output

@@ -66,9 +66,7 @@ def test_the_patch_of_a_script_is_as_small_as_promised(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_a_script_that_is_killed_and_told_to_leave_ends_bit_equal(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_script_that_is_killed_and_preempted_ends_bit_equal(tmp_path: Path, name: str) -> None:
     ranks, steps, _ = CORPUS[name]
     if name == "accelerated":
         libraries = ("accelerate",)

@@ -38,7 +38,7 @@ BUDGET_USD = 14 * GANG_USD_PER_SECOND
 RESERVE_USD = 5 * GANG_USD_PER_SECOND
 
 
-def test_thresholds_are_told_once_and_a_step_must_be_affordable() -> None:
+def test_budget_thresholds_are_reported_once_and_a_step_must_be_affordable() -> None:
     now = 0.0
     terms = Terms(
         usd_per_rank_second=0.01, budget_usd=10.0, reserve_usd=1.0, last_notified_threshold=0.5
@@ -88,7 +88,7 @@ def test_the_first_step_of_an_attempt_has_the_price_that_the_plan_expects() -> N
     assert measured.next_step_usd == pytest.approx(0.01), "a step was measured"
 
 
-def test_without_a_budget_nothing_is_told_and_with_nothing_left_nothing_starts() -> None:
+def test_no_budget_reports_nothing_and_an_empty_budget_starts_nothing() -> None:
     terms = Terms(usd_per_rank_second=1.0, reserve_usd=2.0, spent_usd=1e9)
     assert terms.out_of_money() == "" and terms.reached(1e9) == []
     assert (
@@ -130,7 +130,7 @@ class Job:
         return LocalGang(spec, self.folder / f"gang-{attempt}", self.folder / "output.log").wait(90)
 
 
-def test_a_real_gang_stops_within_its_budget_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+def test_a_gang_stops_within_its_budget_and_continues_with_a_larger_one(tmp_path: Path) -> None:
     job = Job(tmp_path)
     outcome = job.run(0, BUDGET_USD)
     assert outcome.outcome == Outcome.BUDGET and "is kept for the last save" in outcome.message

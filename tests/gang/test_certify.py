@@ -64,7 +64,7 @@ def certified(run: CertifiedRun) -> dict:
     )
 
 
-def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
+def test_equal_runs_make_a_certificate_that_the_report_shows() -> None:
     found = certified(KILLED)
     assert found["holds"] and found["interruptions"][0]["redone_steps"] == 1
     assert "holds" in format_certificate(found) and "bit for bit" in format_certificate(found)
@@ -97,7 +97,7 @@ def test_equal_runs_make_a_certificate_that_stands_in_the_report() -> None:
         (lambda run: replace(run, generations=1), "never interrupted"),
     ],
 )
-def test_whatever_differs_is_said_and_the_certificate_does_not_hold(
+def test_any_difference_is_named_and_invalidates_the_certificate(
     spoil: Callable[[CertifiedRun], CertifiedRun], says: str
 ) -> None:
     found = certified(spoil(KILLED))

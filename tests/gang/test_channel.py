@@ -145,7 +145,7 @@ def lobby() -> Iterator[RollCallServer]:
 @pytest.mark.parametrize(
     "attack", [say_100_mib_without_a_line, stay_idle, guess, replay, reflect, *NONSENSE]
 )
-def test_no_stranger_is_let_in_or_keeps_a_node_out(
+def test_a_stranger_neither_joins_nor_keeps_a_node_out(
     attack: Callable[[Door], list] | bytes, lobby: RollCallServer
 ) -> None:
     door = ("127.0.0.1", lobby.port)
@@ -286,7 +286,7 @@ def ends() -> Iterator[tuple[Connection, Connection, Clock]]:
     far.close()
 
 
-def test_a_pause_of_all_agents_is_the_silence_of_none(
+def test_a_pause_of_all_agents_counts_as_silence_of_none(
     ends: tuple[Connection, Connection, Clock],
 ) -> None:
     near, far, clock = ends
@@ -301,7 +301,7 @@ def test_a_pause_of_all_agents_is_the_silence_of_none(
     assert not near.closed and not far.closed
 
 
-def test_what_has_arrived_during_a_pause_is_read_before_silence_is_judged(
+def test_messages_from_a_pause_are_read_before_heartbeats_are_judged(
     ends: tuple[Connection, Connection, Clock],
 ) -> None:
     """At the very limit of silence."""

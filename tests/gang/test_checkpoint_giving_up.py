@@ -176,7 +176,7 @@ def test_commits_that_retention_deleted_are_no_rollback(job: Store, kept: int) -
     assert check_rollback(job, read_events(job)) is None
 
 
-def test_an_agent_asks_too_and_the_report_says_what_is_missing(tmp_path: Path) -> None:
+def test_an_agent_checks_the_store_too_and_the_report_names_what_is_missing(tmp_path: Path) -> None:
     spec = replace(endless_gang(tmp_path, survival={"standby": False}), nodes=1)
     job = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     commit(job, open_generation(job, run="r", attempt=0), 1, 2)

@@ -279,7 +279,7 @@ def test_a_store_that_refuses_for_a_while_is_asked_again(
     assert restore(*damaged) == (2, 2.0, []) and len(asked) == 3
 
 
-def test_list_says_what_counts_and_why_not(
+def test_checkpoint_list_shows_which_commits_count_and_why_others_do_not(
     damaged: tuple[Checkpointer, Path], capfd: pytest.CaptureFixture
 ) -> None:
     checkpointer, job = damaged

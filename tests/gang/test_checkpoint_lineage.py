@@ -242,7 +242,7 @@ def test_two_launchers_are_noticed_and_both_records_named(job: Store) -> None:
         reachable_commits(job)
 
 
-def test_at_most_one_of_racing_launchers_goes_on(tmp_path: Path) -> None:
+def test_at_most_one_of_racing_launchers_continues(tmp_path: Path) -> None:
     for round_number in range(10):
         uri = str(tmp_path / str(round_number))
 
@@ -276,7 +276,7 @@ def put_commit(job: Store, generation: Generation, step: int) -> str:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=6)
 )
-def test_what_counts_is_exactly_the_history_of_the_newest_generation(
+def test_commits_that_count_are_the_history_of_the_newest_generation(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int, bool]]
 ) -> None:
     """Against a model: each start inherits its parent's history up to the parent; zombies add

@@ -124,7 +124,7 @@ def test_starts_rewinds_and_zombies_read_one_page_at_a_time(
         job.delete(key)
 
 
-def test_what_is_wrong_with_the_newest_generations_is_noticed(
+def test_the_search_reports_faults_of_the_newest_generations(
     history: tuple[CountingStore, list[str]],
 ) -> None:
     job, commits = history
@@ -168,7 +168,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, min_size=1, max_size=25), st.randoms(use_true_random=False))
-def test_the_search_says_what_the_whole_history_says(
+def test_the_newest_commit_search_agrees_with_the_whole_history(
     events: list[tuple[str, int]], chance: object
 ) -> None:
     job = CountingStore()

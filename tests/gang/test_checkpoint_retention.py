@@ -311,7 +311,7 @@ def test_a_zombie_deletes_nothing_and_a_deletion_cut_short_is_finished(
     assert job.list("tombstones") == []
 
 
-def test_nobody_starts_from_a_commit_that_is_being_deleted(
+def test_no_gang_restores_a_commit_that_is_being_deleted(
     job: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_generation(job, run="r", attempt=0)
@@ -329,7 +329,9 @@ def test_nobody_starts_from_a_commit_that_is_being_deleted(
     assert len(job.list("generations")) == 1, "its record is withdrawn"
 
 
-def test_prune_by_hand_says_first_and_then_does(job: Store, capfd: pytest.CaptureFixture) -> None:
+def test_the_prune_command_shows_its_plan_before_it_deletes(
+    job: Store, capfd: pytest.CaptureFixture
+) -> None:
     generation = open_generation(job, run="r", attempt=0)
     for step in (1, 2, 3):
         put_commit(job, generation, step)

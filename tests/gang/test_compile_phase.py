@@ -124,7 +124,7 @@ def test_an_evaluation_that_compiles_is_still_the_first_one(rank: Rank) -> None:
     assert rank.heartbeat.read().entered == 2
 
 
-def test_a_rank_that_has_ended_hears_of_no_compilation(
+def test_a_rank_that_has_ended_gets_no_compile_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another job of the same process would tell it to a heartbeat and a clock that are nobody's

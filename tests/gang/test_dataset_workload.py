@@ -366,7 +366,7 @@ def test_the_fingerprint_is_that_of_the_data_and_not_of_the_workers(tmp_path: Pa
             Lines(context(tmp_path, **options))
 
 
-def test_a_node_with_other_data_than_were_prepared_says_so(
+def test_a_node_with_different_data_than_prepared_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared = {}

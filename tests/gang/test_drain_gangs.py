@@ -128,7 +128,7 @@ def test_several_in_an_evaluation_then_one_before_the_first_step_then_one_betwee
     assert job.events(STEP, generation=4) == [] and job.saved_step == saved
 
 
-def test_a_recommendation_saves_and_goes_on_and_a_notice_hurries_that_save(tmp_path: Path) -> None:
+def test_a_rebalance_recommendation_saves_and_a_notice_hurries_that_save(tmp_path: Path) -> None:
     """At its cap the save under way would take longer than the notice gives."""
     job = Job(
         spec_of(tmp_path, checkpoint={"upload_mib_per_second": 0.005, "interval_steps": 1_000_000}),

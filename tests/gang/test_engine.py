@@ -218,7 +218,7 @@ def outcome_and_losses(folder: Path, job: str) -> tuple[dict, dict[int, float]]:
     }
 
 
-def test_a_job_that_goes_on_from_its_commit_ends_as_if_it_never_stopped(folder: Path) -> None:
+def test_a_job_resumed_from_its_commit_ends_as_an_uninterrupted_one(folder: Path) -> None:
     """The command without a pipeline, twice, against once."""
     whole = make_config(folder, mode="fsdp2", steps=12)
     half = make_config(folder, mode="fsdp2", steps=5)

@@ -83,7 +83,7 @@ class Ranks:
         self.metrics[rank] = evaluation.run(cast(Any, SimpleNamespace(evaluate=evaluate)), spread)
 
 
-def test_ranks_that_hear_of_it_at_different_passes_leave_after_the_same() -> None:
+def test_ranks_that_get_a_notice_at_different_batches_leave_evaluation_after_the_same() -> None:
     """One gives its vote while the other stands in the collective of that pass, and takes it back."""
     ranks = Ranks(told={0: 5, 1: 6}, vote_seconds=2.0)
     ranks.run()

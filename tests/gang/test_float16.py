@@ -49,7 +49,7 @@ def steps_of(folder: Path, job: str) -> dict[int, Event]:
 HALF = {"use_mixed_precision": True, "param_dtype": "float16"}
 
 
-def test_overflows_are_skipped_and_a_resumed_job_goes_on_with_the_scale(
+def test_overflows_are_skipped_and_a_resumed_job_keeps_the_loss_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The gradient of a logit is then beyond float16

@@ -90,7 +90,7 @@ def test_layers_keep_their_identity_and_the_output_its_precision() -> None:
     assert sorted(converted) == sorted(linear)
 
 
-def test_what_cannot_compute_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_cannot_compute_in_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ParallelError, match=r"CPUs have no fp8; fix: set fsdp.float8 to emulate or off"
     ):

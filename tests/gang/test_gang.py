@@ -76,7 +76,7 @@ def await_commit(spec: GangSpec) -> None:
     wait_until("a commit", lambda: job_store(spec).list("commits"), timeout=60)
 
 
-def test_a_gang_bears_a_pause_a_frozen_and_a_killed_rank_and_saves_when_a_node_is_told_to_leave(
+def test_a_gang_survives_a_pause_a_frozen_and_a_killed_rank_and_saves_at_a_notice(
     spec: GangSpec, tmp_path: Path
 ) -> None:
     """The pause is as of a frozen virtual machine: longer than a node may be silent, and than a
@@ -172,7 +172,7 @@ def test_a_gang_leaves_spot_if_a_restart_of_its_ranks_would_break_the_guarantee(
     )
 
 
-def test_a_node_told_to_leave_without_time_to_save_says_so(spec: GangSpec, tmp_path: Path) -> None:
+def test_a_preempted_node_without_time_to_save_reports_it(spec: GangSpec, tmp_path: Path) -> None:
     """Of 2 s nothing is left for a save: that long a process takes to end."""
     spec = replace(
         spec,
@@ -208,7 +208,7 @@ def test_a_frozen_coordinator_is_seen_by_the_others_which_leave(
     assert "node 0 was lost: silent for 6 s" in told["error"] and told["curable"]
 
 
-def test_what_is_frozen_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:
+def test_a_frozen_rank_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Path) -> None:
     gang = start(spec, tmp_path / "gang")
     [keeper] = wait_until("the keeper", lambda: children(gang.agents[1].pid), timeout=30)
     [standby] = wait_until("what forks the ranks", lambda: children(keeper), timeout=30)
@@ -222,7 +222,7 @@ def test_what_is_frozen_does_not_outlive_its_agent(spec: GangSpec, tmp_path: Pat
     )
 
 
-def test_what_cannot_go_on_is_refused_by_all_nodes_and_not_tried_again(
+def test_a_job_that_cannot_continue_is_refused_by_all_nodes_without_a_retry(
     spec: GangSpec, tmp_path: Path
 ) -> None:
     """Another model than the commits'; and a damaged record, at which the other nodes have not

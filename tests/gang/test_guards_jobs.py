@@ -125,7 +125,7 @@ def test_a_resumed_job_makes_the_same_jump_and_sees_the_same_spike(tmp_path: Pat
     assert weights[0] == weights[1]
 
 
-def test_a_job_that_goes_wrong_wherever_it_goes_ends(tmp_path: Path) -> None:
+def test_a_job_that_fails_on_every_machine_ends(tmp_path: Path) -> None:
     options = {"bad_first": 16, "bad_end": 10**6}
     job = guarded(
         tmp_path,
@@ -145,7 +145,7 @@ def test_a_job_that_goes_wrong_wherever_it_goes_ends(tmp_path: Path) -> None:
         job.run_alone()
 
 
-def test_what_does_not_fit_is_split_and_the_gradient_stays(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_is_split_with_the_same_gradient(tmp_path: Path) -> None:
     """At run time the next start is told to; before the first step a dry run finds out. Losses are
     those of a job whose steps were never split, and so are the samples that they are of."""
     jobs = {}

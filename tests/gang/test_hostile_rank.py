@@ -24,7 +24,7 @@ def test_a_rank_that_closes_its_descriptors_is_replaced(tmp_path: Path) -> None:
     assert fault.data["culprit"].startswith("rank 1: "), fault.data
 
 
-def test_a_rank_that_may_write_no_files_trains_on_and_says_so_in_one_line(tmp_path: Path) -> None:
+def test_a_rank_that_may_write_no_files_trains_on_with_one_warning(tmp_path: Path) -> None:
     outcome = hostile_job(tmp_path, "limit").run()
     assert (outcome.outcome, outcome.step, outcome.generation) == ("completed", 16, 1)
     [log] = (tmp_path / "job" / "logs").glob("*/rank-1.log")

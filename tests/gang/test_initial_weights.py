@@ -222,7 +222,9 @@ def test_a_job_begins_with_them_once_and_a_commit_wins(tmp_path: Path) -> None:
     assert [event.step for event in events if event.name == "restore"] == [2]
 
 
-def test_the_record_says_which_files_they_were(source: CausalLM, tmp_path: Path) -> None:
+def test_the_record_names_the_files_of_the_initial_weights(
+    source: CausalLM, tmp_path: Path
+) -> None:
     path = save_folder(source, tmp_path / "weights", parts=2)
     first = describe_files(str(path))
     assert [Path(file["path"]).name[:11] for file in first] == ["model-00001", "model-00002"]

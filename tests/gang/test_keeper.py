@@ -104,7 +104,7 @@ def gone(*pids: int) -> Callable[[], bool]:
     return lambda: {process_state(pid) for pid in pids} <= {"", "Z"}
 
 
-def test_it_starts_programs_and_reports_their_exits(keeper: Keeper, tmp_path: Path) -> None:
+def test_the_keeper_starts_programs_and_reports_their_exits(keeper: Keeper, tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb") as out, open(os.devnull, "rb") as nothing:
         streams = (nothing.fileno(), out.fileno(), out.fileno())
         code = (
@@ -148,7 +148,7 @@ def test_anothers_bytes_on_the_keepers_pipe_lose_the_keeper_and_raise_nothing(
 
 
 @pytest.mark.parametrize("code", [DAEMON, RUNAWAY, BOMB], ids=["daemon", "runaway", "bomb"])
-def test_what_hides_from_its_session_and_environment_is_ended_with_its_generation(
+def test_a_process_hidden_from_its_session_is_ended_with_its_generation(
     code: str, keeper: Keeper, tmp_path: Path
 ) -> None:
     child, hidden = spawn(keeper, tmp_path, code)
@@ -194,7 +194,7 @@ def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not descendants(keeper)
 
 
-def test_of_a_stopped_parent_the_kernel_tells_how_a_child_ended(
+def test_the_kernel_reports_the_exit_of_a_stopped_parents_child(
     keeper: Keeper, tmp_path: Path
 ) -> None:
     child, _ = spawn(keeper, tmp_path, HIDE + "say(1); time.sleep(600)")

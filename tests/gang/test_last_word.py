@@ -87,7 +87,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, FollowerPeers]]:
     coordinator.close()
 
 
-def test_who_is_still_busy_when_the_lead_leaves_hears_why(
+def test_a_busy_follower_gets_the_reason_when_the_coordinator_leaves(
     pair: tuple[CoordinatorPeers, FollowerPeers],
 ) -> None:
     coordinator, member = pair
@@ -105,7 +105,7 @@ def test_who_is_still_busy_when_the_lead_leaves_hears_why(
     )
 
 
-def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
+def test_a_ready_node_that_leaves_between_generations_reports_it(
     pair: tuple[CoordinatorPeers, FollowerPeers],
 ) -> None:
     coordinator, member = pair
@@ -122,7 +122,7 @@ def test_a_node_that_leaves_between_two_generations_says_so_though_it_was_ready(
     )
 
 
-def test_a_machine_that_goes_after_its_notice_is_an_interruption(
+def test_losing_a_machine_after_its_notice_is_an_interruption(
     pair: tuple[CoordinatorPeers, FollowerPeers],
 ) -> None:
     coordinator, member = pair
@@ -134,7 +134,7 @@ def test_a_machine_that_goes_after_its_notice_is_an_interruption(
     assert isinstance(last, GenerationEnd) and last.failed_as == "interrupted"
 
 
-def test_a_machine_that_goes_without_one_is_a_failure(
+def test_losing_a_machine_without_a_notice_is_a_failure(
     pair: tuple[CoordinatorPeers, FollowerPeers],
 ) -> None:
     coordinator, member = pair
@@ -147,7 +147,7 @@ def test_a_machine_that_goes_without_one_is_a_failure(
     )
 
 
-def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
+def test_a_node_that_disconnects_before_its_greeting_has_not_joined() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         ports = [probe.getsockname()[1]]
@@ -172,7 +172,7 @@ def test_who_hung_up_before_it_was_greeted_has_not_joined() -> None:
     lobby.close()
 
 
-def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) -> None:
+def test_a_roll_call_ends_when_a_joined_node_is_preempted(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, nodes=3)
     coordinator = CoordinatorPeers(spec, "a", SECRET)
 
@@ -191,7 +191,7 @@ def test_a_roll_call_ends_when_one_that_came_is_told_to_leave(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_an_agent_told_to_leave_before_the_start_is_interrupted_and_tells_the_lead(
+def test_an_agent_preempted_before_the_start_is_interrupted_and_informs_the_coordinator(
     joined: bool, tmp_path: Path
 ) -> None:
     spec = endless_gang(tmp_path, survival={"standby": False})

@@ -47,7 +47,7 @@ def test_roll_call_names_the_missing_nodes_within_its_deadline() -> None:
     lobby.close()
 
 
-def test_who_came_to_a_roll_call_that_failed_is_told_of_which_generation(tmp_path: Path) -> None:
+def test_nodes_of_a_failed_roll_call_get_its_generation(tmp_path: Path) -> None:
     """It has waited for it, and is paid for: without the number it could write no log."""
     ports = control_ports("run-of-three", 0)
     spec = GangSpec(
@@ -101,7 +101,7 @@ def test_for_a_peer_that_is_gone_nothing_is_kept() -> None:
     near.close()
 
 
-def test_a_node_that_finds_nobody_says_so() -> None:
+def test_a_node_that_finds_no_coordinator_reports_it() -> None:
     with pytest.raises(GangError, match="node 1 could not reach node 0 within 1 s"):
         join_gang(
             "127.0.0.1",

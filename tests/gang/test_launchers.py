@@ -106,7 +106,7 @@ def test_of_several_writers_at_the_same_moment_one_creates_the_object(folder: St
     assert folder.get("a/one") == b"by %d" % found.index(True)
 
 
-def test_a_second_launcher_is_refused_and_told_how_to_take_over(store: Store) -> None:
+def test_a_second_launcher_is_refused_with_the_option_to_take_over(store: Store) -> None:
     claim = claim_job(store, "mine", "run")
     with pytest.raises(JobIsRunning) as refused:
         claim_job(store, "mine", "resume")
@@ -438,7 +438,7 @@ def test_the_report_of_a_passed_preflight_and_no_plan_is_interrupted() -> None:
     )
 
 
-def test_output_whose_reader_left_is_dropped_and_the_work_goes_on(tmp_path: Path) -> None:
+def test_output_without_a_reader_is_dropped_and_the_launcher_continues(tmp_path: Path) -> None:
     program = (
         "from ebbflow.core.process import ignore_lost_readers; ignore_lost_readers(); import "
         "sys, time\n"

@@ -114,7 +114,7 @@ def test_the_start_waits_for_a_node_that_waits_out_its_notice(waiting: Waiting) 
     assert not thread.is_alive() and waiting.errors == []
 
 
-def test_a_machine_that_goes_while_it_waits_was_to_go(waiting: Waiting) -> None:
+def test_losing_a_machine_during_its_notice_wait_is_expected(waiting: Waiting) -> None:
     thread = waiting.call_roll(60)
     waiting.members[0].close()
     thread.join(60)
@@ -134,7 +134,7 @@ def test_a_notice_without_an_end_is_waited_for_as_long_as_a_start_may_take(
     ]
 
 
-def test_a_node_that_comes_again_is_heard_on_its_new_connection(waiting: Waiting) -> None:
+def test_a_rejoined_node_is_read_on_its_new_connection(waiting: Waiting) -> None:
     """It had no answer in time, while node 0 was busy or stood still."""
     done = threading.Event()
     own = replace(waiting.spec, node=1)
@@ -179,7 +179,7 @@ def of_node_1(folder: Path, own: GangSpec) -> GangSpec:
 
 
 @pytest.mark.parametrize("gone", ["killed", "told to end"])
-def test_what_node_0_costs_while_it_waits_is_on_the_bill(gone: str, tmp_path: Path) -> None:
+def test_the_bill_has_the_wait_of_node_0(gone: str, tmp_path: Path) -> None:
     notice = tmp_path / "notice"
     spec = replace(
         endless_gang(tmp_path, survival={"notice_file": str(notice), "standby": False}), nodes=1
@@ -203,7 +203,7 @@ def test_what_node_0_costs_while_it_waits_is_on_the_bill(gone: str, tmp_path: Pa
     assert fold(events).paid_rank_seconds == pytest.approx(lived, abs=0.001) and lived > 0.5
 
 
-def test_a_member_that_goes_while_it_waits_is_on_the_bill_and_an_interruption(
+def test_a_member_lost_during_its_wait_is_billed_as_an_interruption(
     tmp_path: Path,
 ) -> None:
     spec = endless_gang(

@@ -163,7 +163,7 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
         ([(1, NOTICE), (2, NOTICE)], []),  # one alone is not enough
     ],
 )
-def test_who_leaves_alone_and_when_all_must(
+def test_one_noticed_node_leaves_alone_unless_all_have_to(
     orders: list[tuple[int, str]],
     left_out: list[int],
     trio: tuple[CoordinatorPeers, list[FollowerPeers]],
@@ -191,7 +191,7 @@ def test_who_leaves_alone_and_when_all_must(
         assert coordinator.leave_cause
 
 
-def test_a_noticed_machine_that_goes_before_its_ranks_have_left_stops_nobody_else(
+def test_losing_a_noticed_machine_before_its_ranks_left_stops_no_other_node(
     trio: tuple[CoordinatorPeers, list[FollowerPeers]],
 ) -> None:
     coordinator, members = trio

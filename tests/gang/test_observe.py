@@ -329,7 +329,7 @@ def test_pages_of_several_jobs_become_one_page() -> None:
     assert {sample.labels["job"] for sample in merged["ebbflow_job_step"].samples} == {"a", "b"}
 
 
-def test_without_prometheus_one_line_says_how_to_get_it(
+def test_observe_without_prometheus_prints_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

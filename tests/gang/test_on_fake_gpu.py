@@ -302,7 +302,7 @@ def test_a_straggler_is_found_by_the_time_of_its_device(gpu: FakeGpu) -> None:
         ("off", "cpu", "within tolerance", False, False),
     ],
 )
-def test_what_is_deterministic_is_what_the_report_promises(
+def test_deterministic_settings_match_the_reports_promise(
     mode: str, device: str, level: str, on: bool, warns: bool
 ) -> None:
     before = (

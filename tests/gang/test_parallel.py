@@ -158,7 +158,7 @@ def test_a_module_that_cannot_start_itself_is_named() -> None:
         initialise(model.to_empty(device="cpu"), blank, seed=0)
 
 
-def test_the_digest_of_weights_is_what_its_description_says() -> None:
+def test_the_digest_of_weights_matches_its_description() -> None:
     model = nn.Module()
     model.register_parameter("b", nn.Parameter(torch.tensor([[1.0, -2.0, 3.0]])))
     model.register_parameter("a", nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16)))

@@ -225,7 +225,7 @@ def test_equal_blocks_are_compiled_once(on_two: dict[str, list[dict]]) -> None:
     assert on_two["fsdp2, offloaded"][0]["compiled_graphs"] == 0
 
 
-def test_what_powersgd_keeps_back_does_not_outlive_a_commit() -> None:
+def test_powersgd_residuals_do_not_outlive_a_commit() -> None:
     config = make_config(ddp={"gradient_compression": "powersgd"})
     outputs = run_ranks(2, ["-m", "tests.support.compression_rank", config.model_dump_json()])
     assert [output.split() for output in outputs] == [["saved", "True", "unsaved", "False"]] * 2
@@ -319,7 +319,7 @@ def test_recomputing_saves_memory_and_changes_no_gradient() -> None:
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_its_arithmetic(
+def test_impossible_parallel_modes_are_refused_with_their_arithmetic(
     sections: dict, place: dict, said: str
 ) -> None:
     here = RankLayout(
@@ -351,7 +351,7 @@ def test_ranks_refuse_what_preflight_would_have(monkeypatch: pytest.MonkeyPatch)
     assert "no-such-compiler" in failed("parallel", parallel={"compile": True}).detail
 
 
-def test_preflight_tells_the_arrangement() -> None:
+def test_preflight_shows_the_arrangement_of_ranks() -> None:
     hsdp = {"mode": "hsdp", "shard_size": 2, "recompute": "full"}
     detail = passed("parallel", parallel=hsdp, cluster={"nodes": 2, "processes_per_node": 4}).detail
     assert detail == "hsdp: 8 ranks = 4 copies of the model × 2 ranks that hold one; recompute full"

@@ -89,7 +89,7 @@ def test_a_start_outlasts_a_store_that_refuses_for_a_while(
     assert Coordinator(own).run() == DONE and coming == []
 
 
-def test_who_has_come_is_told_to_wait_while_the_first_start_asks_the_store(
+def test_joined_nodes_wait_while_the_first_start_reads_the_store(
     own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or it would give node 0 up, which may wait as long again for the nodes that are missing."""
@@ -148,7 +148,7 @@ def test_pods_wait_for_the_machines_of_others_to_boot(
         pod.close()
 
 
-def test_a_store_that_is_none_is_told_of_at_once(
+def test_an_unusable_store_is_reported_without_a_retry(
     own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own.start_seconds = 3600.0
@@ -161,7 +161,7 @@ def test_a_store_that_is_none_is_told_of_at_once(
         Coordinator(own).run()
 
 
-def test_the_last_error_is_told_when_the_deadline_is_over(
+def test_the_last_store_error_is_raised_at_the_deadline(
     own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own.start_seconds = 0.5

@@ -185,7 +185,7 @@ def test_a_metric_that_the_evaluation_lacks_is_an_error(tmp_path: Path) -> None:
     ("given", "count", "mode"),
     [(2, 2, "min"), ({"metric": "held_out_loss", "mode": "max"}, 1, "max"), ({}, 0, "min")],
 )
-def test_a_number_or_a_section_says_what_is_best(
+def test_the_objective_is_given_as_a_number_or_a_section(
     given: Any, count: int, mode: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "job.yaml"

@@ -157,7 +157,7 @@ def test_a_folder_is_policy_engine_and_reference(
     assert "held_out_reward" in trial.text and not trial.notes
 
 
-def test_a_job_with_lora_goes_on_at_another_world_size(tmp_path: Path) -> None:
+def test_a_job_with_lora_resumes_at_another_world_size(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     config = config_of(tmp_path, folder, {"lora_rank": 4}, parallel={"mode": "fsdp2"})
     path = tmp_path / "job.yaml"

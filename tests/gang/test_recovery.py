@@ -46,7 +46,7 @@ def job_store(spec: GangSpec) -> Store:
     return Store.open(spec.store_uri).sub(job_prefix(spec.job))
 
 
-def test_a_bug_that_strikes_three_times_ends_the_job_and_says_what_it_has_cost(
+def test_a_bug_in_three_starts_ends_the_job_and_reports_its_cost(
     tmp_path: Path,
 ) -> None:
     """Ranks are started cold here: what a standby does for them must not be needed."""

@@ -72,7 +72,7 @@ def test_a_fault_that_cannot_fire_is_refused(text: str, says: str) -> None:
         Fault.parse(text).check(max_steps=100, nodes=2, world_size=4)
 
 
-def test_what_needs_two_ranks_is_refused_to_one() -> None:
+def test_a_rehearsal_that_needs_two_ranks_is_refused_for_one() -> None:
     with pytest.raises(RehearsalError, match="uneven-steps needs two ranks"):
         Fault.parse("uneven-steps@50%").check(max_steps=100, nodes=1, world_size=1)
 

@@ -38,7 +38,7 @@ from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
 
 
-def test_predicted_and_actual_loss_stand_side_by_side() -> None:
+def test_the_report_shows_predicted_beside_actual_lost_work() -> None:
     seconds = {
         LedgerClass.USEFUL_STEP: 90,
         LedgerClass.CHECKPOINT_STALL: 2,
@@ -198,7 +198,7 @@ def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) ->
     assert [saves.due(8), saves.due(9), saves.due(100)] == [True, False, True]
 
 
-def test_a_rehearsed_notice_is_heard_at_its_step(tmp_path: Path) -> None:
+def test_a_rehearsed_notice_arrives_at_its_step(tmp_path: Path) -> None:
     """However short the steps are: a job that is over before its agent has looked would prove
     nothing.
     """
@@ -274,7 +274,7 @@ def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit counts"
 
 
-def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> None:
+def test_a_drain_ends_without_the_last_save_but_a_finished_job_waits_for_it() -> None:
     events: list = []
     trainer = trainer_of(Saver(fails="no index from rank 1"), events)
     ending = trainer.end(Position(5), Outcome.INTERRUPTED, "asked to leave")
@@ -284,7 +284,7 @@ def test_leaving_goes_on_without_the_last_save_but_a_finished_job_does_not() -> 
         trainer.end(Position(5), Outcome.COMPLETED)
 
 
-def test_a_cap_says_nothing_of_a_save_that_is_spared_no_bandwidth(
+def test_a_bandwidth_cap_does_not_apply_to_an_urgent_save(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows: list[Row] = []

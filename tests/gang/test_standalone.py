@@ -97,7 +97,7 @@ def run_and_kill_rank_1(folder: Path, rendezvous: list[str]) -> str:
 
 
 @pytest.mark.parametrize("rendezvous", ["with a run id", "without"])
-def test_a_restart_by_torchrun_goes_on_with_the_same_job(tmp_path: Path, rendezvous: str) -> None:
+def test_a_restart_by_torchrun_continues_the_same_job(tmp_path: Path, rendezvous: str) -> None:
     static = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     output = run_and_kill_rank_1(
         tmp_path, ["--standalone"] if rendezvous == "with a run id" else static

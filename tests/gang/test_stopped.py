@@ -83,7 +83,7 @@ def test_a_stopped_task_is_killed_wherever_it_runs_and_no_other_one() -> None:
         watch.join(60)
 
 
-def test_who_was_stopped_along_with_its_launcher_is_left_alone() -> None:
+def test_processes_stopped_with_their_launcher_are_left_alone() -> None:
     seconds = [0.0]
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     stopped = StoppedProcesses(20.0, now=lambda: seconds[0])
@@ -129,7 +129,7 @@ def test_a_run_that_was_stopped_is_continued_once_and_then_killed(
     assert said == ["continued", "killed"][:stops] * 2
 
 
-def test_an_agent_whose_loop_stands_still_is_ended_and_no_other_one() -> None:
+def test_only_the_agent_whose_loop_hangs_is_ended() -> None:
     turns = itertools.count()
     ended = [threading.Event(), threading.Event()]
     turning = LoopWatchdog(lambda: next(turns), 0.2, end=ended[0].set)

@@ -113,7 +113,7 @@ def test_jobs_on_two_ranks_and_ahead_of_the_policy(tmp_path: Path) -> None:
         assert metrics["rollout_time_share"] > 0.5 or job == "ahead", "slow generation shows"
 
 
-def test_what_is_not_as_it_should_be_ends_the_step(tmp_path: Path) -> None:
+def test_unexpected_answers_of_vllm_end_the_step(tmp_path: Path) -> None:
     folder, served = make_served(tmp_path)
     with serve_vllm(fake := FakeVllm(served)) as address:
         config = config_of(tmp_path, folder, options_of(served, address))

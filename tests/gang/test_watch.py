@@ -76,7 +76,7 @@ def test_a_collective_that_only_one_rank_calls_is_its_fault(folder: Path) -> Non
         ("SIGSEGV", "killed by SIGSEGV"),
     ],
 )
-def test_who_ended_first_is_named_and_not_who_lost_the_connection(
+def test_the_rank_that_ended_first_is_named_as_the_culprit(
     folder: Path, trouble: str, kind: str
 ) -> None:
     culprit = verdict(folder, trouble, guilty=1)

@@ -83,7 +83,7 @@ def pass_time(watch: RankWatch, rank: Rank, seconds: float) -> list[WorkerFailur
     return found
 
 
-def test_what_is_only_remarkable_is_dumped_and_left_alone_until_the_floor(
+def test_a_slow_rank_is_dumped_but_not_killed_below_the_hang_threshold(
     rank: Rank, tmp_path: Path
 ) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=20.0)
@@ -144,7 +144,7 @@ def test_a_disk_that_takes_no_dump_does_not_end_the_watch(rank: Rank, tmp_path: 
     watch.close()
 
 
-def test_a_rank_that_goes_on_is_nobodys_concern(rank: Rank, tmp_path: Path) -> None:
+def test_a_rank_that_progresses_is_not_reported(rank: Rank, tmp_path: Path) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=3.0)
     for step in range(3, 30):
         rank.heartbeat.beat(step, "forward")
@@ -153,7 +153,7 @@ def test_a_rank_that_goes_on_is_nobodys_concern(rank: Rank, tmp_path: Path) -> N
     watch.close()
 
 
-def test_what_ranks_map_of_the_same_file_is_no_memory_of_each(tmp_path: Path) -> None:
+def test_file_pages_shared_by_ranks_count_once_as_memory(tmp_path: Path) -> None:
     path = tmp_path / "library"
     path.write_bytes(bytes(64 * 2**20))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
@@ -166,7 +166,7 @@ def test_what_ranks_map_of_the_same_file_is_no_memory_of_each(tmp_path: Path) ->
     held.close()
 
 
-def test_a_kill_for_memory_is_told_from_any_other(rank: Rank, tmp_path: Path) -> None:
+def test_an_oom_kill_differs_from_other_kills(rank: Rank, tmp_path: Path) -> None:
     with small_cgroup(rank.process.pid) as limited:
         if not limited:
             pytest.skip("no memory cgroup can be made here (needs root and cgroup v1)")
@@ -214,7 +214,7 @@ class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
             self._folder.rmdir()
 
 
-def test_nobody_is_blamed_while_somebody_waits_for_the_store(rank: Rank, tmp_path: Path) -> None:
+def test_no_rank_is_blamed_while_one_waits_for_the_store(rank: Rank, tmp_path: Path) -> None:
     watch = watch_of(rank, tmp_path, floor_seconds=5.0)
     rank.offset += 60.0
     for _ in range(100):
@@ -228,9 +228,7 @@ def test_nobody_is_blamed_while_somebody_waits_for_the_store(rank: Rank, tmp_pat
     watch.close()
 
 
-def test_those_who_waited_along_have_the_time_of_a_step_when_the_wait_is_over(
-    rank: Rank, tmp_path: Path
-) -> None:
+def test_ranks_get_a_full_step_of_time_after_a_store_wait(rank: Rank, tmp_path: Path) -> None:
     """The rank that waited has a step to make before it is where the others are."""
     watch = watch_of(rank, tmp_path, floor_seconds=60.0)
     for _ in range(200):

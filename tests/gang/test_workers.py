@@ -131,7 +131,7 @@ def test_a_rank_that_the_kernel_does_not_let_go_is_not_waited_for_without_end(
 
 
 @pytest.mark.parametrize("culprits", [(0,), ()])
-def test_what_a_rank_has_started_does_not_outlive_it(
+def test_child_processes_of_a_rank_do_not_outlive_it(
     spec: WorkerSpec, tmp_path: Path, culprits: tuple[int, ...]
 ) -> None:
     told = tmp_path / "children"
@@ -180,7 +180,7 @@ def test_a_frozen_standby_is_given_up_though_it_does_not_read_what_it_is_asked(
     standby.close()
 
 
-def test_a_number_that_is_somebody_elses_by_now_is_not_killed() -> None:
+def test_a_reused_pid_is_not_killed() -> None:
     """A standby reaps a rank before its agent hears of the end."""
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -284,7 +284,7 @@ def test_ranks_that_cannot_be_started_are_news_for_all_and_no_traceback(tmp_path
 
 
 @pytest.mark.parametrize("device", ["", "/dev/nvidia0"])
-def test_with_a_rank_in_state_d_the_gang_goes_on_here_or_elsewhere_if_it_holds_the_device(
+def test_a_gang_continues_after_a_rank_in_uninterruptible_sleep(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(workers_module, "_KILLED_SECONDS", 0.2)

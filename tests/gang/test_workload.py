@@ -119,7 +119,7 @@ def test_a_sound_workload_is_measured(name: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_one_line_with_its_place(name: str, said: str, tmp_path: Path) -> None:
+def test_a_workload_error_is_one_line_with_its_place(name: str, said: str, tmp_path: Path) -> None:
     assert re.search(said, found := refusal(config_of(name, tmp_path))), found
 
 
@@ -286,7 +286,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_built_in_model_measures_as_its_formulas_say(
+def test_the_built_in_models_measurements_match_its_formulas(
     model: ModelConfig, tmp_path: Path
 ) -> None:
     for number in range(4):

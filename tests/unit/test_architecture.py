@@ -250,7 +250,7 @@ def test_launchers_agents_and_uploaders_start_without_torch() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_what_is_installed_holds_the_files_that_are_no_modules() -> None:
+def test_the_installed_package_has_its_data_files() -> None:
     """A pattern of package_data is for the files of its own package, and not of those below it."""
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")

@@ -123,7 +123,7 @@ def read(source: BatchSource, epoch: int, skip: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_goes_on_at_any_batch(workers: int) -> None:
+def test_a_loader_resumes_at_any_batch(workers: int) -> None:
     def source() -> BatchSource:
         torch.manual_seed(5)
         loader = DataLoader(
@@ -470,7 +470,7 @@ def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:
     assert len(said) == 1
 
 
-def test_a_dataset_with_a_state_goes_on_through_it() -> None:
+def test_a_dataset_with_a_state_resumes_from_it() -> None:
     source = BatchSource(DataLoader(Counting(), batch_size=4), 11, print)
     batches = source.epoch(0, 0)
     first = [next(batches).tolist() for _ in range(2)]
@@ -482,7 +482,7 @@ def test_a_dataset_with_a_state_goes_on_through_it() -> None:
     ]
 
 
-def test_a_loader_of_torchdata_goes_on_through_its_state() -> None:
+def test_a_torchdata_loader_resumes_from_its_state() -> None:
     loaders = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="torchdata: requirements-dev.txt"
     )

@@ -58,7 +58,7 @@ def test_records_of_attempts_are_named_and_cannot_be_changed() -> None:
             type(record)(*([1] * len(asdict(record))))
 
 
-def test_the_causes_are_those_that_batch_records_tell() -> None:
+def test_attempt_causes_come_from_batch_records() -> None:
     assert {RECLAIMED, USER_CODE, NEVER_STARTED, NOT_MADE, TERMINATED, ENDED, UNKNOWN} == set(
         CAUSES
     )
@@ -188,7 +188,7 @@ class Log:
         return [(attempt.placement.queue, attempt.job_id, attempt.cause) for attempt in attempts]
 
 
-def test_an_attempt_has_all_that_its_events_tell() -> None:
+def test_an_attempt_has_every_field_of_its_events() -> None:
     log = Log()
     log.place(after_generation=3)
     log.submit("job-1")
@@ -389,9 +389,7 @@ RECLAIM = {"source": "metadata", "action": "terminate"}
         ("reclaimed", True),
     ],
 )
-def test_a_reclaims_notice_corrects_what_batch_tells_of_a_job_that_ran(
-    told: str, corrected: bool
-) -> None:
+def test_a_spot_notice_corrects_batchs_cause_of_a_job_that_ran(told: str, corrected: bool) -> None:
     log = Log()
     log.place()
     log.submit("job-1")
@@ -462,7 +460,7 @@ def test_a_notice_concerns_all_jobs_of_its_generation_and_no_other() -> None:
     assert [cause for _, _, cause in log.read()] == ["reclaimed", "reclaimed", "unknown"]
 
 
-def test_only_the_last_generation_of_a_job_says_whether_the_program_ended_it() -> None:
+def test_only_a_jobs_last_generation_decides_whether_its_program_ended_it() -> None:
     log = Log()
     log.place()
     log.submit("job-1")

@@ -389,7 +389,7 @@ def test_a_parquet_report_is_read_by_column_and_row(
         next(read_bill(tmp_path / "cur.parquet"))
 
 
-def test_a_parquet_report_without_pandas_says_what_to_install(
+def test_a_parquet_bill_without_pandas_names_the_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)

@@ -103,7 +103,7 @@ ENGINE = "training/engine/loop.py:73 in forward_backward"
         ("ggggggggg", [1], ENGINE, 10, 1),
     ],
 )
-def test_who_waits_in_a_collective_alone_is_no_further_than_who_has_come_to_the_step_sync(
+def test_a_rank_alone_in_a_collective_is_not_ahead_of_one_in_the_step_sync(
     history: str, late: list[int], where: str, step: int, guilty: int
 ) -> None:
     """A CPU's step sync is in no recorder, so that those who came to it have called less."""
@@ -173,7 +173,7 @@ def test_in_a_first_step_the_rank_outside_the_training_loop_is_at_fault(guilty: 
         assert (culprit.rank, culprit.where) == (guilty, "user/save.py:7 in save")
 
 
-def test_the_minority_of_ranks_is_the_odd_one_whoever_is_usual() -> None:
+def test_a_minority_of_ranks_is_blamed_whatever_the_usual_culprit() -> None:
     ranks = {rank: calls("barrier" if rank != 2 else "all_reduce [[1]]") for rank in range(4)}
     assert find_mismatch(ranks).ranks == [2]
     assert find_mismatch({0: calls(*STEP), 1: calls(*STEP, start=3)}) is None
@@ -231,7 +231,7 @@ def test_ranks_that_lost_a_peer_at_different_places_are_tried_again_unless_gloo_
         ({"left": True, "witness": True, "message": "left after step 19: interrupted"}, True),
     ],
 )
-def test_what_comes_again_in_each_start_is_not_tried_again(
+def test_a_failure_that_repeats_in_each_start_is_not_retried(
     known: dict[str, Any], again: bool
 ) -> None:
     end = end_from_failures([failed(1, **known), echo])
@@ -332,7 +332,7 @@ def test_stacks_in_every_form_name_the_users_line() -> None:
     assert parse_traceback(raised) == "user/loss.py:9 in log"
 
 
-def test_a_rank_in_an_exchange_stands_where_it_was_called_for() -> None:
+def test_a_rank_in_an_exchange_has_the_position_of_its_caller() -> None:
     told = (
         'Current thread 0x2 (most recent call first):\n  File "/a/training/peer_sockets.py", '
         'line 160 in _read\n  File "/a/training/peer_sockets.py", line 80 in _hear\n  File '

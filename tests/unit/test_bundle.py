@@ -292,7 +292,7 @@ def test_ordinary_text_stays(text: str) -> None:
 
 
 @pytest.mark.parametrize("cut", ["none", "begin", "end"])
-def test_a_private_key_goes_with_all_its_lines(cut: str) -> None:
+def test_the_bundle_removes_all_lines_of_a_private_key(cut: str) -> None:
     begin = "-----BEGIN OPENSSH PRIVATE KEY-----"
     end = "-----END OPENSSH PRIVATE KEY-----"
     parts = [part for part, name in ((begin, "begin"), (_PEM, ""), (end, "end")) if name != cut]

@@ -51,7 +51,7 @@ def test_without_slack_it_is_on_demand_from_the_start() -> None:
     assert "slack" in found.reason and found.start_by_utc is None
 
 
-def test_a_reclaim_goes_on_where_the_policy_says_and_at_the_last_safe_moment_on_demand() -> None:
+def test_a_reclaimed_job_follows_the_policy_until_the_last_safe_moment() -> None:
     config = batch_config()
     log = JobLog()
     first = placed_now(config, log, 0.0)
@@ -182,14 +182,14 @@ def test_several_nodes_are_on_demand_and_need_a_queue_that_takes_them() -> None:
         (queue("mixed", None), "mixed: None"),
     ],
 )
-def test_without_a_queue_it_says_what_each_lacks(state, words: str) -> None:
+def test_a_placement_without_a_queue_lists_what_each_queue_lacks(state, words: str) -> None:
     with pytest.raises(PlacementError) as refused:
         placed_now(batch_config(), JobLog(), 0.0, where=queues(state))
     assert refused.value.outcome is Outcome.NO_CAPACITY and words in str(refused.value)
 
 
 @pytest.mark.parametrize("choice", ["optimal", "default_x86_64", "default_arm64"])
-def test_what_batch_chooses_itself_has_no_gpus(choice: str) -> None:
+def test_a_queue_with_optimal_instance_types_has_no_gpus(choice: str) -> None:
     """A GPU job would wait there for nothing, also where the configuration claims otherwise."""
     ranked = planned(batch_config(), WALL).ranked
     chosen = queue("any", "spot", [choice])
@@ -336,7 +336,7 @@ def test_a_refused_plan_ends_with_its_own_outcome() -> None:
     assert refused.value.outcome is Outcome.DEADLINE
 
 
-def test_the_second_wall_is_what_budget_and_deadline_still_bear() -> None:
+def test_the_time_limit_is_what_budget_and_deadline_still_allow() -> None:
     config = batch_config("cost.budget_usd=10", "checkpoint.deadline_seconds=100")
     found = placed_now(config, JobLog(), 0.0, share_done=0.9, spent_usd=9.0)
     assert found.wall_seconds == int(1.0 / found.usd_per_hour * HOUR)
@@ -346,7 +346,7 @@ def test_the_second_wall_is_what_budget_and_deadline_still_bear() -> None:
     assert placed_now(without, JobLog(), 0.0).wall_seconds >= 5 * 24 * HOUR
 
 
-def test_a_budget_that_just_bears_on_demand_bears_spot_before_it() -> None:
+def test_a_budget_for_on_demand_allows_spot_before_it() -> None:
     usual = next(
         candidate
         for candidate in planned(batch_config(), WALL).ranked

@@ -90,7 +90,7 @@ def test_the_deadline_of_a_save_grows_with_its_bytes(
         checkpointer.hurry()
 
 
-def test_a_restored_run_goes_on_as_if_nothing_had_happened(job: Store) -> None:
+def test_a_restored_run_continues_bit_equal(job: Store) -> None:
     events: list[tuple[str, dict]] = []
     model, optimizer = build()
     generation = open_generation(job, run="r", attempt=0)

@@ -233,7 +233,9 @@ def test_another_model_is_a_mismatch_and_not_a_silent_start(job: Store, tmp_path
         restored(new)
 
 
-def test_show_says_what_is_in_a_commit(job: Store, capfd: pytest.CaptureFixture) -> None:
+def test_checkpoint_show_lists_the_contents_of_a_commit(
+    job: Store, capfd: pytest.CaptureFixture
+) -> None:
     assert checkpoints(["show", job.uri, "--commit", "7", "--json"]) == 0
     about = json.loads(capfd.readouterr().out)
     assert (about["step"], about["world_size"], about["random_states_at"]) == (7, 1, 1)

@@ -582,7 +582,7 @@ def test_a_launcher_that_sees_a_rival_withdraws_its_own_record(store: RecordingS
 
 
 @pytest.mark.parametrize("has_tombstone", [True, False])
-def test_a_start_from_a_commit_that_goes_meanwhile_withdraws_its_record(
+def test_a_start_from_a_commit_deleted_meanwhile_withdraws_its_record(
     store: RecordingStore, has_tombstone: bool
 ) -> None:
     first = put_generation(store, 1)

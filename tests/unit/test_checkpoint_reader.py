@@ -142,7 +142,7 @@ def test_more_pieces_than_one_read_takes(stored: tuple[Store, DataObject, bytes]
     assert b"".join(pieces) == raw and max(sum(map(len, block)) for block in blocks) == 37
 
 
-def test_what_lies_beyond_the_end_is_damage_and_what_is_not_asked_for_is_not_touched(
+def test_a_reader_reports_bytes_beyond_the_end_and_reads_only_what_is_requested(
     stored: tuple[Store, DataObject, bytes],
 ) -> None:
     store, data, _ = stored
@@ -178,7 +178,7 @@ def test_a_store_in_trouble_is_asked_again_but_not_for_ever(
     assert len(remote.asked) == min(faults + 1, 4)
 
 
-def test_a_restore_says_where_its_time_went_and_reads_each_byte_once(tmp_path: Path) -> None:
+def test_a_restore_reports_its_timings_and_reads_each_byte_once(tmp_path: Path) -> None:
     job = Store.open(str(tmp_path / "jobs" / "job"))
     model = nn.Linear(300, 300)
     with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) as checkpointer:

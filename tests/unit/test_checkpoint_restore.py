@@ -453,7 +453,7 @@ def test_a_job_whose_commits_are_all_rejected_has_nothing_to_restore(
         restore(view, job.candidates, read_again=torn)
 
 
-def test_a_job_with_older_commits_than_the_rejected_candidates_goes_on_with_those_next_time(
+def test_a_restore_continues_with_older_commits_next_time(
     job: Job,
 ) -> None:
     view = View(job.store)

@@ -652,7 +652,7 @@ def test_nothing_is_chosen_while_no_commit_is_whole(store: RecordingStore) -> No
 @pytest.mark.parametrize(
     "damage", ["missing", "shorter", "unreadable manifest", "missing manifest"]
 )
-def test_a_torn_commit_goes_once_enough_whole_ones_are_newer(
+def test_retention_deletes_a_torn_commit_once_enough_complete_ones_are_newer(
     store: RecordingStore, damage: str
 ) -> None:
     generation = put_generation(store, 1)
@@ -806,7 +806,7 @@ def test_stale_commits_go_but_not_the_data_that_a_kept_commit_shares(store: Reco
 
 @pytest.mark.parametrize(("age", "goes"), [(DAY - 1, False), (DAY, False), (DAY + 1, True)])
 @pytest.mark.parametrize("writable", [True, False])
-def test_an_unreachable_commit_goes_once_it_is_older_than_the_limit(
+def test_retention_deletes_an_unreachable_commit_beyond_the_age_limit(
     store: RecordingStore, clock: list[float], writable: bool, age: float, goes: bool
 ) -> None:
     generation = put_generation(store, 1)

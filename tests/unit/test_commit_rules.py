@@ -449,7 +449,7 @@ def test_a_commit_that_is_never_listed_is_an_error_that_names_it(
     )
 
 
-def test_the_wait_for_a_commit_outlives_errors_of_the_store_and_tells_the_last(
+def test_the_wait_for_a_commit_survives_store_errors_and_reports_the_last(
     store: RecordingStore, clock: Clock
 ) -> None:
     save = save_of(2)
@@ -476,7 +476,7 @@ def test_the_wait_for_a_commit_outlives_errors_of_the_store_and_tells_the_last(
     assert await_commit(store, save, Deadline(4.0)).commit is not None
 
 
-def test_a_save_that_is_not_committed_tells_why_an_index_is_unusable(
+def test_an_uncommitted_save_reports_why_an_index_is_unusable(
     store: RecordingStore, clock: Clock
 ) -> None:
     save = save_of(1)

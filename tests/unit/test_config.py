@@ -47,7 +47,7 @@ def test_the_default_job_is_valid_and_commits_at_least_three_times(tmp_path: Pat
     "text",
     ["", "# only a comment\n", "---\n", "model:\ntraining:\n  scheduler:\n", "\ufeffmodel:\n"],
 )
-def test_what_is_left_out_has_its_default(tmp_path: Path, text: str) -> None:
+def test_omitted_keys_have_their_defaults(tmp_path: Path, text: str) -> None:
     config = load(tmp_path, text).config
     assert config == RunConfig(store=str(tmp_path / "project" / "runs"))
 
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_read_names_those_that_can(tmp_path: Path, given_p
         assert "did you mean configs/laptop.yaml?" in first.hint
 
 
-def test_rules_are_silent_about_values_that_nobody_could_read(tmp_path: Path) -> None:
+def test_rules_do_not_check_unreadable_values(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, "training: {max_steps: [}", "checkpoint.interval_steps=4000")
     assert len(caught.value.problems) == 1

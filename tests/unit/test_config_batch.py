@@ -81,7 +81,7 @@ def test_a_bad_queue_is_pointed_at(tmp_path: Path, queue: str, says: str) -> Non
     assert says in text and "job.yaml:4:" in text
 
 
-def test_a_bad_item_is_pointed_at_where_it_stands(tmp_path: Path) -> None:
+def test_an_error_in_a_list_points_at_its_element(tmp_path: Path) -> None:
     assert "job.yaml:8:25: batch.queues item 3 market" in refused(
         tmp_path, QUEUES + "    - {name: c, market: sp}\n"
     )

@@ -42,7 +42,7 @@ def test_a_shipped_configuration_loads_and_plans(path: Path) -> None:
     jsonschema.validate(config.model_dump(mode="json"), json_schema())
 
 
-def test_the_gpt_job_is_of_the_size_that_it_says_and_of_a_shape_that_batch_can_run() -> None:
+def test_the_gpt_configuration_has_its_stated_size_and_fits_batch() -> None:
     config = load_config(
         ROOT / "ebbflow/configs" / "gpt-124m-spot.yaml", project_root=ROOT, environment={}
     ).config

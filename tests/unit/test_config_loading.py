@@ -87,7 +87,7 @@ def test_the_hint_for_a_missing_file_lists_those_of_three_folders_and_the_most_s
     assert hint("x.yaml") == f"write one; there is no *.yaml in {tmp_path} or {project / 'configs'}"
 
 
-def test_a_folder_is_told_from_a_missing_and_an_unreadable_file(tmp_path: Path) -> None:
+def test_loading_distinguishes_a_folder_from_a_missing_or_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name, message in {
         "folder": "folder: is a folder, not a configuration file",

@@ -66,7 +66,7 @@ def test_the_environment_is_that_of_the_process_unless_given(
         load_config(tmp_path / "job.yaml", project_root=tmp_path)
 
 
-def test_a_rule_blames_who_spoke_last(tmp_path: Path) -> None:
+def test_a_rule_names_the_last_source_of_a_value(tmp_path: Path) -> None:
     for environment, overrides, blamed in (
         ({}, [], "job.yaml:1:22"),
         ({"EBBFLOW__MODEL__NUM_HEADS": "9"}, [], "environment EBBFLOW__MODEL__NUM_HEADS:1:27"),
@@ -81,7 +81,7 @@ def test_a_rule_blames_who_spoke_last(tmp_path: Path) -> None:
         assert [str(problem.place) for problem in caught.value.problems] == [blamed]
 
 
-def test_paths_of_the_environment_count_from_where_the_user_stands(tmp_path: Path) -> None:
+def test_paths_from_the_environment_are_relative_to_the_working_directory(tmp_path: Path) -> None:
     text = "store: results\ntraining: {initial_weights: w.safetensors}\ndata: {tokenizer: t.json}\n"
     config = load(tmp_path, text, EBBFLOW__STORE="here", EBBFLOW__COST__PRICES="p.json").config
     assert config.store == str(tmp_path / "here")
@@ -119,7 +119,7 @@ def test_options_of_a_workload_are_of_any_name_and_merge_key_by_key(tmp_path: Pa
     assert (kinds["rate"], kinds["fast"], kinds["code"]) == (int, bool, str)
 
 
-def test_every_value_is_told_with_its_source(tmp_path: Path) -> None:
+def test_every_value_is_shown_with_its_source(tmp_path: Path) -> None:
     loaded = load(
         tmp_path, "workload: mine:Own\nworkload_options: {width: 3}\n", "data.suffixes=[.txt]"
     )

@@ -80,7 +80,7 @@ def test_without_a_terminal_steps_and_progress_are_plain_lines(
     assert "capacity plan" in log and "torch 2" in log and "Metaflow 2 executing" in log
 
 
-def test_what_happens_to_the_job_is_told_from_its_events(
+def test_the_console_shows_the_jobs_events(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = Store.open(config.store).sub(job_prefix("mine"))

@@ -363,7 +363,7 @@ def test_text_in_an_older_encoding_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "socket"])
-def test_what_is_no_regular_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+def test_data_from_a_non_regular_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.txt"
     if kind == "fifo":
         os.mkfifo(path)

@@ -389,7 +389,7 @@ def test_a_folder_of_text_has_no_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_rows_is_one_line_with_the_fix(
+def test_a_dataset_without_rows_is_one_line_with_the_fix(
     files: dict[str, bytes], problem: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")

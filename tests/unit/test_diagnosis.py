@@ -43,7 +43,7 @@ MATCHER = load_matcher()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_a_rule_matches_its_examples_only_and_says_what_to_do(rule: SymptomRule) -> None:
+def test_a_diagnosis_rule_matches_only_its_examples_and_has_a_fix(rule: SymptomRule) -> None:
     assert rule.examples and rule.fix and rule.title and rule.causes
     assert set(rule.follows) <= {other.id for other in RULES} - {rule.id}
     for example in rule.examples:
@@ -638,7 +638,7 @@ _OF_GUIDE = {
 COVERAGE_PAGE = Path(__file__).parents[2] / "docs" / "symptom-coverage.md"
 
 
-def test_the_documentation_says_how_each_symptom_of_the_guides_is_tested() -> None:
+def test_the_documentation_lists_how_each_symptom_is_tested() -> None:
     """It is written with `python -m tests.unit.test_diagnosis`."""
     assert COVERAGE_PAGE.read_text(encoding="utf-8") == coverage_page()
 

@@ -522,7 +522,7 @@ MONITORING = "/env/wandb/sdk.py"
         (make_rule("D06", family="synchronization"), STORAGE, "x", "D06"),
     ],
 )
-def test_the_code_that_raised_a_vague_exception_tells_its_family(
+def test_a_vague_exception_belongs_to_the_family_of_the_code_that_raised_it(
     rule: SymptomRule, path: str, error: str, root: str
 ) -> None:
     frame, exception = traceback(path, error)

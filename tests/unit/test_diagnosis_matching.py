@@ -317,7 +317,7 @@ def test_a_line_that_ends_a_symptom_removes_the_lines_about_its_object(
     assert (seen["R1"].count if "R1" in seen else None) == left
 
 
-def test_what_is_left_of_a_symptom_keeps_its_evidence() -> None:
+def test_a_reduced_symptom_keeps_its_evidence() -> None:
     rule = make_rule("R1", "is waiting", hint=("why",), need=("needed",), cleared=("has started",))
     texts = [f"{TASK.format(1)}is waiting", "it is needed", f"{TASK.format(2)}is waiting, why", "x"]
     found = collect([rule], *texts, f"{TASK.format(1)}has started", order=10)["R1"]

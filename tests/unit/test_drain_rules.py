@@ -203,7 +203,7 @@ def test_a_notice_within_its_margin_is_due_now(seconds: float, left: float, agen
         ("nothing", None, "nothing"),
     ],
 )
-def test_a_rebalance_recommendation_does_what_the_configuration_says(
+def test_a_rebalance_recommendation_acts_as_configured(
     on_rebalance: str,
     seconds: float | None,
     does: str,
@@ -232,7 +232,7 @@ def test_a_rebalance_recommendation_does_what_the_configuration_says(
     )
 
 
-def test_the_order_of_the_first_own_notice_stands_until_node_0_has_spoken(agent: Agent) -> None:
+def test_the_first_local_drain_order_holds_until_node_0_answers(agent: Agent) -> None:
     drain = agent.open()
     drain.on_signal()
     assert drain.leaving
@@ -415,7 +415,7 @@ def test_the_orders_of_nodes_that_are_left_out_are_forgotten(agent: Agent) -> No
     assert drain.leaving
 
 
-def test_what_remains_after_nodes_were_left_out_keeps_its_time(agent: Agent) -> None:
+def test_drain_orders_keep_their_time_after_nodes_are_excluded(agent: Agent) -> None:
     drain = agent.open()
     group = ranks(agent, alive=True)
     agent.forward(drain, SAVE, to_leave(10.0, node=2), to_leave(25.0, node=0))
@@ -426,7 +426,7 @@ def test_what_remains_after_nodes_were_left_out_keeps_its_time(agent: Agent) -> 
     assert len(drain.find_overstaying_ranks(group)) == 1
 
 
-def test_an_own_order_stands_though_all_others_are_forgotten(agent: Agent) -> None:
+def test_a_local_drain_order_holds_when_all_others_are_cleared(agent: Agent) -> None:
     drain = agent.open()
     drain.on_signal()
     assert drain.leaving

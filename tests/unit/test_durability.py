@@ -51,7 +51,7 @@ preloads = pytest.mark.skipif(bool(why_not_preloaded()), reason=why_not_preloade
         ("write:k#", ["k#"], []),
     ],
 )
-def test_the_model_of_a_disk_tells_what_a_crash_would_lose(
+def test_the_disk_model_shows_what_a_crash_would_lose(
     tmp_path: Path, calls: str, at_risk: list[str], early: list[str]
 ) -> None:
     fed = []

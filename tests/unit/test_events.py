@@ -77,7 +77,7 @@ def names(folder: Path) -> list[str]:
     return [event.name for event in read_events(Store.open(str(folder)))]
 
 
-def test_what_is_written_is_strict_json_and_a_foreign_object_is_refused_at_once(
+def test_an_event_is_strict_json_and_foreign_objects_are_refused(
     tmp_path: Path,
 ) -> None:
     with EventLog(Store.open(str(tmp_path)), ORIGIN) as log:
@@ -153,7 +153,7 @@ def test_a_put_that_lands_late_replaces_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_a_flush_that_cannot_be_kept_is_said_within_its_deadline_even_if_the_store_hangs(
+def test_a_failed_flush_is_reported_within_its_deadline(
     tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     gate = threading.Event()
@@ -171,7 +171,7 @@ def test_a_flush_that_cannot_be_kept_is_said_within_its_deadline_even_if_the_sto
     assert capfd.readouterr().err == ""
 
 
-def test_closing_never_raises_and_tells_how_many_events_are_lost(
+def test_closing_an_event_log_never_raises_and_counts_lost_events(
     tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     hangs = threading.Event()
@@ -251,7 +251,7 @@ def test_an_event_read_back_is_the_event(tmp_path: Path) -> None:
     )
 
 
-def test_what_came_before_a_save_is_put_with_it(tmp_path: Path) -> None:
+def test_events_before_a_save_are_stored_with_it(tmp_path: Path) -> None:
     """A commit whose steps nobody has heard of would leave a hole in the curve of a job that is
     killed then.
     """
@@ -501,7 +501,7 @@ ENTRIES = ["directory", "pipe", "socket", "loop"]
 
 
 @pytest.mark.parametrize("kind", KINDS + ENTRIES)
-def test_a_segment_that_is_not_what_was_written_is_said(tmp_path: Path, kind: str) -> None:
+def test_a_changed_event_segment_is_reported(tmp_path: Path, kind: str) -> None:
     sealed_job(tmp_path / "sound")
     sound, _ = folded(tmp_path / "sound")
     files = sorted((tmp_path / "sound").rglob("events/**/*.jsonl"))
@@ -519,7 +519,7 @@ def test_a_segment_that_is_not_what_was_written_is_said(tmp_path: Path, kind: st
         assert named or (kind == "lost" and found == sound), (path.name, damage)
 
 
-def test_the_command_says_the_damage_and_reports_the_rest(
+def test_the_report_command_lists_damaged_segments_and_reports_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     sealed_job(tmp_path)

@@ -444,7 +444,7 @@ def test_a_gpu_generation_has_its_own_published_mfu_and_more_nodes_lose_some_of_
     assert all(kind.gpu.mfu_source for kind in types.types if kind.gpu.bf16_mfu is not None)
 
 
-def test_what_the_modes_move_and_compute_again():
+def test_memory_modes_move_and_recompute_as_estimated():
     """Two nodes of two GPUs behind 2.5 Gbit/s: a step is as long as what it receives from the other
     node.
     """

@@ -100,7 +100,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(name="demo", run="1", config=RunConfig(store=str(tmp_path / "store")))
 
 
-def test_a_store_that_does_not_tell_of_earlier_jobs_ends_none(
+def test_planning_ends_no_jobs_when_the_store_is_unreadable(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert steps.read_job_history(job).stays == {}

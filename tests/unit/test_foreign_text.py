@@ -192,7 +192,7 @@ class Group:
         self.workers = workers
 
 
-def test_what_an_agent_shows_of_its_ranks_is_printable(
+def test_an_agent_shows_only_printable_text_of_its_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "rank-0.log"

@@ -286,7 +286,7 @@ def test_a_generations_end_survives_a_message() -> None:
         assert GenerationEnd.from_message(message) == replace(end, ranks=[], at=[], left_out=[])
 
 
-def test_a_generations_end_is_curable_and_final_unless_it_says_otherwise() -> None:
+def test_a_generation_end_message_defaults_to_curable_and_final() -> None:
     end = GenerationEnd()
     assert (end.curable, end.again, end.user_code, end.failed_as, end.generation) == (
         True,
@@ -472,7 +472,7 @@ def test_a_failed_generation_ends_as_its_culprit_demands(name: str) -> None:
         "IOError",
     ],
 )
-def test_an_error_of_a_network_or_file_is_tried_again_whatever_else_it_says(sign: str) -> None:
+def test_a_network_or_file_error_is_retried_whatever_its_text(sign: str) -> None:
     assert end_from_failures([failed(0, error="RuntimeError", message=f"{DEADLOCK}: {sign}")]).again
 
 

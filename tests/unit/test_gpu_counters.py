@@ -87,7 +87,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     library.released.set()
 
 
-def test_extremes_and_sums_of_what_the_devices_tell(library: Library, counters: GpuMonitor) -> None:
+def test_gpu_counters_aggregate_extremes_and_sums(library: Library, counters: GpuMonitor) -> None:
     wait_until("an answer", counters.sample, timeout=60)
     assert counters.sample() == {
         "gpus": 2,
@@ -106,9 +106,7 @@ def test_a_page_that_is_asked_for_rarely_waits_for_the_first_answer(
     assert counters.sample(wait_seconds=60.0)["gpus"] == 2
 
 
-def test_a_driver_that_does_not_answer_holds_nobody_up(
-    library: Library, counters: GpuMonitor
-) -> None:
+def test_a_hanging_gpu_driver_delays_nothing(library: Library, counters: GpuMonitor) -> None:
     """The agent's loop, which watches the ranks, asks this once a second."""
     wait_until("an answer", counters.sample, timeout=60)
     library.stuck = True
@@ -150,7 +148,7 @@ class Here:
         return None
 
 
-def test_without_the_library_nothing_is_told(
+def test_without_the_nvml_library_there_are_no_counters(
     monkeypatch: pytest.MonkeyPatch, counters: GpuMonitor
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)

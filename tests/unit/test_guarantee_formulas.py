@@ -277,7 +277,7 @@ def reservation(
         (reservation(starts=3, ends=9.5 - 1 / 4096), {}, 0.0),
     ],
 )
-def test_what_a_move_to_a_reservation_saves_follows_from_the_work_that_it_does(
+def test_the_saving_of_a_move_to_a_reservation_follows_from_its_work(
     held: Reservation, changes: dict[str, Any], saved: float
 ) -> None:
     assert usd_saved_by_moving(make_config(), spot_pool(**changes), held, 3600.0) == pytest.approx(
@@ -403,7 +403,7 @@ def rejection(kind: str, excess: float, market: str = "on_demand") -> Rejection:
     )
 
 
-def test_without_an_on_demand_pool_the_nearest_rejected_one_says_which_limit_is_too_low() -> None:
+def test_without_an_on_demand_pool_the_nearest_rejection_names_the_limit() -> None:
     late = rejection(MISSES_DEADLINE, 2.0)
     dear = rejection(OVER_BUDGET, 1.5)
     others = [rejection(NO_QUEUE, 1.0), rejection(OVER_BUDGET, 0.5, market="spot")]

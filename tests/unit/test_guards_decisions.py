@@ -220,7 +220,7 @@ EQUAL = "after step 6; they were equal after step 4, to where the job goes back"
         ([5, 7], 4, f"weights of ranks 0, 1 differ, and no majority shows which are right {EQUAL}"),
     ],
 )
-def test_ranks_whose_weights_differ_are_named_and_the_job_goes_back(
+def test_the_guard_names_ranks_with_different_weights_and_rewinds(
     tmp_path: Path, sums: list[float], agreed_step: int | None, reason: str
 ) -> None:
     store = Store.open(str(tmp_path))
@@ -266,7 +266,7 @@ def test_weights_are_compared_once_more_after_the_last_step(
     assert first.guards.agreed_step is None, "nothing was compared, or the weights differ"
 
 
-def test_no_rank_goes_on_before_its_event_is_recorded() -> None:
+def test_no_rank_continues_before_its_guard_event_is_recorded() -> None:
     recorded = threading.Event()
 
     def emit(*_: Any, **__: Any) -> None:

@@ -116,9 +116,7 @@ def judged(guard: LossGuard, losses: list[float]) -> list[str]:
         ("rewind", ["rewind"]),
     ],
 )
-def test_what_is_not_finite_stops_is_left_out_or_goes_back(
-    policy: str, expected: list[str]
-) -> None:
+def test_a_non_finite_loss_stops_skips_or_rewinds(policy: str, expected: list[str]) -> None:
     guard = LossGuard(GuardsConfig(non_finite=policy, skips_in_a_row=2))
     assert judged(guard, [1.0] * 5) == ["step"] * 5
     assert (
@@ -210,7 +208,7 @@ def test_the_loss_scale_stays_between_its_limits(
     assert scale.to_json() == {"value": expected, "good_steps": 0}
 
 
-def test_a_guard_that_was_kept_with_a_commit_goes_on_as_one_that_was_not() -> None:
+def test_a_guard_restored_from_a_commit_continues_as_before() -> None:
     drawn = random.Random(3)
     losses = [drawn.choice([drawn.gauss(3.0, 0.2), math.nan, 9.0]) for _ in range(300)]
     config = GuardsConfig(spike="skip", non_finite="skip", spike_window_steps=12, skips_in_a_row=2)
@@ -392,7 +390,7 @@ def test_an_allocation_that_fails_is_out_of_memory() -> None:
     assert is_out_of_memory(real.value)
 
 
-def test_a_rewind_passes_over_commits_that_nobody_can_read(tmp_path: Path) -> None:
+def test_a_rewind_skips_unreadable_commits(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     first = open_generation(store, run="run", attempt=0)
     for step in (4, 8):

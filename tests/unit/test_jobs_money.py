@@ -100,7 +100,7 @@ def test_an_interruption_carries_all_that_it_cost() -> None:
     assert all(cell in render_text(report) for cell in CAUSE_HEADER)
 
 
-def test_the_forecast_is_the_first_plans_and_the_budget_says_how_much_is_gone() -> None:
+def test_job_costs_show_the_first_plans_forecast_and_the_spent_budget() -> None:
     events = killed_job()
     later = plan_event(t=29.0)
     later.data["chosen"]["expected_usd"] = 0.1  # of what was left
@@ -163,7 +163,7 @@ def test_time_between_generations_on_one_instance_is_in_their_lines() -> None:
     assert report.paid_rank_seconds == 42.0
 
 
-def test_several_jobs_stand_side_by_side_and_add_up(tmp_path: Path) -> None:
+def test_several_jobs_are_listed_with_their_total(tmp_path: Path) -> None:
     reports = [build_report(killed_job()), build_report(killed_job()[:-6])]
     text = render_table(reports)
     *_, total, kinds = text.splitlines()

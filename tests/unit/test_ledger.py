@@ -131,7 +131,7 @@ def test_a_kill_by_hand():
     )
 
 
-def test_a_node_without_an_end_is_billed_to_its_last_sign_of_life_and_says_so():
+def test_a_node_without_an_end_is_billed_to_its_last_heartbeat_with_a_note():
     gang = GangLog(1, 0.0, [[0], [1]])
     gang.phase("startup", 4.0)
     gang.steps(1, 3, useful_step=2.0)
@@ -259,7 +259,7 @@ def test_the_parent_commit_names_its_generation_even_when_a_step_was_never_recor
 
 
 @pytest.mark.parametrize("reason", ["budget", "rank_failed"])
-def test_a_job_that_did_not_complete_loses_what_lies_after_its_last_commit(reason: str):
+def test_an_incomplete_job_loses_the_work_after_its_last_commit(reason: str):
     gang = GangLog(1, 0.0, [[0]])
     gang.steps(1, 7, useful_step=1.0, checkpoint_stall=0.5)
     gang.commit(5)

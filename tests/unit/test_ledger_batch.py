@@ -97,7 +97,7 @@ def test_a_killed_attempt_pays_from_batchs_start_to_its_stop() -> None:
     assert_adds_up(ledger)
 
 
-def test_what_came_after_a_planned_end_is_idle() -> None:
+def test_time_after_a_planned_end_is_idle() -> None:
     ledger = fold(
         [plan_event(3.6), *gang("j", ends=True).events, told("j", -5.0, 43.0, cause="ended")]
     )
@@ -169,7 +169,7 @@ def test_clocks_minutes_apart_change_no_total(skew: float) -> None:
     assert_adds_up(ledger)
 
 
-def test_a_job_is_known_by_the_time_where_its_agent_does_not_say_it() -> None:
+def test_a_batch_job_is_matched_by_time_without_its_id() -> None:
     first = gang(None)
     second = gang(None, number=2, start=500.0)
     jobs = [told("one", -10.0, 50.0), told("two", 490.0, 550.0)]
@@ -178,7 +178,7 @@ def test_a_job_is_known_by_the_time_where_its_agent_does_not_say_it() -> None:
     assert [bill.job.job_id for bill in ledger.nodes] == ["one", "two"]
 
 
-def test_each_node_of_a_job_has_an_instance_of_its_own_whatever_the_metadata_service_says() -> None:
+def test_each_node_of_a_job_has_its_own_instance() -> None:
     """AWS Batch puts no two nodes of a job on one, and a service of one address for all gives all
     the same id.
     """
@@ -215,7 +215,7 @@ def test_a_pause_between_generations_of_a_job_is_paid_once() -> None:
     assert_adds_up(ledger)
 
 
-def test_an_instance_between_two_jobs_goes_on_being_billed_and_its_minute_counts_jobs() -> None:
+def test_an_instance_is_billed_between_two_jobs_and_has_one_minimum_each() -> None:
     known = {"instance_id": "i-1", "uptime_seconds": 20.0}
     first = gang("a", **known)
     second = gang("b", number=2, start=100.0, **known)

@@ -232,9 +232,7 @@ def test_without_recorded_changes_it_pays_what_the_plan_quoted_of_its_type() -> 
     assert usd == Decimal("2") and kind.startswith("recorded: on-demand, of g6.4xlarge")
 
 
-def test_another_zone_than_planned_pays_what_the_plan_quoted_there_or_says_that_it_does_not() -> (
-    None
-):
+def test_a_node_in_an_unplanned_zone_pays_its_quoted_price_or_is_noted() -> None:
     plan = real_plan()
     plan.data["chosen"] |= {"region": "us-east-1", "zone": "use1-az1"}
     there = {
@@ -260,7 +258,7 @@ def test_another_zone_than_planned_pays_what_the_plan_quoted_there_or_says_that_
         assert usd_and_kind(machine, plan) == (Decimal("0.1"), "recorded 2026-07-20")
 
 
-def test_a_price_that_is_not_on_record_is_the_planned_types_and_says_so() -> None:
+def test_an_unrecorded_price_falls_back_to_the_planned_type_with_a_note() -> None:
     usd, kind = usd_and_kind(OTHER, real_plan(on_demand={"g6.4xlarge": "72.0"}))
     assert usd == Decimal("0.1"), "a spot machine is never charged at the on-demand price"
     assert (
@@ -271,7 +269,7 @@ def test_a_price_that_is_not_on_record_is_the_planned_types_and_says_so() -> Non
     assert usd == Decimal("0.2") and "of the planned g5.xlarge on-demand" in kind
 
 
-def test_the_report_says_which_machines_were_charged_how() -> None:
+def test_the_report_lists_how_each_machine_was_charged() -> None:
     first = gang([OTHER])
     second = gang([{**OTHER, **SPOT}], number=2, start=5000.0)
     report = build_report([real_plan(), *first.events, *second.events])

@@ -298,7 +298,7 @@ def test_a_batch_job_has_the_plan_before_its_submission_and_the_pool_of_its_plac
     assert (alone.curve.first, alone.on_demand_usd_per_hour, alone.kind) == (6, None, "recorded")
 
 
-def test_a_batch_job_at_the_planned_price_keeps_all_that_the_plan_says() -> None:
+def test_a_batch_job_at_the_planned_price_keeps_the_plans_details() -> None:
     found = price([plan(price_kind="planned, and kept")], job=batch_job(price_kind="of the job"))
     assert found.kind == "planned, and kept"
     assert (

@@ -79,7 +79,7 @@ def test_an_instance_is_billed_a_minute_at_least_its_boot_included(uptime: float
     )
 
 
-def test_an_instance_that_waits_for_the_next_generation_goes_on_being_billed():
+def test_an_instance_is_billed_while_it_waits_for_the_next_generation():
     machine = {"instance_id": "i-1", "uptime_seconds": 600.0}
     first = one_node(machine)
     soon = one_node(machine, start=50.0, number=2)
@@ -113,7 +113,7 @@ def test_a_launch_that_never_became_a_node_costs_nothing():
     assert fold([plan_event(3.6), *gang.events]).total_usd == 0
 
 
-def test_who_pays_stands_in_the_ledger():
+def test_the_ledger_names_the_payer():
     rows = [
         {"key": "cost.owner", "value": "ada", "source": "--set"},
         {"key": "cost.project", "value": None},

@@ -218,7 +218,7 @@ def test_the_first_interval_of_a_rank_has_all_phases_that_it_emitted_together(
     assert only_node(*events).start == start
 
 
-def test_nodes_are_told_apart_by_run_attempt_generation_and_number() -> None:
+def test_the_ledger_distinguishes_nodes_by_run_attempt_generation_and_number() -> None:
     first = phase(20.0, "startup", 3.0)
     others = [
         Event(**{**first.__dict__, "run": "run-2"}),

@@ -206,7 +206,7 @@ def told(limits: Limits, stop: Stop = Stop.NONE) -> list[float]:
     return [news["threshold"] for news in limits.new_budget_thresholds(stop)]
 
 
-def test_each_threshold_of_the_budget_is_told_once_and_the_last_with_the_stop() -> None:
+def test_each_budget_threshold_is_reported_once_and_the_last_with_the_stop() -> None:
     elapsed = Elapsed()
     limits = make_limits(TERMS, elapsed)
     elapsed.seconds = 99.0
@@ -224,7 +224,7 @@ def test_each_threshold_of_the_budget_is_told_once_and_the_last_with_the_stop() 
     assert told(limits, Stop.BUDGET) == []
 
 
-def test_thresholds_that_an_earlier_attempt_told_are_not_told_again() -> None:
+def test_thresholds_reported_by_an_earlier_attempt_are_not_repeated() -> None:
     for last, fresh in ((0.0, [0.5, 0.8, 1.0]), (0.5, [0.8, 1.0]), (0.8, [1.0]), (1.0, [])):
         assert told(make_limits(replace(TERMS, last_notified_threshold=last)), Stop.BUDGET) == fresh
     assert told(make_limits(None), Stop.BUDGET) == []
@@ -250,7 +250,7 @@ def test_the_reason_of_a_stop_is_described_with_its_numbers(clock: Clock) -> Non
     )
 
 
-def test_a_rank_that_leaves_spot_says_why_unless_it_was_asked_to_leave(clock: Clock) -> None:
+def test_a_rank_that_leaves_spot_reports_why_unless_it_was_preempted(clock: Clock) -> None:
     limits = make_limits(ON_SPOT)
     assert limits.stop(11) is Stop.INTERRUPTED
     assert limits.describe(Stop.INTERRUPTED).startswith(

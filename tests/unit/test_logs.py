@@ -54,7 +54,7 @@ def test_a_long_line_is_cut_between_characters() -> None:
     assert len(pieces) > 2 and "".join(piece.decode() for piece, _ in pieces) == data.decode()
 
 
-def test_a_line_tells_its_place_and_partial_lines_wait_for_their_end(tmp_path: Path) -> None:
+def test_a_log_line_has_its_position_and_partial_lines_wait(tmp_path: Path) -> None:
     log, raw = rank_log(tmp_path, 3)
     write(raw, b"one\ntwo \xc2")
     assert len(log.follow(beat(5))) == 1
@@ -81,7 +81,7 @@ def test_a_line_tells_its_place_and_partial_lines_wait_for_their_end(tmp_path: P
     assert record.items() >= place.items() and set(record) == {*place, "t", "text"}
 
 
-def test_what_an_agent_that_was_killed_left_behind_is_read_from_the_raw_log(tmp_path: Path) -> None:
+def test_lines_of_a_killed_agent_are_read_from_the_raw_log(tmp_path: Path) -> None:
     log, raw = rank_log(tmp_path)
     write(raw, b"first\nsecond\n")
     log.follow(beat(1))
@@ -174,7 +174,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("agent_dies", [False, True])
-def test_a_raw_log_stays_within_its_limit_and_says_how_much_is_left_out(
+def test_a_raw_log_keeps_its_size_limit_and_reports_omitted_bytes(
     agent_dies: bool, tmp_path: Path
 ) -> None:
     log, raw = rank_log(tmp_path, limit_bytes=MIB)
@@ -223,9 +223,7 @@ def test_the_records_of_empty_lines_stay_within_the_limit_too(tmp_path: Path) ->
     assert sum(line.end - line.start + line.dropped for line in lines) == MIB and len(lines) > 1000
 
 
-def test_a_file_system_that_cannot_free_the_middle_is_said_once(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_file_system_without_hole_punching_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -299,7 +297,7 @@ def test_segments_of_the_store_and_records_of_the_disk_are_one_log(tmp_path: Pat
     assert len(said) == 1 and "accepts no logs for now" in said[0]
 
 
-def test_a_store_that_stays_away_is_said_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_an_unavailable_store_is_reported_and_delays_no_log_line(tmp_path: Path) -> None:
     class Away:
         uri = "s3://away/jobs/job"
 

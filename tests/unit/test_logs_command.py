@@ -56,7 +56,7 @@ def command(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_finds_a_job_on_this_machine_and_in_the_store_it_was_told_of(
+def test_the_logs_command_finds_a_job_locally_and_in_the_given_store(
     tmp_path: Path,
 ) -> None:
     runs = tmp_path / "runs"
@@ -138,7 +138,7 @@ def test_a_store_that_does_not_answer_leaves_what_this_machine_has(tmp_path: Pat
         (["demo", "--lines", "0"], 2, "'0' is not a number of lines"),
     ],
 )
-def test_the_command_says_in_one_line_what_is_not_there(
+def test_the_logs_command_reports_a_missing_job_in_one_line(
     words: list[str],
     code: int,
     said: str,

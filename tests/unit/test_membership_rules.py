@@ -250,7 +250,7 @@ def test_the_connected_nodes_take_part_by_their_numbers(gang: Gang) -> None:
     assert coordinator.nodes == [0, 1, 3]
 
 
-def test_all_followers_hear_the_number_of_the_next_generation(gang: Gang) -> None:
+def test_all_followers_get_the_number_of_the_next_generation(gang: Gang) -> None:
     coordinator = gang.open(2)
     [follower] = gang.followers.values()
     follower.poll()
@@ -309,7 +309,7 @@ def test_a_wait_is_announced_at_most_once_per_second(gang: Gang) -> None:
     assert ended_after(gang, gang.followers[1]) == pytest.approx(2.5, abs=0.02)
 
 
-def test_followers_are_told_to_wait_while_node_0_is_busy(gang: Gang) -> None:
+def test_followers_get_a_wait_message_while_node_0_is_busy(gang: Gang) -> None:
     coordinator = gang.open(2)
     began = gang.clock.seconds
 
@@ -322,7 +322,7 @@ def test_followers_are_told_to_wait_while_node_0_is_busy(gang: Gang) -> None:
     assert ended_after(gang, gang.followers[1]) == pytest.approx(1.5, abs=0.1)
 
 
-def test_a_follower_that_is_stopped_before_the_start_says_so(gang: Gang) -> None:
+def test_a_follower_stopped_before_the_start_reports_it(gang: Gang) -> None:
     gang.open(2)
     gang.stopped = lambda: True
     end = gang.followers[1].await_start(5.0)
@@ -331,7 +331,7 @@ def test_a_follower_that_is_stopped_before_the_start_says_so(gang: Gang) -> None
     assert end.culprit.startswith("asked to stop (this node)")
 
 
-def test_a_follower_that_loses_node_0_before_the_start_says_so(gang: Gang) -> None:
+def test_a_follower_that_loses_node_0_before_the_start_reports_it(gang: Gang) -> None:
     coordinator = gang.open(2)
     began = gang.clock.seconds
     coordinator.close()
@@ -344,7 +344,7 @@ def test_a_follower_that_loses_node_0_before_the_start_says_so(gang: Gang) -> No
     assert (end.culprit, end.reason) == ("node 0 was lost: connection closed", "node_lost")
 
 
-def test_a_follower_whose_gang_has_ended_hears_the_result_instead_of_a_start(gang: Gang) -> None:
+def test_a_late_follower_gets_the_gangs_result_instead_of_a_start(gang: Gang) -> None:
     coordinator = gang.open(2)
     coordinator.give_up(GenerationEnd(culprit="rank 0: it failed", reason="rank_failed"))
     end = gang.followers[1].await_start(60.0)
@@ -380,7 +380,7 @@ def test_the_roll_call_waits_until_no_notice_is_pending(gang: Gang) -> None:
     assert looks[1] - looks[0] == pytest.approx(0.02)
 
 
-def test_all_followers_are_told_of_the_longest_wait(gang: Gang) -> None:
+def test_all_followers_get_the_longest_wait(gang: Gang) -> None:
     notices = {1: to_leave(1, seconds=3.0), 2: to_leave(2, seconds=1.0)}
     coordinator = gang.open(4, notices=notices)
     looks = iter(range(4))
@@ -684,7 +684,7 @@ def test_a_node_that_has_finished_may_go(gang: Gang) -> None:
     assert gang.verdict().reason == "completed"
 
 
-def test_what_a_follower_says_of_an_ended_generation_is_ignored(gang: Gang) -> None:
+def test_messages_about_an_ended_generation_are_ignored(gang: Gang) -> None:
     coordinator = gang.open(2)
     gang.start()
     follower = gang.followers[1]
@@ -697,7 +697,7 @@ def test_what_a_follower_says_of_an_ended_generation_is_ignored(gang: Gang) -> N
     assert not coordinator.take_witness_request() and not coordinator.store_wait_active
 
 
-def test_what_a_follower_says_before_the_first_generation_is_ignored(gang: Gang) -> None:
+def test_messages_before_the_first_generation_are_ignored(gang: Gang) -> None:
     coordinator = gang.open(2)
     gang.followers[1].ready()
     for _ in range(20):
@@ -771,7 +771,7 @@ GOINGS_ON: dict[str, tuple[int | None, list[tuple[int, str]], Any, bool, list[in
 
 
 @pytest.mark.parametrize("name", GOINGS_ON)
-def test_the_gang_goes_on_without_some_nodes_where_that_helps(name: str, gang: Gang) -> None:
+def test_the_gang_continues_without_some_nodes_where_that_helps(name: str, gang: Gang) -> None:
     min_nodes, orders, happens, again, left_out = GOINGS_ON[name]
     coordinator = gang.open(3, min_nodes=min_nodes)
     gang.start()
@@ -933,7 +933,7 @@ def test_a_replacement_has_the_time_of_a_start(gang: Gang) -> None:
 
 
 @pytest.mark.usefixtures("jobset")
-def test_the_others_are_told_to_wait_for_a_replacement(gang: Gang) -> None:
+def test_the_other_nodes_get_a_wait_message_for_a_replacement(gang: Gang) -> None:
     coordinator = gang.open(3, min_nodes=None, kubernetes={"node_replacements": 1})
     gang.start()
     lose(gang, 1)
@@ -1051,7 +1051,7 @@ def test_a_node_that_comes_back_at_the_end_of_a_generation_hurries_none(
 
 
 @pytest.mark.usefixtures("jobset")
-def test_a_node_that_is_back_is_told_to_wait_for_the_next_start(gang: Gang) -> None:
+def test_a_rejoining_node_gets_a_wait_message_until_the_next_start(gang: Gang) -> None:
     coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
     gang.start()
     lose(gang, 1)

@@ -100,7 +100,7 @@ def test_every_name_is_documented_with_its_type_and_labels_and_nothing_else_is()
     assert mentioned <= {metric.name for metric in ALL}
 
 
-def test_the_page_of_a_job_says_what_its_report_says() -> None:
+def test_the_metrics_page_of_a_job_agrees_with_its_report() -> None:
     events = a_job()
     report = build_report(events)
     page = page_of(events)
@@ -142,7 +142,7 @@ def test_the_page_of_a_job_says_what_its_report_says() -> None:
     )
 
 
-def test_what_is_not_known_is_absent_and_not_zero() -> None:
+def test_unknown_metrics_are_absent_and_not_zero() -> None:
     gang = GangLog(1, 0.0, [[0]])
     gang.steps(1, 1, loss=math.nan, useful_step=1.0)
     gang.ended("rank_failed", 2.0, user_code=True)
@@ -164,7 +164,7 @@ def test_what_is_not_known_is_absent_and_not_zero() -> None:
 @pytest.mark.skipif(
     PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed"
 )
-def test_promtool_finds_nothing_to_say_of_the_page_of_a_job() -> None:
+def test_promtool_accepts_the_metrics_page_of_a_job() -> None:
     assert lint(page_of(a_job())) == ""
 
 

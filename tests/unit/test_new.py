@@ -13,7 +13,7 @@ from ebbflow.workloads.new import main
 
 
 @pytest.mark.parametrize("kind", ["text", "image", "points", "rl"])
-def test_what_it_writes_passes_its_own_test(
+def test_a_new_workload_passes_its_own_test(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"my_own_{kind}"

@@ -298,7 +298,7 @@ def test_sources_are_unavailable_for_the_reason_that_they_give(watching: Watchin
     watcher.close()
 
 
-def test_what_a_watcher_knows_grows_as_its_sources_begin(watching: Watching) -> None:
+def test_a_notice_watcher_gains_sources_as_they_start(watching: Watching) -> None:
     begins = threading.Event()
 
     class Slow(Scripted):

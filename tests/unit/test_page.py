@@ -73,7 +73,7 @@ def test_the_page_answers_what_is_asked_in_ten_seconds() -> None:
     assert any("loses no finished step" in line for line in summarize_status(running))
 
 
-def test_a_running_job_says_when_it_ends_for_how_much_and_what_a_kill_loses() -> None:
+def test_the_page_of_a_running_job_shows_its_end_its_cost_and_what_a_kill_loses() -> None:
     gang = GangLog(1, 10.0, [[0], [1]])
     gang.phase("startup", 5.0)
     gang.steps(1, 5, useful_step=2.0)
@@ -216,7 +216,7 @@ def test_the_live_page_grows_with_the_log_and_ends_as_the_report(tmp_path: Path)
     assert not list(tmp_path.glob(".live.html*"))
 
 
-def test_the_server_shows_the_page_to_whoever_has_its_address_and_nobody_else(
+def test_the_server_shows_the_page_only_under_its_secret_address(
     tmp_path: Path,
 ) -> None:
     Clock(tmp_path).write(job_with_settings())
@@ -397,7 +397,7 @@ def test_words_of_a_failure_and_of_a_rehearsal() -> None:
     assert "a fault was rehearsed" not in render(build_report(job_with_settings()))
 
 
-def test_the_page_says_of_what_the_difference_to_the_plan_is_made() -> None:
+def test_the_page_explains_the_difference_to_the_plan() -> None:
     events = job_with_settings()
     (plan,) = [event for event in events if event.name == PLAN]
     # A cent, of which 60 % are for useful work.

@@ -158,7 +158,7 @@ def test_without_an_offer_each_queue_explains_itself_with_the_pool_that_is_neare
     assert only_spot == f"od: on-demand, of which the plan has no pool; its best is {spot}"
 
 
-def test_without_a_queue_or_a_pool_in_its_region_the_explanation_says_so() -> None:
+def test_the_explanation_names_a_region_without_a_queue_or_pool() -> None:
     assert explain_no_offer([spot_pool()], {}) == "the account has no queue that training may go to"
     regions = (
         "us-west-2",

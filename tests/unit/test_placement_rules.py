@@ -337,7 +337,7 @@ def test_placing_may_hold_up_the_scheduler_for_a_minute_and_a_half() -> None:
         (0.0, ""),
     ],
 )
-def test_a_wrong_clock_of_the_launcher_is_told_and_corrected(
+def test_a_wrong_launcher_clock_is_reported_and_corrected(
     service: JobService,
     make_flow: Callable[..., SimpleNamespace],
     monkeypatch: pytest.MonkeyPatch,
@@ -603,7 +603,7 @@ def reason(
 
 
 @pytest.mark.parametrize("cause", ["user_code", "unknown"])
-def test_five_vain_attempts_in_a_row_end_the_job(cause: str) -> None:
+def test_five_failed_attempts_in_a_row_end_the_job(cause: str) -> None:
     assert reason(attempts(*[cause] * 4)) is None
     found = reason(attempts(*[cause] * 5))
     assert found is not None and found[0] is Outcome.FAILED
@@ -618,7 +618,7 @@ def test_a_machine_that_was_lost_or_ended_is_no_failure(cause: str) -> None:
 
 
 @pytest.mark.parametrize("cause", ["never_started", "terminated"])
-def test_attempts_that_got_no_machine_end_the_job_for_want_of_capacity(cause: str) -> None:
+def test_attempts_without_a_machine_end_the_job_with_no_capacity(cause: str) -> None:
     never = attempts(*[cause] * 5, started_utc=None)
     assert reason(never[1:]) is None
     found = reason(never)

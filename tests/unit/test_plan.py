@@ -98,7 +98,7 @@ def test_auto_tries_no_more_nodes_than_are_allowed(most: int | None, sizes: set[
     assert {pool.nodes for pool in [*one.ranked, *one.rejected]} == sizes
 
 
-def test_it_offers_only_what_the_backend_can_run():
+def test_a_plan_offers_only_what_the_backend_can_run():
     two = {"nodes": 2, "processes_per_node": 1}
     batch = plan(cluster={**two, "plan_for": "batch"})
     assert not pools(batch, "spot") and pools(batch, "on_demand")
@@ -217,7 +217,7 @@ def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
     assert all(c.expected_hours <= middle for c in half.ranked)
 
 
-def test_a_deadline_and_a_budget_that_bind_together_are_told_together():
+def test_a_plan_names_deadline_and_budget_when_both_bind():
     given = {"training": {"max_steps": 20_000_000}}
     free = plan(**given, cost={"deadline_hours": None})
     fastest = min(free.ranked, key=lambda pool: pool.expected_hours)
@@ -292,7 +292,7 @@ def test_json_is_plain_and_complete():
         Plan.from_json({**data, "schema": 99})
 
 
-def test_it_plans_over_the_catalogue_that_it_is_given():
+def test_a_plan_uses_the_given_catalogue():
     kind = load_catalogue()["g6.xlarge"]
     one = make_plan(config(cluster={"nodes": 1}), now_utc=NOW, catalogue=Catalogue((kind,)))
     assert [(c.instance_type, c.market) for c in one.ranked] == [
@@ -314,7 +314,7 @@ def test_it_plans_over_the_catalogue_that_it_is_given():
         {"model": {"hidden_size": 16384, "num_layers": 128}},
     ],
 )
-def test_the_text_is_narrow_and_says_what_matters(sections: dict):
+def test_the_plans_text_is_narrow_and_complete(sections: dict):
     one = plan(**sections)
     text = render_plan(one)
     lines = text.splitlines()

@@ -73,7 +73,7 @@ def test_a_store_in_another_region_costs_transfer_by_the_list_and_none_at_home()
     assert any("cost.store_region is not set" in note for note in unknown.notes)
 
 
-def test_what_has_no_price_on_record_counts_as_nothing_and_is_said():
+def test_a_cost_without_a_price_counts_as_zero_with_a_note():
     one = plan(cost={"regions": ["us-east-1", "ap-northeast-1"]})
     assert any("storage in ap-northeast-1: no list price on record" in note for note in one.notes)
     assert any(
@@ -239,7 +239,7 @@ def job(
     return [event(PLAN, 0.0, **json.loads(json.dumps(one.brief().to_json()))), *gang.events]
 
 
-def test_a_job_that_goes_on_is_planned_for_what_is_left_within_what_is_left_of_the_limits():
+def test_a_resumed_job_is_planned_with_the_remaining_work_and_limits():
     limits = {"budget_usd": 3.0, "deadline_hours": 4.0}
     first = plan(cost=limits)
     events = job(first, steps=400, speed=9.0, reclaimed=True)
@@ -264,7 +264,7 @@ def test_a_job_that_goes_on_is_planned_for_what_is_left_within_what_is_left_of_t
     assert poor.refusal.outcome == "budget" and "spent so far" in poor.refusal.message
 
 
-def test_own_jobs_move_hazard_and_speed_and_say_so(tmp_path: Path):
+def test_job_history_changes_hazard_and_speed_with_a_note(tmp_path: Path):
     store = Store.open(str(tmp_path))
     one = plan()
     events = job(one, steps=40, speed=0.5, reclaimed=True)
@@ -345,7 +345,7 @@ def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(
     assert len(load_job_history(store).stays) == 1, "what cannot be read is left out"
 
 
-def test_the_event_is_small_and_says_how_many_pools_there_were():
+def test_the_plan_event_is_small_and_counts_the_pools():
     cluster = {"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"}
     whole = plan(
         cluster=cluster, training={"batch_size": 512}, cost={"regions": ["us-east-1", "us-east-2"]}

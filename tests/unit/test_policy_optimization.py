@@ -521,7 +521,7 @@ def test_bad_options_are_refused_before_training(
         ),
     ],
 )
-def test_what_a_tensor_group_or_a_rollout_cannot_do_is_refused(
+def test_policy_optimization_refuses_unsupported_tensor_groups_and_rollouts(
     options: dict[str, Any], sections: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError, match=problem):

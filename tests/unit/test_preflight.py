@@ -64,7 +64,7 @@ def test_checks_run_side_by_side_and_answer_in_their_order() -> None:
     ]
 
 
-def test_a_check_that_hangs_is_reported_and_holds_up_nobody() -> None:
+def test_a_hanging_check_is_reported_and_delays_no_other() -> None:
     release = threading.Event()
 
     def hangs(context: PreflightContext) -> CheckFinding:
@@ -93,7 +93,7 @@ def test_a_check_that_hangs_keeps_no_process_from_ending() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), SystemExit(0), KeyboardInterrupt()])
-def test_a_check_that_raises_has_failed_and_says_where(error: BaseException) -> None:
+def test_a_check_that_raises_fails_with_the_place(error: BaseException) -> None:
     def raises(context: PreflightContext) -> CheckFinding:
         raise error
 

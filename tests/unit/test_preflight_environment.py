@@ -130,7 +130,7 @@ def test_advice_on_variables(
     assert not failed_results([result])
 
 
-def test_no_variable_that_some_part_reads_is_told_as_unread(
+def test_environment_variables_that_are_read_get_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Among them what the launcher sets for the processes below it, in which preflight runs."""
@@ -252,7 +252,9 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return machine
 
 
-def test_a_driver_that_goes_with_torch(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_new_enough_for_torch_passes(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = passed("gpu", gpu.project)
     assert (
         "driver 570.86.15 (NVIDIA A100), torch 2.13.0 for CUDA 12.8: an addition on each of 1 GPUs"

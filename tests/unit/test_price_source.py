@@ -280,7 +280,9 @@ def test_a_region_that_failed_has_the_prices_of_the_table() -> None:
         ),
     ],
 )
-def test_live_prices_say_why_one_is_missing(prices: LivePrices, zone: str | None, why: str) -> None:
+def test_live_prices_give_the_reason_for_a_missing_one(
+    prices: LivePrices, zone: str | None, why: str
+) -> None:
     assert prices.why_missing(KIND, "us-east-1", zone) == f"now by EC2: {why}"
 
 
@@ -511,7 +513,7 @@ def test_recorded_hours_are_those_that_ec2_keeps(
     assert f"{hours}: EC2 keeps the changes of 90 days, 0 to 2160 h" in capsys.readouterr().err
 
 
-def test_recording_writes_each_regions_prices_and_says_what_it_has(
+def test_recording_writes_each_regions_prices_and_a_summary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = record_joins(monkeypatch)
@@ -549,7 +551,7 @@ def test_recording_writes_each_regions_prices_and_says_what_it_has(
     )
 
 
-def test_recording_nothing_is_an_error_that_says_why(tmp_path: Path) -> None:
+def test_recording_no_prices_is_an_error_with_a_reason(tmp_path: Path) -> None:
     arguments = argparse.Namespace(
         regions=["us-east-1"], instance_types=["z9"], hours=0.0, output=tmp_path / "x.json"
     )

@@ -181,7 +181,7 @@ def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     )
 
 
-def test_a_stale_price_is_used_and_said_to_be_stale():
+def test_a_stale_price_is_used_and_marked_as_stale():
     fresh = planned(configuration())
     stale = planned(configuration({"max_price_age_hours": 6.0}))
     assert stale.chosen.zone == fresh.chosen.zone
@@ -213,7 +213,7 @@ def test_the_text_shows_places_and_ages_and_does_not_flood():
         assert Plan.from_json(json.loads(json.dumps(plan.to_json(), allow_nan=False))) == plan
 
 
-def test_the_static_table_says_its_age_and_offers_no_price_of_another_region():
+def test_the_static_table_shows_its_age_and_covers_only_its_regions():
     config = configuration({"prices": "static", "regions": ["us-west-2"]})
     refused = planned(config)
     assert not refused.ranked and "no spot price" in refused.refusal.message

@@ -76,9 +76,7 @@ _changes = st.lists(
 
 @settings(deadline=None)  # a loaded machine is no failure
 @given(_changes, st.integers(0, 45), st.randoms(use_true_random=False))
-def test_the_last_change_before_a_moment_holds_in_whatever_order_changes_are_told(
-    changes, moment, random
-):
+def test_the_last_price_change_before_a_moment_holds_in_any_order(changes, moment, random):
     records = [
         SpotRecord(
             instance_type="g5.xlarge",
@@ -192,7 +190,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path):
         RecordedPrices.read(path, NOW - 30 * 86400)
 
 
-def test_zones_by_name_are_said_to_be_an_accounts_own(tmp_path: Path):
+def test_zone_names_are_marked_as_specific_to_an_account(tmp_path: Path):
     path = tmp_path / "prices.csv"
     path.write_text(CSV)
     said = RecordedPrices.read(path, NOW).describe(
@@ -248,7 +246,7 @@ def test_checks_of_table_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert bad[name].status == "skipped" and "see the check prices" in bad[name].detail
 
 
-def test_checks_of_live_prices_ask_nobody_in_the_quick_tier(monkeypatch: pytest.MonkeyPatch):
+def test_quick_checks_of_live_prices_make_no_request(monkeypatch: pytest.MonkeyPatch):
     live = checked(monkeypatch, prices="live", regions=["eu-west-1"], budget_usd=5.0)
     assert (
         live["prices"].status == "skipped"

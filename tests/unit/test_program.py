@@ -82,7 +82,7 @@ def test_a_plan_is_readable_on_an_ascii_terminal() -> None:
     )
 
 
-def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
+def test_unprintable_characters_are_printed_as_escapes() -> None:
     program = (
         r"from ebbflow.core.program import begin_program; begin_program(); print('│ 2 × é 日 "
         r"\udc80')"
@@ -106,7 +106,7 @@ def test_what_no_encoding_has_is_printed_as_its_escape() -> None:
         ("", ""),
     ],
 )
-def test_options_of_run_may_stand_before_it(typed: str, meant: str) -> None:
+def test_options_of_run_may_precede_it(typed: str, meant: str) -> None:
     assert reorder_words(typed.split()) == meant.split()
 
 
@@ -124,7 +124,7 @@ def test_options_of_run_may_stand_before_it(typed: str, meant: str) -> None:
         ("step-functions create --only-json", "AWS Step Functions cannot run this flow, "),
     ],
 )
-def test_words_that_cannot_work_are_told_without_a_traceback(
+def test_invalid_arguments_are_reported_without_a_traceback(
     words: str, message: str, tmp_path: Path
 ) -> None:
     done = run(
@@ -227,7 +227,7 @@ def test_a_log_on_a_full_disk_costs_the_output_alone(tmp_path: Path) -> None:
     assert (tmp_path / "written").exists()
 
 
-def test_what_metaflows_runner_passes_on_is_read_as_what_was_given_to_it() -> None:
+def test_arguments_from_metaflows_runner_are_read_as_given() -> None:
     """A string arrives in quotes, a list and a dictionary as JSON."""
     assert (
         parse_json_option('"configs/laptop.yaml"')

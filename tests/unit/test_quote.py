@@ -215,7 +215,7 @@ def test_the_static_on_demand_price_is_as_recorded() -> None:
     assert StaticPrices().zones("us-east-1") == ()
 
 
-def test_the_static_table_says_why_a_price_is_missing() -> None:
+def test_the_static_table_gives_the_reason_for_a_missing_price() -> None:
     prices = StaticPrices()
     assert (
         prices.why_missing(KIND, "mars-1", None)

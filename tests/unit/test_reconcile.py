@@ -295,7 +295,9 @@ def test_tagged_storage_is_shown_and_not_counted(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_bill_is_told_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+def test_an_invalid_bill_is_reported_with_its_place(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     names = (
         "ResourceId",
         "UsageStartDate",
@@ -312,7 +314,7 @@ def test_what_is_no_bill_is_told_with_its_place(tmp_path: Path, text: str, probl
         list(read_bill(path))
 
 
-def test_parquet_is_read_or_said_to_need_pyarrow(tmp_path: Path) -> None:
+def test_a_parquet_bill_is_read_or_needs_pyarrow(tmp_path: Path) -> None:
     path = tmp_path / "cur.parquet"
     _, instances = two_instances()
     rows = []

@@ -247,7 +247,7 @@ def test_the_parts_of_a_gap_sum_to_it(
         ),
     ],
 )
-def test_a_price_is_explained_by_what_the_bill_says_of_the_machine(
+def test_a_price_difference_is_explained_by_the_machine_on_the_bill(
     changes: dict, cause: str, finding: str, words: str
 ) -> None:
     found = reconciled(node("i-one", 0, 3600), line("i-one", 0, 3600, "7.2", **changes))
@@ -343,7 +343,7 @@ def test_a_simulated_price_is_not_compared() -> None:
     assert kinds(wrong_zone) == ["wrong zone"]
 
 
-def test_an_instance_without_a_bill_has_a_finding_that_says_why() -> None:
+def test_an_instance_without_a_bill_has_a_finding_with_the_reason() -> None:
     later = "the bill ends before it did: try a later report"
     other = "not in this bill: another account's, or daily?"
     events = node("i-one", 0, 3600)

@@ -180,7 +180,7 @@ def test_neither_a_save_nor_a_hazard_is_negative(save: float, hazard: float) -> 
 
 
 @pytest.mark.parametrize("interval", [0.0, -1.0])
-def test_an_interval_without_training_loses_nothing_that_could_be_told(interval: float) -> None:
+def test_an_interval_without_training_has_no_measurable_loss(interval: float) -> None:
     with pytest.raises(ValueError, match="interval_seconds must be positive"):
         expected_loss(interval, 1.0, 0.5)
 

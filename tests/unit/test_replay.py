@@ -135,7 +135,7 @@ def test_a_run_predicts_another_interval_with_the_same_kills(ran: int, asked: in
     assert found["what_if"]["redone_steps"] == pytest.approx(fold(real.events).redone_steps, abs=10)
 
 
-def test_a_save_beside_a_kill_comes_out_either_way_and_the_range_says_so() -> None:
+def test_a_replayed_save_beside_a_kill_widens_the_range() -> None:
     kills = [106.0, 300.0]
     what_if = replay(Trained(interval=10, kills=kills).events, interval_steps=75)["what_if"]
     low, high = what_if["usd_range"]
@@ -163,7 +163,7 @@ def test_another_pool_has_its_own_price_at_each_moment() -> None:
     assert "error" in render(stated) and "simulated" in render(stated)
 
 
-def test_what_cannot_be_replayed_is_said(
+def test_a_job_that_cannot_be_replayed_is_refused_with_a_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = Trained(interval=50, kills=[]).events

@@ -163,7 +163,7 @@ def test_any_prefix_of_a_log_can_be_reported():
         build_report([])
 
 
-def test_a_job_that_never_trained_says_why():
+def test_the_report_of_a_job_without_steps_gives_the_reason():
     failed = {
         "id": "store",
         "title": "store can be written",

@@ -106,7 +106,7 @@ def test_all_of_it_is_rendered(report: RunReport) -> None:
     assert "never started" in plain and "Batch job in queue q: reclaimed" in plain
 
 
-def test_regret_is_told_and_the_whole_job_is_in_it(report: RunReport) -> None:
+def test_the_report_shows_the_regret_of_the_whole_job(report: RunReport) -> None:
     found = report.money["hindsight"]
     assert found["regret_usd"] == pytest.approx(float(report.total_usd) - found["usd"], abs=1e-6)
     assert found["regret_usd"] > 0, "a second start was paid"
@@ -128,7 +128,7 @@ def test_a_job_that_an_unanswered_submit_made_twice_is_paid_for_and_no_attempt_o
     assert report.paid_rank_seconds == pytest.approx(780.0 + 180.0)
 
 
-def test_a_job_that_never_started_says_so_and_not_that_it_had_no_plan() -> None:
+def test_the_report_of_an_unstarted_job_names_that_and_not_a_missing_plan() -> None:
     log = JobLog()
     assert describe_prices(build_report([event(PREFLIGHT, 0.0, results=[])])).endswith(
         "it has no plan"
@@ -143,7 +143,7 @@ def test_a_job_that_never_started_says_so_and_not_that_it_had_no_plan() -> None:
 
 
 @pytest.mark.parametrize("away", [True, False])
-def test_jobs_of_the_light_steps_are_told_as_not_counted_where_there_were_any(away: bool) -> None:
+def test_the_report_names_light_steps_that_it_does_not_count(away: bool) -> None:
     log = JobLog()
     log.events.append(event(PREFLIGHT, 0.0, results=[], sent_away=away))
     placed(log, 1.0, 0.0)

@@ -71,7 +71,7 @@ def setting(report: RunReport) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_each_outcome_says_once_how_to_go_on(outcome: Outcome) -> None:
+def test_each_outcome_shows_once_how_to_continue(outcome: Outcome) -> None:
     report = ended(outcome)
     page = html.unescape(render_html(report))
     text = render_text(report)
@@ -132,7 +132,7 @@ def test_a_refused_plan_is_not_refused_again_with_what_is_suggested(
     assert make_plan(raised, now_utc=WALL).refusal is None
 
 
-def test_without_capacity_the_hint_of_the_plan_is_told() -> None:
+def test_an_outcome_without_capacity_shows_the_plans_hint() -> None:
     plan = make_plan(
         RunConfig.model_validate({"cluster": {"instance_types": ["q9"]}}), now_utc=WALL
     )
@@ -180,7 +180,7 @@ def test_a_run_without_a_known_learning_rate_suggests_no_number() -> None:
     assert command(ended(Outcome.NON_FINITE)).endswith("--set training.learning_rate=RATE")
 
 
-def test_mfu_says_of_what() -> None:
+def test_mfu_names_its_reference_peak() -> None:
     gang = GangLog(1, 0.0, [[0]])
     gang.add(PEAK, 0.1, rank=0, flops_per_second=4e9, dtype="float32")
     gang.steps(1, 3, useful_step=2.0)

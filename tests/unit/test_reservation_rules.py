@@ -67,7 +67,7 @@ def test_the_wait_for_a_reservation_is_until_it_begins(start: float | None, hour
         ({"problem": "is expired"}, 3, "is expired"),
     ],
 )
-def test_a_reservation_says_why_it_is_unusable(
+def test_an_unusable_reservation_has_a_reason(
     changes: dict[str, Any], nodes: int, why: str
 ) -> None:
     assert replace(HELD, **changes).why_unusable(nodes, NOW) == why

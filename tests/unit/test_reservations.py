@@ -360,7 +360,7 @@ def ec2(*answers: tuple[str, dict[str, Any]], error: str = "") -> Any:
 LIVE = ("cost.prices=live", "cluster.market=on_demand")
 
 
-def test_ec2_corrects_what_the_configuration_says_of_a_reservation() -> None:
+def test_ec2_corrects_the_configured_reservation() -> None:
     block = {
         "InstanceType": "g5.xlarge",
         "TotalInstanceCount": 4,
@@ -415,7 +415,7 @@ def test_the_plan_lists_capacity_blocks_for_sale_at_the_price_of_the_whole_block
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_low_placement_score_makes_a_first_start_later_and_a_denied_one_is_said() -> None:
+def test_a_low_placement_score_delays_the_first_start_and_a_denied_one_is_reported() -> None:
     config = batch_config("cost.prices=live", "cluster.instance_types=[g5]")
     scores = {
         "SpotPlacementScores": [
@@ -494,7 +494,7 @@ FAR = queues(
 )
 
 
-def test_an_attempt_goes_to_the_region_that_is_cheapest_with_the_transfer_of_its_commits() -> None:
+def test_an_attempt_is_placed_in_the_cheapest_region_including_transfer() -> None:
     config = two_regions()
     assert config.cost.regions == ["us-east-1", "us-west-2"]
     plan = make_plan(config, now_utc=BEGAN_UTC, prices=TwoRegions(), queues=FAR)

@@ -120,7 +120,7 @@ def test_a_retry_without_given_pauses_backs_off(drawn: list[tuple[float, float]]
     assert done == "done" and clock.pauses == pytest.approx([0.02, 0.04, 0.08])
 
 
-def test_a_retry_raises_the_last_error_itself_unless_it_is_told_another() -> None:
+def test_a_retry_raises_the_last_error_unless_another_is_given() -> None:
     with pytest.raises(OSError, match="failure 0") as raised:
         retry(failing(1), left=lambda: 0.0, curable=lambda *_: True)
     assert raised.value.__cause__ is None
@@ -257,7 +257,7 @@ def test_work_is_retried_only_for_curable_errors() -> None:
     assert given == "done"
 
 
-def test_the_caller_goes_on_every_10_ms_while_work_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_continues_every_10_ms_while_work_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     looks: list[int] = []
     enough = threading.Event()

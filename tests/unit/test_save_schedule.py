@@ -85,7 +85,7 @@ def test_money_is_at_risk_since_the_state_that_became_a_commit() -> None:
     assert save_schedule.seconds_at_risk == 7
 
 
-def test_what_the_job_has_lived_through_corrects_the_plan() -> None:
+def test_the_jobs_measurements_correct_the_save_schedule() -> None:
     hazard = prior_hazard(2.0, interruptions=3)
     save_schedule = SaveSchedule(CheckpointConfig(), hazard, now=Clock())
     assert save_schedule.choice().hazard_per_hour == pytest.approx(hazard.per_hour)

@@ -56,7 +56,7 @@ def test_a_package_holds_the_code_and_no_files_of_other_jobs(
 @pytest.mark.parametrize(
     "name", [".env", ".env.local", ".npmrc", ".git-credentials", "key.pem", "credentials"]
 )
-def test_what_may_be_a_secret_is_refused(project: Path, name: str) -> None:
+def test_a_script_folder_with_a_possible_secret_is_refused(project: Path, name: str) -> None:
     subprocess.run(["git", "init", "-q", str(project)], check=True)
     (project / name).write_text("secret")
     with pytest.raises(ScriptFolderError, match="looks like a secret"):
@@ -88,7 +88,7 @@ except BaseException as error:
         ),
     ],
 )
-def test_a_script_that_exits_is_told_with_its_line_and_a_refusal_with_its_error(
+def test_a_script_that_exits_is_reported_with_its_line_and_a_refusal_with_its_error(
     text: str, told: list[object], tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(text)

@@ -282,7 +282,7 @@ def test_an_incomplete_end_is_completed_later_and_only_then_recorded_again(
     assert settled(job) == [] and service.requests == []
 
 
-def test_the_newest_record_of_a_job_says_whether_it_is_complete(
+def test_the_newest_record_of_a_batch_job_decides_whether_it_is_complete(
     service: JobService, job: Job
 ) -> None:
     submit(job, "x")
@@ -512,7 +512,7 @@ def test_leftovers_that_do_not_end_are_named_after_ninety_seconds(
     assert clock.slept == 91.0 and [about["job_id"] for about in recorded(job)] == ["z"]
 
 
-def test_leftovers_of_a_batch_that_does_not_answer_are_told(
+def test_leftover_jobs_of_an_unavailable_batch_are_reported(
     service: JobService, clock: Clock, job: Job
 ) -> None:
     """Within 90 s for the first look, and 20 s for each further one."""

@@ -115,7 +115,7 @@ def test_a_signature_that_is_of_anything_else_is_refused(store: Store, document:
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff", b"[" * 9999])
-def test_what_is_no_document_is_no_signature(store: Store, raw: bytes) -> None:
+def test_an_invalid_document_is_no_signature(store: Store, raw: bytes) -> None:
     store.put(signature_key(SHA256), raw)
     with pytest.raises(RefusedCommit, match="its signature is wrong"):
         Signer(NAME).check(store, KEY)

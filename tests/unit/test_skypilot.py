@@ -49,7 +49,7 @@ def test_a_job_becomes_a_managed_spot_job(capsys: pytest.CaptureFixture[str]) ->
         (["missing.yaml"], "there is no such file"),
     ],
 )
-def test_what_cannot_be_a_task_is_refused(
+def test_a_job_that_skypilot_cannot_run_is_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "skypilot", *words]) == 2

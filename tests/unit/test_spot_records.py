@@ -344,7 +344,7 @@ def test_a_file_whose_records_are_all_later_is_refused_and_an_empty_one_is_not(
     assert RecordedPrices.read(path, NOW).quotes == {}
 
 
-def test_recorded_prices_say_why_one_is_missing(tmp_path: Path) -> None:
+def test_recorded_prices_give_the_reason_for_a_missing_one(tmp_path: Path) -> None:
     by_id = replace(SPOT, zone_name="us-east-1c", zone_id="use1-az1")
     prices = recorded(tmp_path / "prices.json", SPOT, by_id)
     assert (

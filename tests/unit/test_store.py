@@ -45,7 +45,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return Store.open(f"s3://{request.getfixturevalue('bucket')}/some/prefix")
 
 
-def test_what_was_put_is_returned(store: Store) -> None:
+def test_a_store_returns_what_was_put(store: Store) -> None:
     large = os.urandom(LARGE)
     store.put("a/large", memoryview(large))
     store.put("a/empty", b"")
@@ -68,7 +68,7 @@ def test_a_private_object_leaves_its_folder_to_others(tmp_path: Path) -> None:
     assert (tmp_path / "secrets" / "r-0").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_not_there_is_said_to_be_missing(store: Store) -> None:
+def test_a_store_reports_a_missing_object(store: Store) -> None:
     for ask in (store.get, lambda key: store.get_range(key, 0, 1)):
         with pytest.raises(ObjectNotFound, match=f"{store.uri}/none: no such object"):
             ask("none")
@@ -146,7 +146,7 @@ def test_a_long_listing_comes_whole(bucket: str) -> None:
 @pytest.mark.parametrize(
     ("access_key", "secret_key"), [("test:tester", "wrong"), ("test:nobody", "testing")]
 )
-def test_wrong_keys_are_told_from_missing_rights(
+def test_wrong_keys_differ_from_missing_permissions(
     swift: Swift, bucket: str, monkeypatch: pytest.MonkeyPatch, access_key: str, secret_key: str
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", access_key)
@@ -183,7 +183,7 @@ def test_a_quota_that_is_used_up_is_a_full_store(swift: Swift, bucket: str) -> N
     assert store.get("small") == b"1"
 
 
-def test_a_bucket_that_is_not_there_is_said_to_be(bucket: str) -> None:
+def test_a_missing_bucket_is_reported(bucket: str) -> None:
     store = Store.open("s3://no-such-bucket/prefix")
     for ask in (lambda: store.put("k", b""), lambda: store.get("k"), lambda: store.list()):
         with pytest.raises(

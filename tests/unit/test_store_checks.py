@@ -60,7 +60,7 @@ def test_wrong_keys_fail_with_their_fix(
     assert found.fix and "AWS_SECRET_ACCESS_KEY" in found.fix
 
 
-def test_a_user_without_rights_is_told_them(
+def test_a_user_without_permissions_gets_their_names(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", OTHER_KEY)
@@ -92,7 +92,7 @@ def test_missing_rights_are_named_together(
         (-120, r"clock is 1[12]\d s ahead of"),
     ],
 )
-def test_a_clock_that_is_off_is_told(
+def test_a_wrong_clock_is_reported(
     endpoint_of: Callable[[str], None], tmp_path: Path, ahead_seconds: float, words: str
 ) -> None:
     with faulty_s3(Fault(403, clock_seconds=ahead_seconds)) as endpoint:

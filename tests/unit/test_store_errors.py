@@ -236,7 +236,7 @@ def test_a_refusal_without_a_reason_names_the_right_that_the_operation_needs(
 
 
 @pytest.mark.parametrize("message", ["", "nothing in it"])
-def test_an_object_that_is_missing_is_told_from_a_bucket_that_is(message: str) -> None:
+def test_a_missing_object_differs_from_a_missing_bucket(message: str) -> None:
     for error in (
         NotFoundError(f"Object at location k not found{message}"),
         FileNotFoundError(2, "No such file"),
@@ -266,7 +266,7 @@ def test_the_region_that_the_store_expects_is_named(message: str, words: str) ->
     assert type(error) is StoreMisconfigured and words_of(error) == words
 
 
-def test_a_source_of_credentials_that_fails_is_told_by_its_own_words() -> None:
+def test_a_failed_source_of_credentials_is_quoted() -> None:
     start = "Generic S3 error: External AWS credential provider: "
     refused = raised(GenericError(f"{start}{'x' * 200}y\nmore"))
     assert type(refused) is StoreForbidden
@@ -343,14 +343,14 @@ def test_a_request_without_an_answer_may_be_retried_and_its_cause_is_named(
     assert words_of(error) == words
 
 
-def test_an_internal_error_of_a_store_without_a_name_tells_what_there_is() -> None:
+def test_an_unnamed_internal_store_error_shows_its_details() -> None:
     assert words_of(raised(GenericError("status code: 500"))) == (
         "the store has an internal error (HTTP 500); fix: try again later, or ask the store's "
         "operator"
     )
 
 
-def test_an_error_that_is_not_known_is_told_in_one_line_without_its_source() -> None:
+def test_an_unknown_store_error_is_one_line_without_source_code() -> None:
     error = raised(GenericError(f"first\n  second {'x' * 400} Debug source: third"))
     assert type(error) is StoreError
     assert words_of(error) == f"first second {'x' * 287}", "300 characters"
@@ -403,7 +403,7 @@ def test_a_number_within_a_text_decides_in_a_folder_if_the_error_has_none(text: 
     assert type(local(OSError(text))) is StoreFull
 
 
-def test_an_error_of_a_folder_without_a_number_is_told_by_its_class() -> None:
+def test_a_folder_error_without_errno_is_named_by_its_class() -> None:
     assert type(local(NotFoundError("x"))) is ObjectNotFound
     assert type(local(PermissionDeniedError("x"))) is StoreError
     assert words_of(local(GenericError("a\n b")), uri=LOCAL) == "a b"

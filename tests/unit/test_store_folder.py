@@ -66,7 +66,7 @@ def test_a_folder_s_object_has_the_permissions_of_its_kind(
     assert (folder.root / "k").stat().st_mode & 0o777 == mode
 
 
-def test_a_put_in_a_folder_goes_on_after_a_partial_write(
+def test_a_put_in_a_folder_continues_after_a_partial_write(
     folder: FolderBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.write
@@ -215,7 +215,7 @@ def test_a_listing_passes_over_links_that_lead_nowhere_or_back(folder: FolderBac
     )
 
 
-def test_a_listing_says_which_entry_it_cannot_examine(folder: FolderBackend) -> None:
+def test_a_listing_names_the_entry_that_it_cannot_examine(folder: FolderBackend) -> None:
     (folder.root / "long").symlink_to("x" * 300)
     with pytest.raises(OSError, match="File name too long"):
         folder.list("", "")
@@ -250,7 +250,7 @@ def test_a_call_within_a_guarded_call_runs_under_its_deadline() -> None:
     assert threads[0] == threads[1] != threading.get_ident()
 
 
-def test_a_guarded_call_that_is_late_says_what_hangs_and_what_to_do() -> None:
+def test_a_late_guarded_call_names_what_hangs_and_the_fix() -> None:
     over = threading.Event()
     with pytest.raises(StoreTimeout) as late:
         HangGuard().run(lambda: over.wait(60), 0.0123, "put /store/k")

@@ -153,7 +153,7 @@ def test_a_part_that_hangs_is_abandoned_and_its_file_is_never_written_again(
     assert not (tmp_path / "data" / "x").exists()
 
 
-def test_a_listing_passes_over_what_is_no_key_and_says_what_it_cannot_read(
+def test_a_listing_skips_invalid_keys_and_reports_unreadable_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.open(str(tmp_path))
@@ -206,7 +206,7 @@ def test_a_frozen_uploader_costs_one_save_and_holds_up_nothing_else(tmp_path: Pa
     assert [ref.step for ref in reachable_commits(job)] == [3, 1]
 
 
-def test_a_stopped_uploader_takes_no_line_and_nobody_waits_for_that(tmp_path: Path) -> None:
+def test_a_stopped_uploader_accepts_no_request_and_delays_no_rank(tmp_path: Path) -> None:
     client = UploaderClient(str(tmp_path), 0, [])
     try:
         os.kill(client.pid, signal.SIGSTOP)

@@ -86,7 +86,7 @@ def test_an_address_of_an_unknown_kind_is_refused(uri: str) -> None:
         Store.open(uri)
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ObjectNotFound, match=f"^open {tmp_path}/file/store: no such object$"):
         Store.open(str(tmp_path / "file" / "store"))
@@ -125,7 +125,7 @@ def test_a_file_of_a_store_is_found_on_this_machine_only_in_a_folder(tmp_path: P
     assert bucket().sub("a").local_path("k") is None
 
 
-def test_what_is_stored_has_a_size_in_bytes_and_a_date(store: Store) -> None:
+def test_a_stored_object_has_a_size_in_bytes_and_a_date(store: Store) -> None:
     before = time.time()
     store.put("a/k", memoryview(bytearray(b"12345678")).cast("I"))
     meta = store.head("a/k")
@@ -178,7 +178,7 @@ def test_tags_go_with_a_put_to_a_bucket(
     assert given == [tags or None]
 
 
-def test_an_object_is_created_once_and_its_content_decides_who_did_it(store: Store) -> None:
+def test_an_object_is_created_once_and_its_content_identifies_the_creator(store: Store) -> None:
     assert store.create("a/k", b"mine")
     assert store.create("a/k", b"mine"), "its own content: the first try arrived"
     assert store.create("a/k", bytearray(b"mine"))
@@ -238,7 +238,7 @@ def test_a_conflict_of_two_creations_is_settled_by_the_content(
     ],
     ids=str,
 )
-def test_a_creation_goes_without_the_condition_only_if_the_service_does_not_know_it(
+def test_a_creation_drops_the_condition_only_if_the_service_does_not_support_it(
     monkeypatch: pytest.MonkeyPatch, answer: Exception, is_unsupported: bool
 ) -> None:
     store = bucket()

@@ -339,7 +339,7 @@ def test_the_last_try_of_a_request_ends_before_its_deadline(
         ),
     ],
 )
-def test_the_client_of_a_bucket_is_told_what_its_service_supports(
+def test_the_client_of_a_bucket_is_configured_for_its_service(
     monkeypatch: pytest.MonkeyPatch,
     bucket: str,
     variables: dict[str, str],

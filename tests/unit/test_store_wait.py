@@ -34,7 +34,7 @@ def spec_of(folder: Path, node: int) -> GangSpec:
     )
 
 
-def test_what_one_node_tells_all_know(tmp_path: Path) -> None:
+def test_a_store_wait_of_one_node_is_known_to_all(tmp_path: Path) -> None:
     coordinator = CoordinatorPeers(spec_of(tmp_path, 0), "zero", SECRET)
     calling = threading.Thread(
         target=coordinator.roll_call, args=(_DEADLINE_SECONDS, lambda: False)

@@ -59,7 +59,7 @@ def test_every_outcome_is_judged_and_final_ones_keep_their_code(outcome: Outcome
 
 
 @pytest.mark.parametrize("code", [1, 75, -9])
-def test_the_record_tells_interruptions_from_failures(code: int) -> None:
+def test_the_supervisors_record_distinguishes_interruptions_from_failures(code: int) -> None:
     before = JobRecord(
         interruptions=frozenset({1}), failures=frozenset({2}), attempts={"old": "user_code"}
     )

@@ -186,7 +186,7 @@ def test_a_job_begins_runs_and_completes(desk: Desk) -> None:
     }
 
 
-def test_a_job_goes_on_from_its_record(desk: Desk) -> None:
+def test_a_supervisor_continues_a_job_from_its_record(desk: Desk) -> None:
     desk.gang(1, "node_lost")()
     assert desk.supervise(codes=[0]) == 0
     assert desk.said[0] == f"job j in {desk.folder / 'store'} goes on; {FREE}"
@@ -372,7 +372,7 @@ def test_a_run_that_a_commit_followed_starts_the_count_anew(desk: Desk) -> None:
     assert [bool(event.data["commit"]) for event in desk.events(SUPERVISED)] == [False, True, True]
 
 
-def test_an_interrupted_run_goes_on_at_once_and_then_after_a_pause(desk: Desk) -> None:
+def test_an_interrupted_run_restarts_at_once_and_then_after_a_pause(desk: Desk) -> None:
     runs = [desk.gang(number, "node_lost") for number in (1, 2, 3)]
     assert desk.supervise("--pause-seconds", "10", codes=[75, 1, -9, 0], effects=runs) == 0
     counts = "0 failures, 0 redone steps"
@@ -422,7 +422,7 @@ def test_a_run_that_lasts_long_is_no_gap_in_the_wait(desk: Desk) -> None:
     )
 
 
-def test_a_wait_goes_on_with_a_supervisor_that_is_started_within_an_hour(desk: Desk) -> None:
+def test_a_wait_continues_with_a_supervisor_started_within_an_hour(desk: Desk) -> None:
     """The longest pause of ten minutes counts beside that hour, whatever the pause for capacity is."""
     desk.gang(1, "node_lost")()
     desk.emit(
@@ -664,7 +664,7 @@ def test_the_command_line_runs_the_flow_and_prints_at_once(
 
 
 @pytest.mark.usefixtures("streams")
-def test_the_command_line_goes_on_without_a_reader(
+def test_the_command_line_continues_without_a_reader(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete(desk)
@@ -677,7 +677,7 @@ def test_the_command_line_goes_on_without_a_reader(
 
 
 @pytest.mark.usefixtures("streams")
-def test_the_command_line_prints_for_whom_it_speaks(
+def test_the_command_line_prints_the_job_that_it_supervises(
     desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete(desk)

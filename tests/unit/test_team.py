@@ -300,7 +300,7 @@ def test_a_wrong_team_file_names_the_line(tmp_path: Path, text: str, problem: st
     assert problem in str(raised.value)
 
 
-def test_the_command_lists_jobs_and_says_who_may_start(tmp_path: Path) -> None:
+def test_the_team_command_lists_jobs_and_which_may_start(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for name, events in (("small", trained()), ("half", trained(done=False))):
         text = "\n".join(replace(event, job=name).to_json() for event in events)

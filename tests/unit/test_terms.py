@@ -154,7 +154,7 @@ def test_an_attempt_moves_once_its_reservation_has_begun_and_still_holds_the_res
     assert why == (text if moves else "")
 
 
-def test_what_is_spendable_is_the_budget_without_the_reserve() -> None:
+def test_the_spendable_amount_is_the_budget_without_the_reserve() -> None:
     assert guarded(budget_usd=10.0, reserve_usd=1.5).spendable_usd == 8.5
     assert guarded(reserve_usd=1.5).spendable_usd is None
 
@@ -238,7 +238,7 @@ def test_terms_and_their_reserve_are_named_and_cannot_be_changed() -> None:
     st.floats(0, 3),
     st.floats(1, 3),
 )
-def test_who_must_leave_must_also_leave_later_dearer_and_with_more_left(
+def test_a_job_that_has_to_leave_spot_also_has_to_later_or_at_a_higher_price(
     steps: int,
     late: float,
     spent: float,

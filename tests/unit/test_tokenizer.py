@@ -164,7 +164,7 @@ def test_a_tokenizer_that_cannot_serve_is_named(
     assert checked(folder, "tokenizer", data=bad).status == "failed"
 
 
-def test_without_the_package_preflight_says_how_to_get_it(
+def test_preflight_without_the_tokenizers_package_names_the_command_to_install_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec

@@ -654,9 +654,7 @@ def test_a_job_that_has_ended_is_sent_by_hand_to_the_trackers_of_another_file(
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))
 
 
-def test_what_a_killed_launcher_left_is_sent_and_the_process_ends(
-    tmp_path: Path, runs: Path
-) -> None:
+def test_the_tracker_sends_what_a_killed_launcher_left_and_ends(tmp_path: Path, runs: Path) -> None:
     store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
     write_attempt(store, 1)
     config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}

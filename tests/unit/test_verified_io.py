@@ -162,7 +162,7 @@ def test_a_sealed_document_in_another_spelling_is_refused(spelling: bytes) -> No
     ],
     ids=["empty", "bytes", "list", "number", "null", "unsealed", "nested", "nan", "surrogate"],
 )
-def test_what_is_no_sealed_document_is_refused(data: bytes) -> None:
+def test_an_unsealed_document_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCommit, match=r"^what: not a sealed JSON document: "):
         unseal(data, "what")
 
@@ -249,7 +249,7 @@ def test_an_operation_is_retried_until_its_deadline(clock: Clock) -> None:
     assert max(clock.pauses) == 0.5
 
 
-def test_an_operation_that_fails_for_good_is_tried_once_and_says_where(clock: Clock) -> None:
+def test_a_permanent_failure_is_tried_once_and_names_the_key(clock: Clock) -> None:
     refused = StoreForbidden("refused")
     with pytest.raises(CheckpointError) as failed:
         retry_until(Deadline(1.5), "put k", failing(refused), where="part 2", sleep=clock.sleep)
@@ -291,7 +291,7 @@ def parse_good(data: bytes, what: str) -> str:
         ([b"1", b"2", b"1", b"2", b"1", b"good"], 6),
     ],
 )
-def test_what_was_damaged_on_the_way_is_fetched_again(answers: list[bytes], readings: int) -> None:
+def test_an_object_damaged_in_transit_is_read_again(answers: list[bytes], readings: int) -> None:
     store = Answers(*answers)
     assert fetch_verified(store, "k", parse_good) == "k: good"
     assert store.asked == ["k"] * readings
@@ -306,7 +306,7 @@ def test_what_was_damaged_on_the_way_is_fetched_again(answers: list[bytes], read
         ([b"1", b"2", b"3", b"4", b"5", b"6"], b"6"),
     ],
 )
-def test_what_is_damaged_in_the_store_is_found_by_the_same_bytes_twice_or_six_readings(
+def test_damage_in_the_store_is_confirmed_by_equal_bytes_or_six_reads(
     answers: list[bytes], last: bytes
 ) -> None:
     store = Answers(*answers)

@@ -222,7 +222,7 @@ def test_only_an_abort_in_a_collective_is_a_cascade(
     assert failure.where == ("user/loss.py:9 in log" if frames else "")
 
 
-def test_a_crash_says_where_and_why(node: Node) -> None:
+def test_a_crash_report_has_the_place_and_the_reason(node: Node) -> None:
     watch = node.start(2)
     node.write_log(0, [("/a/user/loss.py", "log")], reason="an index is out of range")
     node.write_log(1, [("/a/user/loss.py", "log")])
@@ -438,7 +438,7 @@ def test_only_the_kernels_own_signal_is_a_kill_for_memory(
     )
 
 
-def test_a_kill_for_memory_tells_the_last_size_and_the_kernels_words(node: Node) -> None:
+def test_an_oom_kill_reports_the_last_size_and_the_kernels_message(node: Node) -> None:
     watch = node.start()
     pid = node.workers[0].process.pid
     wait_until("its size", lambda: watch.sample()["resident_bytes"], timeout=60, pause=0.01)
@@ -605,7 +605,7 @@ def test_a_rank_is_stopped_after_more_than_a_second_in_that_state(node: Node) ->
     assert node.pass_time(watch, 1.0) == [], "it is reported once"
 
 
-def test_a_rank_that_goes_on_in_time_was_not_stopped(node: Node) -> None:
+def test_a_rank_that_progresses_in_time_is_not_reported(node: Node) -> None:
     watch = node.start()
     node.take_steps(watch)
     node.stop(0)
@@ -772,7 +772,7 @@ def test_a_dump_from_before_a_ranks_last_heartbeat_does_not_show_where_it_is(nod
     assert failure.stopped and "dump-2" in failure.dump
 
 
-def test_positions_are_told_once_per_dump_and_when_they_are_asked_for(node: Node) -> None:
+def test_positions_are_reported_once_per_dump_and_on_request(node: Node) -> None:
     watch = node.start(2)
     node.take_steps(watch)
     node.finish(1, outcome="completed", step=7)
