@@ -1,7 +1,7 @@
 """The report page in a browser: its pictures against stored ones, its speed, its requests and its
 accessibility.
 
-The stored pictures (tests/unit/pictures) show what is drawn rather than written, up to 3,200 pixels
+The stored pictures (tests/flow/pictures) show what is drawn rather than written, up to 3,200 pixels
 of the page at an eighth of the size. They do not depend on the machine's fonts: all text is drawn
 in DejaVu Sans, which the package matplotlib brings. To renew a picture, delete it and run the test.
 """

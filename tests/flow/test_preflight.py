@@ -82,7 +82,7 @@ def test_a_hanging_check_is_reported_and_delays_no_other() -> None:
 
 def test_a_check_that_hangs_keeps_no_process_from_ending() -> None:
     code = (
-        "import time; from tests.unit.test_preflight import *\nresults = "
+        "import time; from tests.flow.test_preflight import *\nresults = "
         "run_checks([check('hung', lambda c: time.sleep(3600), deadline_seconds=0.1)], CONTEXT)\n"
         "print(results[0].status)"
     )
