@@ -100,7 +100,8 @@ def _try_job(python: Path) -> str:
             "certify",
             str(_ROOT / "ebbflow/configs" / "laptop.yaml"),
         ]
-        command += [part for setting in _SETTINGS for part in ("--set", setting)]
+        for setting in _SETTINGS:
+            command += ["--set", setting]
         command += [
             "--steps",
             _STEPS,

@@ -42,11 +42,10 @@ def test_there_are_ten_commands_and_their_files_exist(guide: str) -> None:
 
 def test_the_sum_of_what_is_paid_by_the_hour_is_right(guide: str) -> None:
     idle = section(guide, "What it costs when idle")
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in idle.splitlines()
-        if line.startswith("|")
-    ]
+    rows = []
+    for line in idle.splitlines():
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
     monthly = {row[0]: row[1] for row in rows[2:]}
     hourly = 0.0
     for name in ("NAT gateway", "its public address"):

@@ -136,9 +136,9 @@ def lint(recipe: str) -> set[str]:
     lines = [line.strip() for line in joined.splitlines() if line.strip()]
     runs = [line for line in lines if line.startswith("RUN ")]
     user = [line.split()[1] for line in lines if line.startswith("USER ")][-1:]
-    installs = [
-        part for run in runs for part in re.split(r"&&|;", run) if "apt-get install" in part
-    ]
+    installs = []
+    for run in runs:
+        installs += [part for part in re.split(r"&&|;", run) if "apt-get install" in part]
     bases = [line.split()[1] for line in lines if line.startswith("FROM ")]
     named = dict(
         line[4:].split("=", 1) for line in lines if line.startswith("ARG ") and "=" in line

@@ -23,11 +23,10 @@ MIXED = (14, 3, 1, 2, 29, 41, 2, 1, 37, 60)
 
 
 def spells(lengths: tuple[int, ...], *, first: bool = True) -> list[bool]:
-    return [
-        bool(number % 2) is not first
-        for number, length in enumerate(lengths)
-        for _ in range(length)
-    ]
+    hours = []
+    for number, length in enumerate(lengths):
+        hours += [bool(number % 2) is not first for _ in range(length)]
+    return hours
 
 
 def assert_on_demand_only_at_the_end(course: Course) -> None:

@@ -58,11 +58,10 @@ SETTINGS: dict[str, Any] = {
 
 
 def documents() -> list[tuple[str, dict[str, Any]]]:
-    return [
-        (path.name, document)
-        for path in sorted(FOLDER.glob("*.yaml"))
-        for document in yaml.safe_load_all(path.read_text())
-    ]
+    named = []
+    for path in sorted(FOLDER.glob("*.yaml")):
+        named += [(path.name, document) for document in yaml.safe_load_all(path.read_text())]
+    return named
 
 
 def of_kind(kind: str) -> list[dict[str, Any]]:
@@ -151,11 +150,10 @@ def unknown_fields(value: Any, known: Any, path: str = "spec") -> list[str]:
     if type(value) is not type(known):
         return [f"{path}: {value!r}"]
     if isinstance(known, list):
-        return [
-            field
-            for at, element in enumerate(value)
-            for field in unknown_fields(element, known[0], f"{path}[{at}]")
-        ]
+        fields = []
+        for at, element in enumerate(value):
+            fields += unknown_fields(element, known[0], f"{path}[{at}]")
+        return fields
     kinds = {name: known.get(name, known.get("*")) for name in value}
     return [
         unknown
@@ -239,9 +237,10 @@ def test_prometheus_finds_the_training_pods_where_the_network_policy_lets_it() -
         if policy["metadata"]["name"] == "ebbflow-training"
     ]
     assert service["spec"]["selector"] == policy["spec"]["podSelector"]["matchLabels"]
-    assert port["port"] in [
-        port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])
-    ]
+    ports = []
+    for rule in policy["spec"]["ingress"]:
+        ports += [port["port"] for port in rule.get("ports", [])]
+    assert port["port"] in ports
 
 
 def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_calls() -> None:
@@ -250,7 +249,10 @@ def test_training_pods_ask_the_api_for_nothing_and_the_head_for_what_metaflow_ca
     [binding] = of_kind("RoleBinding")
     [role] = of_kind("Role")
     assert [subject["name"] for subject in binding["subjects"]] == ["ebbflow-head"]
-    assert {resource for rule in role["rules"] for resource in rule["resources"]} == {
+    resources = set()
+    for rule in role["rules"]:
+        resources |= set(rule["resources"])
+    assert resources == {
         "jobs",
         "jobs/status",
         "jobsets",

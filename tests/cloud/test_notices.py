@@ -48,7 +48,8 @@ def watching() -> Iterator[Watching]:
     started: list[NoticeWatcher] = []
 
     def start(*sources: Source) -> NoticeWatcher:
-        started.append(watcher := NoticeWatcher(sources))
+        watcher = NoticeWatcher(sources)
+        started.append(watcher)
         wait_until("the decision", lambda: watcher.source_problems() is not None, timeout=60)
         return watcher
 

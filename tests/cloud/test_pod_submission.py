@@ -63,12 +63,10 @@ def test_an_order_to_stop_is_the_jobs_outcome_and_submits_nothing(tmp_path: Path
             {**asked, "stop": ["failed", "two images in a row cannot be pulled"]}
         ).listen()
     assert ended.value.code == 202, "Metaflow does not try again"
-    [line] = [
-        line
-        for path in tmp_path.rglob("*.jsonl")
-        for line in path.read_text().splitlines()
-        if "outcome" in line
-    ]
+    outcome_lines = []
+    for path in tmp_path.rglob("*.jsonl"):
+        outcome_lines += [line for line in path.read_text().splitlines() if "outcome" in line]
+    [line] = outcome_lines
     assert json.loads(line)["data"] == {
         "outcome": "failed",
         "message": "two images in a row cannot be pulled",

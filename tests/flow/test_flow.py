@@ -149,11 +149,8 @@ def test_the_live_page_moves_while_the_job_runs_and_ends_as_the_report(
     default: tuple[FlowRunner, FlowRun],
 ) -> None:
     runner, run = default
-    steps = [
-        int(found[1])
-        for verdict in LIVE
-        if (found := re.match(r"Running: (\d+) of \d+ steps", verdict))
-    ]
+    verdicts = [re.match(r"Running: (\d+) of \d+ steps", verdict) for verdict in LIVE]
+    steps = [int(verdict[1]) for verdict in verdicts if verdict]
     assert len(set(steps)) >= 2 and steps == sorted(steps), LIVE
     assert (run.folder / "live.html").read_bytes() == (run.folder / "report.html").read_bytes()
     assert re.search(r"^ *live page: .*runs/latest/live.html$", run.output, re.MULTILINE)

@@ -372,10 +372,9 @@ def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(
     for name, (script, _) in [*whole.items(), *left.items()]:
         assert commits(script)[-1] == PAGES[name][1], name
     for name, (script, _) in left.items():
-        ended = [
-            [event.data for event in events_of(run) if event.name == "outcome"]
-            for run in (script, whole[name][0])
-        ]
+        ended = []
+        for run in (script, whole[name][0]):
+            ended.append([event.data for event in events_of(run) if event.name == "outcome"])
         assert ended[0][0]["weights_sha256"] == ended[1][0]["weights_sha256"], name
         assert "goes on from step" in output(script), name
     assert "tokens seen: 1280" in output(left["torchtitan"][0])

@@ -109,7 +109,8 @@ def test_a_job_that_has_commits_begins_anew_only_with_a_permit_which_holds_once(
     assert open_generation(job, run="r", attempt=4).parent is None, (
         "it died before its first commit"
     )
-    commit(job, newest := open_generation(job, run="r", attempt=5), 1)
+    newest = open_generation(job, run="r", attempt=5)
+    commit(job, newest, 1)
     damage(job)
     with pytest.raises(NothingToRestore):
         restore(job, newest)

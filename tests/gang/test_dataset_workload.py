@@ -133,7 +133,10 @@ DEADLY_INDEX = int(loader(Noisy(), 0).load(Cursor(17, 1))[0])
 
 
 def flat(content: list[Tensor]) -> list[list[float]]:
-    return [[float(number) for number in part.flatten()] for part in content]
+    rows = []
+    for part in content:
+        rows.append([float(number) for number in part.flatten()])
+    return rows
 
 
 def test_workers_give_the_samples_that_one_process_gives_at_any_world_size() -> None:
@@ -149,12 +152,16 @@ def test_workers_give_the_samples_that_one_process_gives_at_any_world_size() -> 
         ]
         assert [first + second for first, second in zip(*parts, strict=True)] == whole[number]
     assert flat(ahead.load(Cursor(8, BATCH))) == whole[1], "after a rewind"
-    indices = [int(index) for step in whole for index in step[0]]
+    indices = []
+    for step in whole:
+        indices += [int(index) for index in step[0]]
     assert (
         sorted(indices[:20]) == sorted(indices[20:40]) == list(range(20))
         and indices[:20] != indices[20:40]
     )
-    drawn = [number for step in whole for number in step[1]]
+    drawn = []
+    for step in whole:
+        drawn += step[1]
     assert len(set(drawn)) == len(drawn), "another epoch draws other numbers"
     assert state[0] == random.getstate() and torch.equal(state[1], torch.get_rng_state())
 
@@ -208,9 +215,9 @@ def test_workers_that_start_anew_give_the_same_samples_and_name_their_lines(
 ) -> None:
     steps = [Cursor(number * BATCH, BATCH) for number in range(3)]
     spawned = loader(Talkative(), 1, worker_start="forkserver")
-    found = [
-        [flat(source.load(step)) for step in steps] for source in (loader(Noisy(), 0), spawned)
-    ]
+    found = []
+    for source in (loader(Noisy(), 0), spawned):
+        found.append([flat(source.load(step)) for step in steps])
     assert found[0] == found[1] and spawned._iterator is not None
     # The capture's file has one position, which reading would move under a line being written
     spawned._stop_workers()
@@ -345,7 +352,10 @@ def test_ten_lines_pass_the_examination_of_a_workload(tmp_path: Path) -> None:
     parts = batch.split(3)
     assert [part.weight for part in parts] == [1, 2, 2]
     assert torch.equal(torch.cat([part.content["x"] for part in parts]), batch.content["x"])
-    assert [name for part in parts for name in part.content["name"]] == batch.content["name"]
+    names = []
+    for part in parts:
+        names += part.content["name"]
+    assert names == batch.content["name"]
     empty = workload.next_batch(workload.model(), Cursor(3, 0))
     assert empty.weight == 0 and empty.content["x"].shape == (0, 1)
     assert isinstance(empty, Samples)

@@ -85,14 +85,15 @@ def reference(folder: Path, tokens: str) -> dict:
 @pytest.fixture(scope="module")
 def runs(folder: Path, tokens: str) -> dict[str, list[dict]]:
     """What happened to two ranks, by scenario; both of each scenario's results."""
-    scenarios = {
-        f"{mode} {accumulation}": {
-            "config": make_config(folder, mode=mode, accumulation=accumulation),
-            "ragged": True,
+    scenarios = {}
+    for mode in ("ddp", "fsdp2"):
+        scenarios |= {
+            f"{mode} {accumulation}": {
+                "config": make_config(folder, mode=mode, accumulation=accumulation),
+                "ragged": True,
+            }
+            for accumulation in (1, 2)
         }
-        for mode in ("ddp", "fsdp2")
-        for accumulation in (1, 2)
-    }
     sharded = make_config(folder, mode="fsdp2")
     scenarios["whole samples"] = {
         "config": make_config(folder, mode="fsdp2", accumulation=2, steps=6)
@@ -146,7 +147,10 @@ def test_ranks_together_read_each_sample_once(runs: dict[str, list[dict]]) -> No
     for result in runs["whole samples"]:
         for first, count in result["seen"]:
             read.append(range(first, first + count))
-    assert sorted(sample for part in read for sample in part) == list(range(6 * 8))
+    samples = []
+    for part in read:
+        samples += part
+    assert sorted(samples) == list(range(6 * 8))
 
 
 @pytest.mark.parametrize("name", ["poison", "spoilt"])
@@ -178,15 +182,19 @@ def test_a_rank_is_slow_by_its_own_time_though_all_steps_take_as_long(
     runs: dict[str, list[dict]], name: str
 ) -> None:
     ranks = [run["steps"] for run in runs[name]]
-    durations = [sum(sum(step["seconds"].values()) for step in steps) for steps in ranks]
+    durations = []
+    for steps in ranks:
+        durations.append(sum(sum(step["seconds"].values()) for step in steps))
     assert durations[0] == pytest.approx(durations[1], rel=0.2)
-    found = [
-        find_slowest([step["own_seconds"] for step in both]) for both in zip(*ranks, strict=True)
-    ]
+    found = []
+    for both in zip(*ranks, strict=True):
+        found.append(find_slowest([step["own_seconds"] for step in both]))
     lost = [slowest.lost_seconds for slowest in found if slowest.rank == 1]
     assert len(lost) >= 0.8 * SLOW_STEPS
     assert sum(lost) == pytest.approx(SLOW_STEPS * SLOW_SECONDS, rel=0.4)
-    own = [sum(step["own_seconds"] for step in steps) for steps in ranks]
+    own = []
+    for steps in ranks:
+        own.append(sum(step["own_seconds"] for step in steps))
     assert own[1] > own[0] + 0.5 * SLOW_STEPS * SLOW_SECONDS
 
 
@@ -264,9 +272,10 @@ def assert_no_second_is_lost(folder: Path, job: str, rank: int) -> None:
 def test_shares_of_a_batch_follow_one_another() -> None:
     for world_size in (1, 2, 3, 5, 8):
         shares = [Cursor(100, 8).share(rank, world_size) for rank in range(world_size)]
-        assert [
-            i for share in shares for i in range(share.first, share.first + share.count)
-        ] == list(range(100, 108))
+        indices = []
+        for share in shares:
+            indices += range(share.first, share.first + share.count)
+        assert indices == list(range(100, 108))
 
 
 def test_limits_stop_before_the_money_or_the_time_is_gone() -> None:

@@ -23,7 +23,8 @@ FEW = [
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
-    stopped = [base for name in FEW if (base := VARIANTS[name].goes_on)]
+    bases = [VARIANTS[name].goes_on for name in FEW]
+    stopped = [base for base in bases if base]
     return train_curves(tmp_path_factory.mktemp("curves"), FEW + stopped)
 
 

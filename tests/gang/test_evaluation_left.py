@@ -5,7 +5,6 @@ passes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,8 +168,11 @@ def test_a_gang_leaves_its_last_evaluation_at_a_notice(tmp_path: Path) -> None:
     )
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
     try:
-        both: Callable[[], bool] = lambda: all(passes_made(tmp_path, rank) for rank in range(2))  # noqa: E731
-        wait_until("the evaluation", both, timeout=120)
+        wait_until(
+            "the evaluation",
+            lambda: all(passes_made(tmp_path, rank) for rank in range(2)),
+            timeout=120,
+        )
         rehearse_notice(tmp_path / "logs" / "notice-node-0.json", action="terminate", seconds=120)
         outcome = gang.wait(100)
     finally:

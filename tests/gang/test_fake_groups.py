@@ -270,10 +270,14 @@ def test_weights_that_will_be_overwritten_are_not_initialised(join: Join) -> Non
 
     config = make_config("fsdp2")
     beats = list[str]()
-    alive = lambda: beats.append("alive")  # noqa: E731
-    module = spread_model(
-        Small(config), config, join(3, 16), overwritten=True, progress=alive
-    ).module
+    spread = spread_model(
+        Small(config),
+        config,
+        join(3, 16),
+        overwritten=True,
+        progress=lambda: beats.append("alive"),
+    )
+    module = spread.module
     assert beats == ["alive"], "a large model is not taken for a hang"
     assert calls == ["rotary"] and module.get_buffer("1.frequencies").tolist() == [
         0.0,

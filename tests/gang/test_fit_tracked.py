@@ -164,7 +164,8 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
     spread.recompute_units(model.units()[: -1 if chunk else None], config.parallel.recompute)
     if mesh is not None:
         if tensor > 1:
-            split_weights(model, layers := model.split_layers(), mesh["tensor"])
+            layers = model.split_layers()
+            split_weights(model, layers, mesh["tensor"])
             split_computation(layers, mesh["tensor"])
         spread.shard_model(model, model.units(), config.fsdp, mesh, keep_gathered=False)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):

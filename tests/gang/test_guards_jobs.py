@@ -165,10 +165,9 @@ def test_a_batch_that_does_not_fit_is_split_with_the_same_gradient(tmp_path: Pat
     for job in jobs.values():
         assert job.run_alone().outcome is Outcome.COMPLETED
         assert job.losses() == pytest.approx(jobs["whole"].losses(), rel=1e-6)
-    told = {
-        name: [(event.step, event.data["accumulation"]) for event in job.events(GUARD)]
-        for name, job in jobs.items()
-    }
+    told = {}
+    for name, job in jobs.items():
+        told[name] = [(event.step, event.data["accumulation"]) for event in job.events(GUARD)]
     # What the dry run has found holds for the later start too.
     assert told == {"whole": [], "at run time": [(1, 2), (1, 4)], "dry run": [(None, 8)]}
 

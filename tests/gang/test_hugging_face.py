@@ -149,7 +149,9 @@ def test_the_example_trains_a_folder_on_two_ranks_and_returns_it(tmp_path: Path)
         "cluster.processes_per_node": 2,
         "cluster.device": "cpu",
     }
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    words = []
+    for key, value in settings.items():
+        words += ["--set", f"{key}={value}"]
     example = PROJECT_ROOT / "examples" / "hugging_face.yaml"
     assert (
         len(
@@ -196,7 +198,8 @@ def test_initial_weights_that_are_not_the_librarys_are_named_with_the_loss(
     server = failing_s3
     server.use(monkeypatch)
     bucket = server.new_bucket()
-    random_model(TIED, folder := tmp_path / "model")
+    folder = tmp_path / "model"
+    random_model(TIED, folder)
     Store.open(f"s3://{bucket}").put("data.jsonl", (tmp_path / "data.jsonl").read_bytes())
     if not lora_rank:
         (folder / "model.safetensors").unlink()  # so that the weights are random
@@ -352,7 +355,8 @@ FAMILIES = {
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_logits_and_loss_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    theirs = random_model(FAMILIES[kind], folder := tmp_path / "model").eval()
+    folder = tmp_path / "model"
+    theirs = random_model(FAMILIES[kind], folder).eval()
     settings = settings_for(folder)
     own = workload_context(settings, Gang(), store=Store.open(settings.store))
     if kind == "mixtral":  # transformers joins the experts' tensors as it reads them

@@ -174,7 +174,9 @@ def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     answers = ["comes in", "and the tide goes out, number 12"]
-    talk = [{"role": role, "content": text} for text in answers for role in ("user", "assistant")]
+    talk = []
+    for text in answers:
+        talk += [{"role": role, "content": text} for role in ("user", "assistant")]
     talk[0]["content"] = "tide? é"
     talk[2]["content"] = "and then the tide, which tide, the tide of number 300?"
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 60)
@@ -184,14 +186,14 @@ def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(folder)
     whole = "".join(f"<{message['role']}>{message['content']}" for message in talk)
     # Bytes of the answers
-    counted = {
-        at
-        for text in answers
-        for at in range(
-            len(whole[: whole.rindex(text)].encode()),
-            len(whole[: whole.rindex(text) + len(text)].encode()),
+    counted = set()
+    for text in answers:
+        counted |= set(
+            range(
+                len(whole[: whole.rindex(text)].encode()),
+                len(whole[: whole.rindex(text) + len(text)].encode()),
+            )
         )
-    }
     ids = tokenizer(whole)["input_ids"]
     labels = []
     at = 0

@@ -89,7 +89,9 @@ def test_a_gang_is_seen_while_it_trains_and_its_logs_outlive_a_node(tmp_path: Pa
         (int(log.parent.name[:6]), int(log.stem[-1])): log.read_text().splitlines() for log in logs
     }
     here = read_logs([tmp_path / "runs" / "job"], [])
-    said = {key: [x.text for x in here.lines if (x.generation, x.rank) == key] for key in raw}
+    said = {}
+    for key in raw:
+        said[key] = [x.text for x in here.lines if (x.generation, x.rank) == key]
     assert len(raw) == 4 and said == raw and not here.notices
     assert any("Traceback" in line for line in raw[1, 0]), (
         "the rank that lost its peer has told of it"

@@ -213,7 +213,11 @@ def test_a_member_lost_during_its_wait_is_billed_as_an_interruption(
     gang = LocalGang(
         spec, tmp_path / "gang", tmp_path / "output.log", alter=lambda own: of_node_1(tmp_path, own)
     )
-    beats = lambda node: [e for e in named(events_of(spec), NODE_HEARTBEAT) if e.node == node]  # noqa: E731
+
+    def beats(node: int) -> list[Event]:
+        heartbeats = named(events_of(spec), NODE_HEARTBEAT)
+        return [heartbeat for heartbeat in heartbeats if heartbeat.node == node]
+
     wait_until("signs of life of both", lambda: beats(0)[1:] and beats(1)[1:], timeout=60)
     gang.agents[1].kill()
     with pytest.raises(GangError, match="spot") as error:

@@ -204,7 +204,9 @@ def test_the_host_waits_for_no_result_of_the_step_in_progress(
     gpu.take_waits()
     ending = train(trainer)
     assert (ending.outcome, ending.step, trainer.saver.steps) == ("completed", 8, [5, 8])  # type: ignore[attr-defined]
-    kinds = [[f"{what} {place.rpartition(' ')[2]}" for what, place in wait] for wait in waits]
+    kinds = []
+    for wait in waits:
+        kinds.append([f"{what} {place.rpartition(' ')[2]}" for what, place in wait])
     read = ["event.synchronize read"]
     assert kinds == [[], read, read, read, read, read, read, read], kinds
     steps = [data for name, data in events if name == "step"]

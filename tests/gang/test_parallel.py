@@ -70,8 +70,12 @@ def test_the_planner_knows_the_models_size(config: ModelConfig) -> None:
         outer = [[model.embeddings, model.head]]
     else:
         outer = [[model.embeddings], [model.head]]
-    units = [nn.ModuleList(unit) for unit in (*outer, *([block] for block in model.blocks))]
-    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    units = []
+    for unit in (*outer, *([block] for block in model.blocks)):
+        units.append(nn.ModuleList(unit))
+    sizes = []
+    for unit in units:
+        sizes.append(sum(parameter.numel() for parameter in unit.parameters()))
     assert (
         shape.parameters == sum(parameter.numel() for parameter in model.parameters()) == sum(sizes)
     )
@@ -248,22 +252,22 @@ def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
     """
     config = RunConfig(model=MODELS[0])
     outputs = run_ranks(3, ["-m", "tests.support.spread_rank", config.model_dump_json()])
-    found = [
-        line.split()[1:]
-        for output in outputs
-        for line in output.splitlines()
-        if line.startswith("sha256")
-    ]
-    deadlines = [
-        line for output in outputs for line in output.splitlines() if line.startswith("timeout")
-    ]
+    found = []
+    for output in outputs:
+        found += [line.split()[1:] for line in output.splitlines() if line.startswith("sha256")]
+    deadlines = []
+    for output in outputs:
+        deadlines += [line for line in output.splitlines() if line.startswith("timeout")]
     assert sorted(set(deadlines)) == ["timeout replicate 61.0", "timeout shard 61.0"], (
         "not torch's default"
     )
     model = meta_model(MODELS[0]).to_empty(device="cpu")
     initialise(model, meta_model(MODELS[0]), seed=config.training.seed)
     digest = weights_sha256(model)
-    assert sorted(found) == sorted([name, digest] for name in ARRANGEMENTS for _ in range(3))
+    expected = []
+    for name in ARRANGEMENTS:
+        expected += [[name, digest] for _ in range(3)]
+    assert sorted(found) == sorted(expected)
 
 
 class LargestLogits(TorchDispatchMode):
@@ -332,7 +336,9 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(config: ModelCo
         for parameter in model.double().parameters():
             parameter.mul_(4)
     lengths = [[5, 1, 6, 4], [9, 7]]  # 16 tokens in each row
-    documents = [[torch.randint(4, 200, (length,)) for length in row] for row in lengths]
+    documents = []
+    for row in lengths:
+        documents.append([torch.randint(4, 200, (length,)) for length in row])
     for row in documents:
         for document in row[:-1]:
             document[-1] = 3

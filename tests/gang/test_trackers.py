@@ -227,10 +227,9 @@ def test_live_steps_keep_their_first_value_and_the_redone_are_counted(
         assert follow(store, config_with(trackers=[{"type": "jsonl", "live": True}]))
     losses = read_jsonl(runs / "demo", "loss")
     assert [step for step, _ in losses] == list(range(1, 51))
-    first = [
-        next(number for number in range(1, 6) if ATTEMPTS[number - 1][1] >= step)
-        for step in range(1, 51)
-    ]
+    first = []
+    for step in range(1, 51):
+        first.append(next(number for number in range(1, 6) if ATTEMPTS[number - 1][1] >= step))
     assert [loss for _, loss in losses] == [
         loss_of(step, number) for step, number in enumerate(first, start=1)
     ]

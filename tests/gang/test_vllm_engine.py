@@ -45,7 +45,8 @@ def test_a_server_draws_with_the_policys_weights(settings: Any, rank: int, tmp_p
     moved.
     """
     folder, served = make_served(tmp_path, settings)
-    with serve_vllm(fake := FakeVllm(served)) as address:
+    fake = FakeVllm(served)
+    with serve_vllm(fake) as address:
         config = config_of(
             tmp_path, folder, options_of(served, address, lora_rank=rank, enable_engine_sleep=True)
         )
@@ -115,7 +116,8 @@ def test_jobs_on_two_ranks_and_ahead_of_the_policy(tmp_path: Path) -> None:
 
 def test_unexpected_answers_of_vllm_end_the_step(tmp_path: Path) -> None:
     folder, served = make_served(tmp_path)
-    with serve_vllm(fake := FakeVllm(served)) as address:
+    fake = FakeVllm(served)
+    with serve_vllm(fake) as address:
         config = config_of(tmp_path, folder, options_of(served, address))
         context = prepare(config)
         workload: Any = make_workload(config, context)

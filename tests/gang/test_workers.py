@@ -98,7 +98,11 @@ def test_ranks_of_the_second_node_know_their_place_as_under_torchrun(
     spec: WorkerSpec, tmp_path: Path
 ) -> None:
     seen: list[dict[str, str]] = []
-    fork = lambda name, log, environment: seen.append(environment) or InTheKernel()  # noqa: E731
+
+    def fork(name: str, log: Path, environment: dict[str, str]) -> InTheKernel:
+        seen.append(environment)
+        return InTheKernel()
+
     WorkerGroup(
         range(2, 4),
         4,
@@ -108,7 +112,10 @@ def test_ranks_of_the_second_node_know_their_place_as_under_torchrun(
         SimpleNamespace(ready=True, lost=False, pid=1, fork=fork),
     )
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    assert [[variables[name] for name in names] for variables in seen] == [
+    values = []
+    for variables in seen:
+        values.append([variables[name] for name in names])
+    assert values == [
         ["2", "0", "1", "4", "2"],
         ["3", "1", "1", "4", "2"],
     ]

@@ -120,7 +120,8 @@ def test_a_sound_workload_is_measured(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_workload_error_is_one_line_with_its_place(name: str, said: str, tmp_path: Path) -> None:
-    assert re.search(said, found := refusal(config_of(name, tmp_path))), found
+    found = refusal(config_of(name, tmp_path))
+    assert re.search(said, found), found
 
 
 def test_metrics_are_finite_numbers(tmp_path: Path) -> None:

@@ -134,7 +134,9 @@ def _translate_lines(former: str, source: str) -> dict[int, list[int]]:
 
 def stale_test_files(root: Path, known: LineMap) -> list[str]:
     """Return the test files that changed since the map was built, or are new."""
-    paths = [path for folder in _FOLDERS for path in sorted((root / folder).glob("test_*.py"))]
+    paths = []
+    for folder in _FOLDERS:
+        paths += sorted((root / folder).glob("test_*.py"))
     return [
         str(path.relative_to(root))
         for path in paths

@@ -91,7 +91,10 @@ def write_report(
 ) -> Path:
     """As CSV. second_generation: with the column names of Data Exports, tags as one map."""
     listed = [_renamed(row) if second_generation else row for row in rows]
-    names = list(dict.fromkeys(name for row in listed for name in row))
+    columns = []
+    for row in listed:
+        columns += row
+    names = list(dict.fromkeys(columns))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names, restval="")
         writer.writeheader()

@@ -156,8 +156,13 @@ def slow(job_store: str) -> dict:
     }
     config = RunConfig.model_validate({"cluster": limits})
     signs: list[float] = []
-    alive = lambda: signs.append(time.monotonic())  # noqa: E731
-    read = lambda: time.sleep(2.5 * COLLECTIVE_SECONDS if RANK == 1 else 0.0)  # noqa: E731
+
+    def alive() -> None:
+        signs.append(time.monotonic())
+
+    def read() -> None:
+        time.sleep(2.5 * COLLECTIVE_SECONDS if RANK == 1 else 0.0)
+
     with Checkpointer(job_store, generation=Generation(2, "reader"), **GANG) as checkpointer:
         began = time.monotonic()
         (model, optimizer) = build("ddp", seed=2)

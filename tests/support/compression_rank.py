@@ -42,10 +42,9 @@ def compare(config: RunConfig, gang: Gang, *, save: bool) -> bool:
         trained.reset_compression()
     resumed = spread_model(ModelOnly(config), config, gang)
     resumed.module.load_state_dict(trained.module.state_dict())
-    pairs = [
-        [step(spread, config, gang, number) for spread in (trained, resumed)]
-        for number in range(5, 10)
-    ]
+    pairs = []
+    for number in range(5, 10):
+        pairs.append([step(spread, config, gang, number) for spread in (trained, resumed)])
     return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 

@@ -233,7 +233,9 @@ def _gather(name: str, variant: Variant, ranks: list[dict[str, Any]], weights: P
     assert all(
         ranks[r]["seen"] == ranks[r - r % variant.tensor]["seen"] for r in range(len(ranks))
     ), name
-    seen = [tuple(pair) for rank in ranks[:: variant.tensor] for pair in rank["seen"]]
+    seen = []
+    for rank in ranks[:: variant.tensor]:
+        seen += [tuple(pair) for pair in rank["seen"]]
     return Curve(
         first["losses"], first["held_out"], seen, first["weights_sha256"], torch.load(weights)
     )
@@ -260,7 +262,9 @@ def table(curves: dict[str, Curve], golden: dict[str, list[float]]) -> str:
         )
         rows.append(row)
     head = ("mode", "loss", "held-out", "loss, golden", "weights", "lost / twice")
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    widths = []
+    for column in range(len(head)):
+        widths.append(max(len(row[column]) for row in [head, *rows]))
     lines = [head, tuple("-" * width for width in widths), *rows]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()

@@ -89,7 +89,10 @@ class FlowRunner:
             "store": self.store,
             **{key.replace("__", "."): value for key, value in settings.items()},
         }
-        return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+        words = []
+        for key, value in values.items():
+            words += ("--set", f"{key}={value}")
+        return words
 
     def start(
         self, *words: str, cwd: Path | None = None, program: Iterable[str] = ()

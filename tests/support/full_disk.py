@@ -56,7 +56,10 @@ def main(folder: str, out: str) -> None:
     filler.unlink()
     refs = reachable_commits(job)
     found["left"] = [ref.step for ref in refs]
-    found["problems"] = [problem for ref in refs for problem in verify_commit(job, ref.key)]
+    problems = []
+    for ref in refs:
+        problems += verify_commit(job, ref.key)
+    found["problems"] = problems
     fresh = nn.Linear(512, 1024)
     with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=1)) as checkpointer:
         restored = checkpointer.restore([refs[0].key], fresh, None)

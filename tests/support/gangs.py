@@ -103,7 +103,10 @@ def train_gang(
     path.write_text(json.dumps(scenarios, default=lambda config: config.model_dump(mode="json")))
     run_ranks(world_size, ["-m", "tests.support.engine_rank", str(path)])
     ranks = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(world_size)]
-    return {name: [rank[name] for rank in ranks] for name in scenarios}
+    by_scenario = {}
+    for name in scenarios:
+        by_scenario[name] = [rank[name] for rank in ranks]
+    return by_scenario
 
 
 def endless_gang(folder: Path, *, logs: str = "logs", **sections: dict[str, Any]) -> GangSpec:

@@ -45,11 +45,9 @@ class SmallGateway:
         for path, body in self.kept.items():
             words = path.split("/")
             key = dict(zip(words[2::2], words[3::2], strict=True))
-            samples = [
-                sample
-                for family in text_string_to_metric_families(body)
-                for sample in family.samples
-            ]
+            samples = []
+            for family in text_string_to_metric_families(body):
+                samples += family.samples
             plain = {
                 sample.name: sample.value
                 for sample in samples

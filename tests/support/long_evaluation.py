@@ -33,7 +33,8 @@ class LongEvaluation(Sound):
                     model(torch.zeros(1, 4))
                 done.write(".")
                 done.flush()
-                if number == TOLD_AFTER and (order := marks / "tell").exists():
+                order = marks / "tell"
+                if number == TOLD_AFTER and order.exists():
                     order.unlink()
                     os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(options["seconds"])

@@ -36,11 +36,9 @@ def main() -> None:
         config = RunConfig.model_validate(values)
         module = spread_model(ModelOnly(config), config, gang).module
         state = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        held = [
-            (name, box.slices, box.local.clone())
-            for name, value in state.items()
-            for box in own_boxes(value)
-        ]
+        held = []
+        for name, value in state.items():
+            held += [(name, box.slices, box.local.clone()) for box in own_boxes(value)]
         written = [
             (piece.name, piece.offsets, piece.sizes) for piece in assign_shards(state, rank, ranks)
         ]

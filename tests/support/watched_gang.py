@@ -79,7 +79,10 @@ class WatchedGang:
         ]
 
     def look(self) -> list[WorkerFailure]:
-        return [failure for watch in self.watches for failure in watch.check()]
+        failures = []
+        for watch in self.watches:
+            failures += watch.check()
+        return failures
 
     def run_until_step(self, step: int) -> None:
         """Watch while nothing is wrong."""

@@ -119,7 +119,10 @@ class Counting(IterableDataset[Any]):
 
 
 def read(source: BatchSource, epoch: int, skip: int) -> list[Any]:
-    return [[part.tolist() for part in batch] for batch in source.epoch(epoch, skip)]
+    read_batches = []
+    for batch in source.epoch(epoch, skip):
+        read_batches.append([part.tolist() for part in batch])
+    return read_batches
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -184,7 +187,10 @@ def test_the_generators_of_a_dataset_give_each_batch_the_same_numbers(workers: i
     own = torch.get_rng_state()
     whole = source()
     epochs = [read(whole, epoch, 0) for epoch in range(2)]
-    noise = [number for epoch in epochs for batch in epoch for number in batch[1]]
+    noise = []
+    for epoch in epochs:
+        for batch in epoch:
+            noise += batch[1]
     assert (
         len(set(noise)) == 48
         and len(find_generators(OwnGenerators())) == 4
@@ -496,7 +502,9 @@ def test_a_torchdata_loader_resumes_from_its_state() -> None:
     whole = source()
     batches = whole.epoch(0, 0)
     first = [next(batches)[0].tolist() for _ in range(2)]
-    state = json.loads(json.dumps(form := split_state(whole.state(), "s", tensors := {})))
+    tensors: dict[str, torch.Tensor] = {}
+    form = split_state(whole.state(), "s", tensors)
+    state = json.loads(json.dumps(form))
     rest = [batch[0].tolist() for batch in batches]
     again = source()
     again.load(join_state(state, tensors))

@@ -185,10 +185,9 @@ def test_a_minority_of_ranks_is_blamed_whatever_the_usual_culprit() -> None:
 def test_of_ranks_that_wait_in_a_chain_the_last_is_furthest_behind() -> None:
     """Shards {0, 1} and {2, 3}, copies {0, 2} and {1, 3}: 2 waits for 3, and 0 for 2."""
     last = {0: {"a": 5, "c": 3}, 1: {"a": 5, "d": 3}, 2: {"b": 5, "c": 2}, 3: {"b": 4, "d": 2}}
-    records = {
-        rank: [[group, number, "x"] for group, number in operations.items()]
-        for rank, operations in last.items()
-    }
+    records = {}
+    for rank, operations in last.items():
+        records[rank] = [[group, number, "x"] for group, number in operations.items()]
     assert find_furthest_behind(records) == [3]
 
 
@@ -286,7 +285,8 @@ def test_a_phase_may_take_ten_times_its_p99_once_it_is_known() -> None:
 
 def test_the_first_step_has_time_and_nothing_has_more_than_the_longest() -> None:
     learned = limits(floor_seconds=60.0, longest_seconds=40.0)
-    learned.observe(first := HeartbeatReading(1, 7, "forward", 0.0, 1), 0.1)
+    first = HeartbeatReading(1, 7, "forward", 0.0, 1)
+    learned.observe(first, 0.1)
     assert (learned.hang_threshold(first), learned.suspicion_threshold(first)) == (40.0, 5.0)
     assert (
         learned.hang_threshold(HeartbeatReading(1, 8, "forward", 0.0, 2)),

@@ -26,12 +26,10 @@ OURS = ("ebbflow.training.checkpoint", "ebbflow.training.errors", "ebbflow.core"
 
 def imported(path: Path, *, at_import: bool) -> set[str]:
     tree = ast.parse(path.read_text())
-    inner = {
-        node
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
+    inner = set()
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner |= set(ast.walk(function))
     names: set[str] = set()
     for node in ast.walk(tree):
         if at_import and node in inner:

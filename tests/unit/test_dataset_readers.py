@@ -81,15 +81,16 @@ def write_mds(
     sizes = [8 if encoding == "int" else None for encoding in encodings.values()]
     for number, first in enumerate(range(0, len(samples), per_shard)):
         rows = samples[first : first + per_shard]
-        made = [
-            b"".join(
-                struct.pack("<I", len(row[name]))
-                for name, size in zip(encodings, sizes, strict=True)
-                if not size
+        made = []
+        for row in rows:
+            made.append(
+                b"".join(
+                    struct.pack("<I", len(row[name]))
+                    for name, size in zip(encodings, sizes, strict=True)
+                    if not size
+                )
+                + b"".join(row[name] for name in encodings)
             )
-            + b"".join(row[name] for name in encodings)
-            for row in rows
-        ]
         config = json.dumps({"column_names": list(encodings)}).encode()
         start = 4 * (len(rows) + 2) + len(config)
         places = [start + sum(map(len, made[:count])) for count in range(len(made) + 1)]
@@ -170,7 +171,9 @@ def test_datasets_in_a_bucket_are_those_of_the_folder_also_in_workers(
     def numbers(path: str) -> tuple[list[int], str]:
         tar = TarShards(f"{path}/shard-*.tar", lambda sample: sample["txt"][0])
         loader = SampleLoader(tar, default_collate, seed=1, batch_size=4, workers=2)
-        read = [int(value) for step in range(2) for value in loader.load(Cursor(4 * step, 4))]
+        read = []
+        for step in range(2):
+            read += [int(value) for value in loader.load(Cursor(4 * step, 4))]
         mosaic = SampleLoader(MosaicShards(path), default_collate, seed=1, batch_size=4, workers=1)
         read += [
             int(value) for step in range(2) for value in mosaic.load(Cursor(4 * step, 4))["number"]
@@ -224,7 +227,9 @@ def test_rows_of_parquet_files_are_found_by_index(tmp_path: Path) -> None:
     loader = SampleLoader(
         rows, lambda found: [row["number"] for row in found], seed=1, batch_size=5, workers=2
     )
-    read = [number for step in range(4) for number in loader.load(Cursor(5 * step, 5))]
+    read = []
+    for step in range(4):
+        read += loader.load(Cursor(5 * step, 5))
     assert sorted(read) == list(range(20))
     assert rows.fingerprint != ParquetRows(tmp_path, ["text"]).fingerprint
     pyarrow.parquet.write_table(pyarrow.table({"other": [1]}), tmp_path / "2.parquet")

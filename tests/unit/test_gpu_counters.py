@@ -267,11 +267,9 @@ def test_the_kernel_log_shows_xids_of_this_nodes_gpus_alone(faulty: tuple) -> No
             )
         assert monitor.refresh(30)
         assert [fault.device for fault in monitor.faults] == [own] * (device == own)
-    assert (
-        fault_from_xid(own, 43) is None
-        and (passing := fault_from_xid(own, 94))
-        and not passing.fatal
-    )
+    assert fault_from_xid(own, 43) is None
+    contained = fault_from_xid(own, 94)
+    assert contained is not None and not contained.fatal
     assert fault_from_error("CUDA error: uncorrectable ECC error encountered")
     assert fault_from_error("CUDA error: an illegal memory access was encountered") is None
 

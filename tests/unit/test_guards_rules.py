@@ -416,6 +416,7 @@ def test_commits_whose_weights_may_differ_are_left_and_not_quarantined(tmp_path:
     )
     store.put(commit_key(8, first.number, sha256_text(raw.to_bytes())), raw.to_bytes())
     record_rewind(store, generation=first.number, rank=0, limit=6, first_sample=0, sound=False)
-    assert (parent := rewind_parent(store)) == NO_PARENT
+    parent = rewind_parent(store)
+    assert parent == NO_PARENT
     assert open_generation(store, run="run", attempt=1, parent=parent).parent is None
     assert store.list("quarantine") == [] and reachable_commits(store) == []

@@ -205,7 +205,10 @@ def test_instances_are_billed_a_minute_and_for_their_pauses(timeline, changes, d
     assert sum(line.rank_microseconds for line in ledger.causes) == ledger.paid_microseconds
     for name in {bill.node.instance_id for bill in ledger.nodes}:
         mine = [bill for bill in ledger.nodes if bill.node.instance_id == name]
-        seconds = 10.0 + sum(extra.seconds for bill in mine for extra in bill.extras)
+        extra_seconds = []
+        for bill in mine:
+            extra_seconds += [extra.seconds for extra in bill.extras]
+        seconds = 10.0 + sum(extra_seconds)
         reached = 0.0
         for node in sorted((bill.node for bill in mine), key=lambda node: node.started_wall):
             seconds += max(0.0, node.ended_wall - max(node.started_wall, reached))

@@ -442,7 +442,10 @@ def test_an_order_of_any_node_reaches_all_nodes(gang: Gang) -> None:
     assert [heard(follower) for follower in gang.followers.values()] == [[order], [order]]
     coordinator.order(RankOrder(seconds=float("inf"), cause=CAUSES[5], node=0))
     assert coordinator.leave_cause == NOTICE
-    assert [[order.leave for order in heard(follower)] for follower in gang.followers.values()] == [
+    leaves = []
+    for follower in gang.followers.values():
+        leaves.append([order.leave for order in heard(follower)])
+    assert leaves == [
         [False],
         [False],
     ]

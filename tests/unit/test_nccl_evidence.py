@@ -123,10 +123,9 @@ def test_of_gpus_that_wait_in_a_chain_the_last_is_blamed() -> None:
     """
     states = {0: {"c": "started"}, 1: {"d": "started"}, 2: {"b": "started", "c": "scheduled"}}
     states[3] = {"b": "scheduled", "d": "scheduled"}
-    raw = {
-        rank: dump(*(entry(5, state, group=group) for group, state in group_states.items()))
-        for rank, group_states in states.items()
-    }
+    raw = {}
+    for rank, group_states in states.items():
+        raw[rank] = dump(*(entry(5, state, group=group) for group, state in group_states.items()))
     assert blame([hung(rank, dumped) for rank, dumped in raw.items()]).rank == 3
 
 

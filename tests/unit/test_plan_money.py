@@ -480,14 +480,15 @@ def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
             ),
         )
     )
-    chances = [
-        next(
-            candidate.outlook.deadline_probability
-            for candidate in candidates
-            if candidate.market == "spot"
+    chances = []
+    for candidates in (known, none):
+        chances.append(
+            next(
+                candidate.outlook.deadline_probability
+                for candidate in candidates
+                if candidate.market == "spot"
+            )
         )
-        for candidates in (known, none)
-    ]
     assert chances[0] < chances[1]
     assert make_plan(config(), now_utc=WALL, history=history) == Plan.from_json(
         json.loads(json.dumps(make_plan(config(), now_utc=WALL, history=history).to_json()))

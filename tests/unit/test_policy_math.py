@@ -59,10 +59,9 @@ def test_kl_estimates(kind: str) -> None:
     }[kind]
     a = table(1)
     b = table(2)
-    expected = [
-        [plain(p, q) for p, q in zip(*rows, strict=True)]
-        for rows in zip(a.tolist(), b.tolist(), strict=True)
-    ]
+    expected = []
+    for rows in zip(a.tolist(), b.tolist(), strict=True):
+        expected.append([plain(p, q) for p, q in zip(*rows, strict=True)])
     assert torch.allclose(
         math_of.estimate_kl(kind, a, b), torch.tensor(expected).double(), atol=1e-12
     )
@@ -167,10 +166,15 @@ def test_token_rewards_and_rewards_to_go() -> None:
 
 def test_normalisation_over_the_tokens_of_a_batch() -> None:
     values = table(4)
-    every = [value for row in inside(values) for value in row]
+    every = []
+    for row in inside(values):
+        every += row
     expected = [(reward - statistics.fmean(every)) / statistics.pstdev(every) for reward in every]
     found = math_of.normalise_over_tokens(values, MASK)
-    assert [value for row in inside(found) for value in row] == pytest.approx(expected, abs=1e-4)
+    normalised = []
+    for row in inside(found):
+        normalised += row
+    assert normalised == pytest.approx(expected, abs=1e-4)
     assert (found[MASK == 0] == 0).all()
     by_hand = math_of.normalise_over_tokens(
         torch.tensor([[3.0, 1.0, 7.0]]), torch.tensor([[1.0, 1.0, 0.0]])
@@ -200,13 +204,14 @@ def test_generalised_advantages() -> None:
     ):
         after = [*worth[1:], 0.0]
         errors = [r + 0.9 * n - v for r, n, v in zip(gained, after, worth, strict=True)]
-        expected = [
-            sum(
-                (0.9 * 0.8) ** (later - place) * errors[later]
-                for later in range(place, len(errors))
+        expected = []
+        for place in range(len(errors)):
+            expected.append(
+                sum(
+                    (0.9 * 0.8) ** (later - place) * errors[later]
+                    for later in range(place, len(errors))
+                )
             )
-            for place in range(len(errors))
-        ]
         assert row == pytest.approx(expected, abs=1e-12)
         assert ahead == pytest.approx(
             [a + v for a, v in zip(expected, worth, strict=True)], abs=1e-12

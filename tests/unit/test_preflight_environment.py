@@ -134,17 +134,17 @@ def test_environment_variables_that_are_read_get_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Among them what the launcher sets for the processes below it, in which preflight runs."""
-    files = [
-        path for room in ("flows", "infra", "cost", "training") for path in (ROOT / room).rglob("*")
-    ]
+    files = []
+    for room in ("flows", "infra", "cost", "training"):
+        files += (ROOT / room).rglob("*")
     code = [
         path.read_text()
         for path in files
         if path.suffix in (".py", ".c", ".yaml") and path.name != "advice.py"
     ]
-    names = {
-        name for text in code for name in re.findall(r"\bEBBFLOW_[A-Z]+(?:_[A-Z]+)*\b(?!_)", text)
-    }
+    names = set()
+    for text in code:
+        names |= set(re.findall(r"\bEBBFLOW_[A-Z]+(?:_[A-Z]+)*\b(?!_)", text))
     assert {
         "EBBFLOW_RUNS",
         "EBBFLOW_RUNNABLE_SECONDS",

@@ -222,7 +222,10 @@ def test_pools_differ_by_type_region_and_zone_and_are_sorted_by_zone() -> None:
         replace(SPOT, region="us-west-2", zone_name="us-west-2a"),
     ]
     found = quotes_of(*others, SPOT)
-    assert {place: [quote.zone for quote in quotes] for place, quotes in found.items()} == {
+    zones = {}
+    for place, quotes in found.items():
+        zones[place] = [quote.zone for quote in quotes]
+    assert zones == {
         ("g5.xlarge", "us-east-1"): ["us-east-1a", "us-east-1b", "us-east-1c"],
         ("g6.xlarge", "us-east-1"): ["us-east-1a"],
         ("g5.xlarge", "us-west-2"): ["us-west-2a"],

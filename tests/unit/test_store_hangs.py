@@ -197,7 +197,8 @@ def test_a_frozen_uploader_costs_one_save_and_holds_up_nothing_else(tmp_path: Pa
     with Checkpointer(job.uri, generation=generation, deadline_seconds=1.0) as saver:
         saver.save(1, nn.Linear(8, 8), None, {}, deadline_seconds=60.0)
         assert saver.wait().step == 1
-        os.kill(frozen := saver.uploader_pid, signal.SIGSTOP)
+        frozen = saver.uploader_pid
+        os.kill(frozen, signal.SIGSTOP)
         saver.save(2, nn.Linear(8, 8), None, {})
         assert saver.failed_step is None
         saver.save(3, nn.Linear(8, 8), None, {}, deadline_seconds=60.0)

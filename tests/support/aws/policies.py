@@ -16,12 +16,12 @@ def statements(template: Mapping[str, Any], role: str) -> list[Mapping[str, Any]
     for policy in properties.get("ManagedPolicyArns", []):
         if "Ref" in policy:
             documents.append(resources[policy["Ref"]]["Properties"]["PolicyDocument"])
-    return [
-        statement
-        for document in documents
-        for statement in document["Statement"]
-        if statement["Effect"] == "Allow"
-    ]
+    allowed = []
+    for document in documents:
+        allowed += [
+            statement for statement in document["Statement"] if statement["Effect"] == "Allow"
+        ]
+    return allowed
 
 
 def actions(template: Mapping[str, Any], role: str) -> set[str]:

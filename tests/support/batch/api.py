@@ -67,11 +67,8 @@ class Api:
     def _describe_jobs(self, asked: dict[str, Any]) -> dict[str, Any]:
         if len(asked["jobs"]) > _MOST_DESCRIBED:
             raise Refused("ClientException", f"jobs: at most {_MOST_DESCRIBED}")
-        return {
-            "jobs": [
-                detail for named in asked["jobs"] if (detail := self._detail(named)) is not None
-            ]
-        }
+        details = [self._detail(named) for named in asked["jobs"]]
+        return {"jobs": [detail for detail in details if detail is not None]}
 
     def _detail(self, named: str) -> dict[str, Any] | None:
         """None for a job that is not known: it is left out of the answer."""

@@ -25,15 +25,18 @@ def placed_on(
     """
     if queue.environment_state != "ENABLED" or queue.environment_status != "VALID":
         return None, None  # AWS says nothing of it in the job
-    fitting = [
-        kind for kind in queue.instance_types if all(_fits(node, kind) for node in job.nodes)
-    ]
+    fitting = []
+    for kind in queue.instance_types:
+        if all(_fits(node, kind) for node in job.nodes):
+            fitting.append(kind)
     if not fitting:
         return None, (
             f"{_TOO_LARGE} - The job resource requirement (vCPU/memory/GPU) is higher than that "
             "can be met by the CE(s) attached to the job queue."
         )
-    needed = {kind: sum(vcpus(node, kind) for node in job.nodes) for kind in fitting}
+    needed = {}
+    for kind in fitting:
+        needed[kind] = sum(vcpus(node, kind) for node in job.nodes)
     bearable = [kind for kind in fitting if needed[kind] <= queue.max_vcpus]
     if not bearable:
         return None, (

@@ -110,21 +110,15 @@ class Scheduler:
 
     def _instances(self, queue: str) -> list[Instance]:
         """Those in use, oldest first."""
-        found = [
-            node
-            for job in self._active(queue)
-            for node in job.nodes
-            if node.instance and not node.stopped_at
-        ]
+        found = []
+        for job in self._active(queue):
+            found += [node for node in job.nodes if node.instance and not node.stopped_at]
         return [node.instance for node in found if node.instance]
 
     def _used_vcpus(self, queue: str) -> float:
-        nodes = [
-            node
-            for job in self._active(queue)
-            for node in job.nodes
-            if node.instance and not node.stopped_at
-        ]
+        nodes = []
+        for job in self._active(queue):
+            nodes += [node for node in job.nodes if node.instance and not node.stopped_at]
         return sum(runnable.vcpus(node, node.instance.type) for node in nodes if node.instance)
 
     def _available(self, queue: QueueSettings) -> float:

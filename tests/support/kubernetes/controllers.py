@@ -119,35 +119,39 @@ class Controllers:
         """End what belongs to an owner that is gone, and owners that wait for the end of what they
         own.
         """
-        alive = {
-            document["metadata"]["uid"]
-            for kind in ("jobs", "jobsets")
-            for document in self._store.all(kind)
-        }
+        self._end_orphans()
+        for jobset in self._store.all("jobsets"):
+            if "deletionTimestamp" in jobset["metadata"]:
+                self._delete_below("jobsets", jobset, "jobs")
+        for job in self._store.all("jobs"):
+            if "deletionTimestamp" in job["metadata"]:
+                self._delete_below("jobs", job, "pods")
+
+    def _end_orphans(self) -> None:
+        alive = {uid_of(job) for job in self._store.all("jobs")}
+        alive |= {uid_of(jobset) for jobset in self._store.all("jobsets")}
         for kind in ("jobs", "pods", "services", "workloads"):
             for document in self._store.all(kind):
-                owners = document["metadata"].get("ownerReferences") or []
-                if owners and not any(owner["uid"] in alive for owner in owners):
-                    if kind == "pods":
-                        self._delete_pod(document)
-                    else:
-                        self._store.remove(
-                            kind, document["metadata"]["namespace"], document["metadata"]["name"]
-                        )
-        for kind, below in (("jobsets", "jobs"), ("jobs", "pods")):
-            for document in self._store.all(kind):
-                if "deletionTimestamp" not in document["metadata"]:
+                metadata = document["metadata"]
+                owners = metadata.get("ownerReferences") or []
+                if not owners or any(owner["uid"] in alive for owner in owners):
                     continue
-                children = owned(self._store.all(below), document)
-                for child in children:
-                    if below == "pods":
-                        self._delete_pod(child)
-                    else:
-                        self.delete_in_foreground(below, child)
-                if not children:
-                    self._store.remove(
-                        kind, document["metadata"]["namespace"], document["metadata"]["name"]
-                    )
+                if kind == "pods":
+                    self._delete_pod(document)
+                else:
+                    self._store.remove(kind, metadata["namespace"], metadata["name"])
+
+    def _delete_below(self, kind: str, document: Object, below: str) -> None:
+        """Delete what a document owns, and the document once it owns nothing."""
+        metadata = document["metadata"]
+        children = owned(self._store.all(below), document)
+        for child in children:
+            if below == "pods":
+                self._delete_pod(child)
+            else:
+                self.delete_in_foreground(below, child)
+        if not children:
+            self._store.remove(kind, metadata["namespace"], metadata["name"])
 
     def delete_in_foreground(self, kind: str, document: Object) -> None:
         metadata = document["metadata"]
@@ -236,7 +240,8 @@ class Controllers:
         }
         asked = {"pods": 1.0, "requests.cpu": requests_of(template).get("cpu", 0.0)}
         for name in used.keys() & self._settings.quota.keys():
-            if used[name] + asked[name] > (most := self._settings.quota[name]):
+            most = self._settings.quota[name]
+            if used[name] + asked[name] > most:
                 self._event(
                     job,
                     "FailedCreate",
@@ -522,13 +527,14 @@ class Controllers:
                 )
 
     def pending_workloads(self, namespace: str, queue: str) -> list[dict[str, Any]]:
-        found = [
-            document
-            for kind in ("jobs", "jobsets")
-            for document in self._store.all(kind, namespace)
-            if (document["metadata"].get("labels") or {}).get(KUEUE_LABEL) == queue
-            and document["spec"].get("suspend")
-        ]
+        found = []
+        for kind in ("jobs", "jobsets"):
+            found += [
+                document
+                for document in self._store.all(kind, namespace)
+                if (document["metadata"].get("labels") or {}).get(KUEUE_LABEL) == queue
+                and document["spec"].get("suspend")
+            ]
         found.sort(key=lambda one: one["metadata"]["creationTimestamp"])
         return [
             {

@@ -26,7 +26,10 @@ def _closed(required: list[str] | None = None, **properties: Any) -> dict[str, A
     }
 
 
-_NULL_OR = lambda schema: {"anyOf": [{"type": "null"}, schema]}  # noqa: E731
+def _null_or(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "null"}, schema]}
+
+
 _TEXT = {"type": "string"}
 _INT = {"type": "integer", "minimum": 0}
 _FLAG = {"type": "boolean"}
@@ -36,12 +39,12 @@ _METADATA = _closed(
     name=_TEXT,
     generateName=_TEXT,
     namespace=_TEXT,
-    labels=_NULL_OR(_MAP),
-    annotations=_NULL_OR(_MAP),
+    labels=_null_or(_MAP),
+    annotations=_null_or(_MAP),
     uid=_TEXT,
     resourceVersion=_TEXT,
     generation=_INT,
-    creationTimestamp=_NULL_OR(_TEXT),
+    creationTimestamp=_null_or(_TEXT),
     deletionTimestamp=_TEXT,
     deletionGracePeriodSeconds=_INT,
     finalizers=_TEXTS,
@@ -83,14 +86,14 @@ def jobset_schema() -> dict[str, Any]:
     )
     spec = _closed(
         replicatedJobs={"type": "array", "items": replicated},
-        network=_NULL_OR(
+        network=_null_or(
             _closed(enableDNSHostnames=_FLAG, subdomain=_TEXT, publishNotReadyAddresses=_FLAG)
         ),
-        successPolicy=_NULL_OR(
+        successPolicy=_null_or(
             _closed(["operator"], operator={"enum": ["All", "Any"]}, targetReplicatedJobs=_TEXTS)
         ),
-        failurePolicy=_NULL_OR(policy),
-        startupPolicy=_NULL_OR(
+        failurePolicy=_null_or(policy),
+        startupPolicy=_null_or(
             _closed(["startupPolicyOrder"], startupPolicyOrder={"enum": ["InOrder", "AnyOrder"]})
         ),
         suspend=_FLAG,
@@ -104,7 +107,7 @@ def jobset_schema() -> dict[str, Any]:
         kind={"const": "JobSet"},
         metadata=_METADATA,
         spec=spec,
-        status=_NULL_OR({"type": "object"}),
+        status=_null_or({"type": "object"}),
     )
 
 

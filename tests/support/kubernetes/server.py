@@ -82,7 +82,9 @@ class Cluster:
             for role in yaml.safe_load_all(_RBAC.read_text())
             if role["kind"] in ("Role", "ClusterRole")
         ]
-        self._rules = [rule for role in rules for rule in role["rules"]]
+        self._rules = []
+        for role in rules:
+            self._rules += role["rules"]
 
     def close(self) -> None:
         self._closing.set()

@@ -122,7 +122,8 @@ def _get(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
     body = stored.data
     status = 200
     wanted = request.header("range")
-    if wanted is not None and (span := _span(wanted, len(body))) is not None:
+    span = _span(wanted, len(body)) if wanted is not None else None
+    if span is not None:
         headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{len(body)}"
         body = body[span[0] : span[1]]
         status = 206

@@ -85,10 +85,10 @@ class Signature:
 def check_payload(request: Request) -> None:
     """A body that was signed as a whole must have the stated SHA-256."""
     stated = request.header("x-amz-content-sha256") or ""
-    if (
-        re.fullmatch(r"[0-9a-f]{64}", stated)
-        and (actual := hashlib.sha256(request.body).hexdigest()) != stated
-    ):
+    if not re.fullmatch(r"[0-9a-f]{64}", stated):
+        return
+    actual = hashlib.sha256(request.body).hexdigest()
+    if actual != stated:
         raise Refused(
             "XAmzContentSHA256Mismatch", f"the body's SHA-256 is {actual}, signed was {stated}"
         )
