@@ -90,7 +90,7 @@ def _spec(folder: Path, kills: int) -> Callable[[str], GangSpec]:
         nodes=2,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config=config.model_dump(mode="json"),
+        config=config,
         store_uri=config.store,
         prepared=tokens.to_json(),
         log_folder=str(folder / job / "logs"),

@@ -69,10 +69,10 @@ def open_engine(bench: Bench, name: str, config: RunConfig, **options: Any) -> E
         generation=generation.number,
         generation_id=generation.id,
         candidates=[],
-        config=config.model_dump(mode="json"),
+        config=config,
         store_uri=config.store,
         prepared=bench.prepared,
-        terms=UNLIMITED.to_json(),
+        terms=UNLIMITED,
         colocated_ranks=1,
     )
     return EngineLoop(spec, bench.gang, bench.folder, **options)

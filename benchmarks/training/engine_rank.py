@@ -134,10 +134,10 @@ def _measure_mode(task: dict[str, Any], mode: str, gang: Gang) -> dict[str, list
         generation=1,
         generation_id="bench",
         candidates=[],
-        config=config.model_dump(mode="json"),
+        config=config,
         store_uri=task["store_uri"],
         prepared={"fingerprint": task["tokens"]},
-        terms=UNLIMITED.to_json(),
+        terms=UNLIMITED,
         colocated_ranks=gang.world_size,
     )
     engine = EngineLoop(spec, gang, Path(task["folder"]))

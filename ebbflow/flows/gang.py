@@ -18,13 +18,14 @@ import socket
 import struct
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import read_events
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
+from ebbflow.core.terms import Fallback, Terms
 from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job
@@ -296,7 +297,7 @@ def _gang_spec(
         nodes=shape.nodes,
         processes_per_node=shape.processes_per_node,
         main_address=main_address,
-        config=job.config.model_dump(mode="json"),
+        config=job.config,
         store_uri=job.config.store,
         prepared=flow.prepared,
         log_folder=str(job.folder / "logs"),
@@ -307,9 +308,9 @@ def _gang_spec(
     )
 
 
-def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
-    """Return the attempt's cost terms as JSON: price per rank-second, the job's limits, and the
-    job's costs so far.
+def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> Terms:
+    """Return the attempt's cost terms: price per rank-second, the job's limits, and the job's costs
+    so far.
     """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
@@ -326,5 +327,6 @@ def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> dict:
     terms = plan.terms(
         spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
     )
-    reserve = ((None if order is None else order.placement) or {}).get("fallback")
-    return {**terms.to_json(), "fallback": reserve}
+    placement = (order.placement if order else None) or {}
+    reserve = placement.get("fallback")
+    return replace(terms, fallback=Fallback(**reserve) if reserve else None)

@@ -215,7 +215,7 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
     Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself.
     If the port or the push gateway is unavailable, print a warning.
     """
-    config = RunConfig.model_validate(spec.config)
+    config = spec.config
     metrics = config.metrics
     if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (
         metrics.port is None and metrics.push_url is None
@@ -244,10 +244,7 @@ class NodeMetrics:
     def __init__(self, spec: WorkerSpec, config: RunConfig, *, rank: int, world_size: int) -> None:
         constant = {"job": spec.job, "node": str(spec.node)}
         self.board = MetricBoard(NODE_METRICS, constant, before_page=self._look)
-        if spec.terms:
-            self._terms = Terms.from_json(spec.terms)
-        else:
-            self._terms = None
+        self._terms = spec.terms
         started = process_start_monotonic()
         self._limits = Limits(
             self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - started

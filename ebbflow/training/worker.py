@@ -326,7 +326,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
             ).start()
         if gang.device_note and gang.rank == 0:
             reporter.emit(NOTICE, message=gang.device_note)
-        mode = RunConfig.model_validate(spec.config).training.deterministic
+        mode = spec.config.training.deterministic
         if gang.rank == 0 and (mode != "auto" or gang.device.type != "cpu"):
             reporter.emit(PROMISE, **describe_promise(mode, gang.device))
         if gang.network and gang.rank == 0:

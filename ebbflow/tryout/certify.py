@@ -244,7 +244,7 @@ def local_spec(config: RunConfig, prepared: dict, *, job: str, logs: Path) -> Ga
         nodes=nodes,
         processes_per_node=processes,
         main_address="127.0.0.1",
-        config=config.model_dump(mode="json"),
+        config=config,
         store_uri=config.store,
         prepared=prepared,
         log_folder=str(logs),

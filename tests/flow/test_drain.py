@@ -62,7 +62,7 @@ def make_drain(tmp_path: Path) -> Iterator[MakeDrain]:
             nodes=2,
             processes_per_node=1,
             main_address="127.0.0.1",
-            config=config.model_dump(mode="json"),
+            config=config,
             store_uri=str(tmp_path),
             prepared={},
             log_folder=str(tmp_path),

@@ -42,7 +42,7 @@ def spec(folder: Path, *, node: int = 0, agent: bool = True, **metrics: Any) -> 
         generation=3,
         generation_id="ab",
         candidates=[],
-        config=RunConfig(metrics=metrics).model_dump(mode="json"),
+        config=RunConfig(metrics=metrics),
         store_uri="unused",
         prepared={},
         terms=Terms(

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import GENERATION_ENDED, OUTCOME, EndReason, read_events
 from ebbflow.core.layout import job_prefix
@@ -42,7 +43,7 @@ SPEC = WorkerSpec(
     generation=1,
     generation_id="x",
     candidates=[],
-    config={},
+    config=RunConfig(),
     store_uri="unused",
     prepared={},
     agent_pid=os.getpid(),

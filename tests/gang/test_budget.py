@@ -29,7 +29,7 @@ from ebbflow.cost.report.report import build_report
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from ebbflow.training.limits import Limits, Stop
-from tests.support.gangs import endless_gang
+from tests.support.gangs import endless_gang, with_settings
 from tests.support.timelines import plan_event
 
 USD_PER_HOUR = 36.0  # of a node: a cent a second
@@ -123,10 +123,9 @@ class Job:
             spent_usd=compute_spent_usd(events),
             last_notified_threshold=last_notified_threshold(events, budget_usd),
         )
-        config = dict(self.spec.config)
+        spec: GangSpec = replace(self.spec, attempt=attempt, terms=terms)
         if max_steps:
-            config["training"] = {**config["training"], "max_steps": max_steps}
-        spec: GangSpec = replace(self.spec, attempt=attempt, config=config, terms=terms.to_json())
+            spec = with_settings(spec, training={"max_steps": max_steps})
         return LocalGang(spec, self.folder / f"gang-{attempt}", self.folder / "output.log").wait(90)
 
 

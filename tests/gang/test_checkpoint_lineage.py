@@ -173,7 +173,7 @@ def test_a_gang_commits_with_the_parent_on_record_and_not_with_the_first_candida
         generation=second.number,
         generation_id=second.id,
         candidates=[newer, older],  # as listed before the manifests were looked at
-        config=RunConfig().model_dump(mode="json"),
+        config=RunConfig(),
         store_uri=str(tmp_path),
         prepared={},
     )

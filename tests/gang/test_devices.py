@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ebbflow.core.config import RunConfig
+from ebbflow.core.config.schema import SurvivalConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.preflight import CheckFinding
 from ebbflow.flows.gang import ranks_of_local_gpus
@@ -19,7 +20,7 @@ from ebbflow.training.errors import DeviceUnavailable, GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.devices import NodeGpuCheck, VisibleGpus, assign_gpus, detect_gpus
 from ebbflow.training.launch.messages import GangSpec, describe_node, find_differences
-from tests.support.gangs import endless_gang, run_ranks
+from tests.support.gangs import endless_gang, run_ranks, with_settings
 from tests.support.headline import start_nodes
 
 # A rank that joins several gangs with the GPUs named on its command line, and prints its device in
@@ -171,11 +172,9 @@ def test_a_node_with_another_torch_is_named_before_a_rank_starts(tmp_path: Path)
 
 
 def test_nodes_are_compared_by_versions_and_by_the_settings_of_a_step(tmp_path: Path) -> None:
-    config = {
-        "training": {"seed": 1, "batch_size": 8},
-        "store": "a",
-        "survival": {"notice_file": "a"},
-    }
+    config = RunConfig(
+        training={"seed": 1, "batch_size": 8}, store="a", survival={"notice_file": "a"}
+    )
     spec = GangSpec(
         job="job",
         run="run",
@@ -199,9 +198,11 @@ def test_nodes_are_compared_by_versions_and_by_the_settings_of_a_step(tmp_path: 
     ):
         texts, found = find_differences(spec, {"versions": own["versions"] | versions})
         assert found is fatal and f"(node 0: {next(iter(versions.values()))})" in texts[0]
-    moved = replace(spec, config=config | {"store": "b", "survival": {}})
+    moved = replace(
+        spec, config=config.model_copy(update={"store": "b", "survival": SurvivalConfig()})
+    )
     assert find_differences(moved, own) == ([], False)
-    other = replace(spec, config=config | {"training": {"seed": 2, "batch_size": 8}})
+    other = with_settings(spec, training={"seed": 2})
     assert find_differences(other, own) == (["training.seed 2 (node 0: 1)"], True)
 
 

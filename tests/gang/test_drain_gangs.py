@@ -20,7 +20,7 @@ from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from tests.support.flow import wait_until
-from tests.support.gangs import endless_gang
+from tests.support.gangs import endless_gang, with_settings
 
 NOTICE_SECONDS = 50.0
 
@@ -86,8 +86,7 @@ def test_several_in_an_evaluation_then_one_before_the_first_step_then_one_betwee
     tmp_path: Path,
 ) -> None:
     spec = spec_of(tmp_path, checkpoint={"interval_steps": 1000})
-    training = {**spec.config["training"], "evaluation_interval_steps": 5}
-    job = Job(replace(spec, config={**spec.config, "training": training}), tmp_path)
+    job = Job(with_settings(spec, training={"evaluation_interval_steps": 5}), tmp_path)
     gang = job.start()
     # It comes to its end; then all leave after the next step
     job.await_beat(lambda beat: beat.phase == "evaluation")

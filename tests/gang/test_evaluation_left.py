@@ -161,7 +161,7 @@ def test_a_gang_leaves_its_last_evaluation_at_a_notice(tmp_path: Path) -> None:
         nodes=1,
         processes_per_node=2,
         main_address="127.0.0.1",
-        config=config.model_dump(mode="json"),
+        config=config,
         store_uri=config.store,
         prepared={"fingerprint": "points", "weight_unit": "points"},
         log_folder=str(tmp_path / "logs"),

@@ -33,7 +33,7 @@ from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import GangSpec
 from tests.support.flow import listening_addresses, wait_until
-from tests.support.gangs import endless_gang, free_port
+from tests.support.gangs import endless_gang, free_port, with_settings
 
 
 @pytest.fixture
@@ -83,8 +83,7 @@ def test_a_gang_survives_a_pause_a_frozen_and_a_killed_rank_and_saves_at_a_notic
     rank may make no progress. It is nobody's fault. A frozen or killed rank is named, ended and
     replaced within the attempt.
     """
-    survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
-    spec = replace(spec, config={**spec.config, "survival": survival})
+    spec = with_settings(spec, survival={"hang_floor_seconds": 6.0})
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
     listening = listening_addresses(with_descendants(gang))
@@ -161,7 +160,7 @@ def test_a_gang_leaves_spot_if_a_restart_of_its_ranks_would_break_the_guarantee(
         seconds=60, restart_seconds=4000, restart_usd=0, step_seconds=0, usd=0, step_usd=0
     )
     terms = Terms(usd_per_rank_second=0.001, deadline_utc=time.time() + 3600, fallback=reserve)
-    gang = start(replace(spec, terms=terms.to_json()), tmp_path / "gang")
+    gang = start(replace(spec, terms=terms), tmp_path / "gang")
     await_commit(spec)
     os.kill(beat(spec, rank=1).pid, signal.SIGKILL)
     outcome = gang.wait(60)
@@ -174,10 +173,7 @@ def test_a_gang_leaves_spot_if_a_restart_of_its_ranks_would_break_the_guarantee(
 
 def test_a_preempted_node_without_time_to_save_reports_it(spec: GangSpec, tmp_path: Path) -> None:
     """Of 2 s nothing is left for a save: that long a process takes to end."""
-    spec = replace(
-        spec,
-        config={**spec.config, "checkpoint": {**spec.config["checkpoint"], "stop_seconds": 2.0}},
-    )
+    spec = with_settings(spec, checkpoint={"stop_seconds": 2.0})
     gang = start(spec, tmp_path / "gang")
     await_commit(spec)
     gang.agents[1].send_signal(signal.SIGTERM)
@@ -196,8 +192,7 @@ def test_a_preempted_node_without_time_to_save_reports_it(spec: GangSpec, tmp_pa
 def test_a_frozen_coordinator_is_seen_by_the_others_which_leave(
     spec: GangSpec, tmp_path: Path
 ) -> None:
-    survival = {**spec.config["survival"], "hang_floor_seconds": 6.0}
-    gang = start(replace(spec, config={**spec.config, "survival": survival}), tmp_path / "gang")
+    gang = start(with_settings(spec, survival={"hang_floor_seconds": 6.0}), tmp_path / "gang")
     await_commit(spec)
     gang.agents[0].send_signal(signal.SIGSTOP)
     try:
@@ -231,8 +226,8 @@ def test_a_job_that_cannot_continue_is_refused_by_all_nodes_without_a_retry(
     first = start(spec, tmp_path / "first")
     await_commit(spec)
     first.kill()
-    config = {**spec.config, "model": {**spec.config["model"], "hidden_size": 48}}
-    second = start(replace(spec, config=config, attempt=1), tmp_path / "second")
+    other = with_settings(spec, model={"hidden_size": 48})
+    second = start(replace(other, attempt=1), tmp_path / "second")
     with pytest.raises(GangError, match=r"32.*48|48.*32") as error:
         second.wait(60)
     assert not error.value.curable and error.value.outcome == "config"
@@ -241,10 +236,8 @@ def test_a_job_that_cannot_continue_is_refused_by_all_nodes_without_a_retry(
         Path(spec.store_uri) / job_prefix(spec.job) / job_store(spec).list("generations")[0].key
     )
     record.write_text('{"x":')
-    cluster = {**spec.config["cluster"], "start_deadline_seconds": 600.0}
-    third = start(
-        replace(spec, config={**spec.config, "cluster": cluster}, attempt=2), tmp_path / "third"
-    )
+    patient = with_settings(spec, cluster={"start_deadline_seconds": 600.0})
+    third = start(replace(patient, attempt=2), tmp_path / "third")
     with pytest.raises(GangError, match="generations/000001") as error:
         third.wait(120)
     assert not error.value.curable

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.keeper import Keeper, RemoteChild, kill_descendants
 from ebbflow.core.process import descendants, process_state
 from ebbflow.core.program import PROJECT_ROOT
@@ -220,7 +221,7 @@ def test_a_culprits_daemon_is_ended_and_the_other_ranks_are_not(
         generation=1,
         generation_id="x",
         candidates=[],
-        config={},
+        config=RunConfig(),
         store_uri=str(tmp_path),
         prepared={},
         agent_pid=os.getpid(),

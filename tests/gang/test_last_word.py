@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import NODE_HEARTBEAT, EndReason, read_events
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.store import Store
@@ -60,7 +61,7 @@ def spec_of(folder: Path, *, nodes: int) -> GangSpec:
         nodes=nodes,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config={"cluster": {}},
+        config=RunConfig(),
         store_uri=str(folder),
         prepared={},
         log_folder=str(folder),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
@@ -58,7 +59,7 @@ def test_nodes_of_a_failed_roll_call_get_its_generation(tmp_path: Path) -> None:
         nodes=3,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config={"cluster": {}},
+        config=RunConfig(),
         store_uri=str(tmp_path),
         prepared={},
         log_folder=str(tmp_path),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import (
     GENERATION_ENDED,
     NODE_ENDED,
@@ -55,7 +56,7 @@ class Waiting:
             nodes=2,
             processes_per_node=1,
             main_address="127.0.0.1",
-            config={"cluster": {}},
+            config=RunConfig(),
             store_uri=str(folder),
             prepared={},
             log_folder=str(folder),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import ClusterConfig, RunConfig
 from ebbflow.core.events import (
     FAULT_DETECTED,
     GENERATION_ENDED,
@@ -57,7 +58,7 @@ def test_a_noticed_node_leaves_and_enough_others_go_on_without_redoing_a_step(
 ) -> None:
     cluster = {"nodes": 3, "min_nodes": 2, "start_deadline_seconds": 60.0}
     spec = endless_gang(tmp_path, checkpoint={"interval_steps": 1_000_000}, cluster=cluster)
-    spec = replace(spec, nodes=3, terms=Terms(usd_per_rank_second=0.01).to_json())
+    spec = replace(spec, nodes=3, terms=Terms(usd_per_rank_second=0.01))
     store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     gang = LocalGang(spec, tmp_path / "gang", tmp_path / "output.log")
     wait_until(
@@ -115,7 +116,7 @@ def trio(tmp_path: Path) -> Iterator[tuple[CoordinatorPeers, list[FollowerPeers]
         nodes=3,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config={"cluster": {"min_nodes": 2}},
+        config=RunConfig(cluster=ClusterConfig(min_nodes=2)),
         store_uri=str(tmp_path),
         prepared={},
         log_folder=str(tmp_path),

@@ -31,7 +31,7 @@ from ebbflow.observe.command import RULES, merge_pages, observe
 from ebbflow.training.launch.agent import LocalGang
 from tests.support.exposition import PROMTOOL, parse
 from tests.support.flow import ROOT, wait_until
-from tests.support.gangs import endless_gang, free_port
+from tests.support.gangs import endless_gang, free_port, with_settings
 from tests.support.timelines import GangLog, plan_event
 
 DASHBOARDS = {
@@ -70,14 +70,13 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     metrics_port = free_port()
     spec = endless_gang(folder, metrics={"port": metrics_port}, checkpoint={"interval_steps": 20})
-    training = {**spec.config["training"], "evaluation_interval_steps": 20}
     terms = Terms(
         usd_per_rank_second=0.001,
         budget_usd=9.0,
         deadline_utc=time.time() + 9e4,
         price_kind="simulated",
     )
-    spec = replace(spec, config={**spec.config, "training": training}, terms=terms.to_json())
+    spec = with_settings(replace(spec, terms=terms), training={"evaluation_interval_steps": 20})
     gang = LocalGang(spec, folder / "gang", folder / "output.log")
     words = ["--port", str(port), "--metrics-port", str(metrics_port), "--interval", "1"]
     with open(folder / "observe.log", "wb") as log:

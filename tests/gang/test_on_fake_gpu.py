@@ -510,7 +510,7 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
         generation=3,
         generation_id="abc",
         candidates=[],
-        config={},
+        config=RunConfig(),
         store_uri=str(tmp_path),
         prepared={},
     )

@@ -22,6 +22,7 @@ from ebbflow.training.launch.messages import GangOutcome, GangSpec, GenerationEn
 from ebbflow.training.launch.node_runtime import NodeRuntime
 from ebbflow.training.launch.transport import Connection, control_ports
 from tests.support.flow import wait_until
+from tests.support.gangs import with_settings
 
 DONE = GenerationEnd(
     outcome=GangOutcome(outcome=Outcome.COMPLETED, step=1, generation=1), reason=Outcome.COMPLETED
@@ -43,9 +44,7 @@ def own(tmp_path: Path) -> Iterator[NodeRuntime]:
         nodes=1,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config=RunConfig(store=str(tmp_path), cluster=cluster, survival=survival).model_dump(
-            mode="json"
-        ),
+        config=RunConfig(store=str(tmp_path), cluster=cluster, survival=survival),
         store_uri=str(tmp_path),
         prepared={},
         log_folder=str(tmp_path / "logs"),
@@ -120,16 +119,9 @@ def test_joined_nodes_wait_while_the_first_start_reads_the_store(
 def test_pods_wait_for_the_machines_of_others_to_boot(
     own: NodeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = {
-        **own.spec.config["cluster"],
-        "start_deadline_seconds": 0.2,
-        "expected_start_seconds": 60.0,
-    }
-    spec = replace(
-        own.spec,
-        nodes=2,
-        candidate_ports=control_ports("boot", 0),
-        config={**own.spec.config, "cluster": cluster},
+    spec = replace(own.spec, nodes=2, candidate_ports=control_ports("boot", 0))
+    spec = with_settings(
+        spec, cluster={"start_deadline_seconds": 0.2, "expected_start_seconds": 60.0}
     )
     monkeypatch.setenv("METAFLOW_KUBERNETES_JOBSET_NAME", "js")
     pod = NodeRuntime(spec)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import (
     GENERATION_ENDED,
     GENERATION_STARTED,
@@ -50,15 +49,13 @@ def test_a_bug_in_three_starts_ends_the_job_and_reports_its_cost(
     tmp_path: Path,
 ) -> None:
     """Ranks are started cold here: what a standby does for them must not be needed."""
-    terms = Terms(usd_per_rank_second=0.01).to_json()
+    terms = Terms(usd_per_rank_second=0.01)
     spec = endless_gang(tmp_path, survival={"standby": False})
-    config = RunConfig.model_validate(
-        {**spec.config, "workload": "tests.support.crashing:Crashing"}
-    )
+    config = spec.config.model_copy(update={"workload": "tests.support.crashing:Crashing"})
     prepared = prepare_data(
         config, workload_context(config, Gang(), store=Store.open(spec.store_uri))
     )
-    spec = replace(spec, config=config.model_dump(mode="json"), prepared=prepared, terms=terms)
+    spec = replace(spec, config=config, prepared=prepared, terms=terms)
     with pytest.raises(GangError, match=r"the same failure 3 times \(ValueError") as error:
         gang(spec, tmp_path).wait(150)
     assert (

@@ -26,7 +26,7 @@ def spec_of(folder: Path, node: int) -> GangSpec:
         nodes=3,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config=RunConfig(store=str(folder)).model_dump(mode="json"),
+        config=RunConfig(store=str(folder)),
         store_uri=str(folder),
         prepared={},
         log_folder=str(folder / "logs"),

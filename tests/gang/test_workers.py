@@ -62,7 +62,7 @@ def spec(tmp_path: Path) -> WorkerSpec:
         generation=1,
         generation_id="x",
         candidates=[],
-        config={},
+        config=RunConfig(),
         store_uri=str(tmp_path),
         prepared={},
         agent_pid=os.getpid(),
@@ -235,9 +235,7 @@ def pipes_of(pid: int) -> set[int]:
 
 
 def second_of_two_nodes(folder: Path) -> tuple[GangSpec, GenerationStart]:
-    config = RunConfig(
-        survival={"standby": False, "notice_file": str(folder / "notice")}
-    ).model_dump(mode="json")
+    config = RunConfig(survival={"standby": False, "notice_file": str(folder / "notice")})
     spec = GangSpec(
         job="job",
         run="run",

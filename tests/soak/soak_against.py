@@ -84,10 +84,15 @@ def run_job(name: str, folder: Path, guilty: int, step: int) -> tuple[list[Event
         "scheduler": {"type": "constant", "warmup_steps": 0},
     }
     config = RunConfig.model_validate(
-        {**spec.config, **settings, "training": training, "parallel": {"mode": "ddp"}}
+        {
+            **spec.config.model_dump(mode="json"),
+            **settings,
+            "training": training,
+            "parallel": {"mode": "ddp"},
+        }
     )
     prepared = {"fingerprint": "points", "weight_unit": "points"}
-    spec = replace(spec, config=config.model_dump(mode="json"), prepared=prepared, job=folder.name)
+    spec = replace(spec, config=config, prepared=prepared, job=folder.name)
     library = folder / "slow_sends.so"
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-ldl"],

@@ -30,7 +30,6 @@ from typing import Any
 
 import pytest
 
-from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import Event, read_events
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.program import PROJECT_ROOT
@@ -165,7 +164,7 @@ def _run_job(
     job = Job.make(
         folder / "job", workload=workload, options=options, survival=survival, **sections
     )
-    job.terms = Terms(usd_per_rank_second=_USD_PER_RANK_SECOND).to_json()
+    job.terms = Terms(usd_per_rank_second=_USD_PER_RANK_SECOND)
     with contextlib.suppress(GangError):
         job.run()
     return read_events(job.store), read_logs([job.folder], [job.store]).lines
@@ -198,7 +197,7 @@ def _run_script(
 def _run_nodes(name: str, folder: Path, guilty: int, mark: Path) -> tuple[list[Event], Any]:
     folder.joinpath("job").mkdir()
     spec = endless_gang(folder / "job", survival={"standby": False})
-    config = RunConfig.model_validate({**spec.config, "workload": "tests.support.headline:OfFiles"})
+    config = spec.config.model_copy(update={"workload": "tests.support.headline:OfFiles"})
     sound = folder / "job" / "sound"  # of the machine that prepares the job
     sound.mkdir()
     for number in range(16):
@@ -207,7 +206,7 @@ def _run_nodes(name: str, folder: Path, guilty: int, mark: Path) -> tuple[list[E
     prepared = prepare_data(
         config, workload_context(config, Gang(), store=Store.open(spec.store_uri))
     )
-    spec = replace(spec, config=config.model_dump(mode="json"), prepared=prepared)
+    spec = replace(spec, config=config, prepared=prepared)
     mark.write_text(str(time.time()))
     with contextlib.suppress(GangError):
         start_nodes(spec, name, guilty, folder).wait(120)

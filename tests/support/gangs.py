@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,14 @@ def train_gang(
     return by_scenario
 
 
+def with_settings(spec: GangSpec, **sections: dict[str, Any]) -> GangSpec:
+    """The spec with other settings. sections: of the configuration, with the changed keys."""
+    config = spec.config.model_dump(mode="json")
+    for section, changes in sections.items():
+        config[section] |= changes
+    return replace(spec, config=RunConfig.model_validate(config))
+
+
 def endless_gang(folder: Path, *, logs: str = "logs", **sections: dict[str, Any]) -> GangSpec:
     """Two nodes of one rank, far more steps than any test waits for. sections: of the
     configuration, besides.
@@ -134,7 +143,7 @@ def endless_gang(folder: Path, *, logs: str = "logs", **sections: dict[str, Any]
         nodes=2,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config=config.model_dump(mode="json"),
+        config=config,
         store_uri=config.store,
         prepared=tokens.to_json(),
         log_folder=str(folder / logs),

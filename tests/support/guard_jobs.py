@@ -15,6 +15,7 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import Event, read_events
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangOutcome, GangSpec
 from ebbflow.training.limits import LoopResult
@@ -105,7 +106,7 @@ class Job:
 
     folder: Path
     config: dict[str, Any]
-    terms: dict[str, Any] | None = None  # of GangSpec
+    terms: Terms | None = None  # of GangSpec
 
     @classmethod
     def make(
@@ -151,7 +152,7 @@ class Job:
             nodes=1,
             processes_per_node=2,
             main_address="127.0.0.1",
-            config=self._config(training).model_dump(mode="json"),
+            config=self._config(training),
             store_uri=self.config["store"],
             prepared={"fingerprint": "points", "weight_unit": "points"},
             terms=self.terms,

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from ebbflow.core.config.schema import ParallelConfig, RunConfig
+from ebbflow.core.config.schema import ParallelConfig
 from ebbflow.core.store import Store
 from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.gang import connect, disconnect, leave
@@ -28,9 +28,7 @@ def main() -> None:
     gang = connect(start_seconds=60, collective_seconds=STEP_DEADLINE_SECONDS, generation="test")
     spec = share_spec(parse_arguments(sys.argv[1:]), gang)
     for mode in ("ddp", "fsdp2", "hsdp"):
-        config = RunConfig.model_validate(spec.config).model_copy(
-            update={"parallel": ParallelConfig(mode=mode)}
-        )
+        config = spec.config.model_copy(update={"parallel": ParallelConfig(mode=mode)})
         context = workload_context(
             config, gang, store=Store.open(config.store), prepared=spec.prepared
         )

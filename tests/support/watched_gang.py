@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.launch.blame import Culprit, blame, detect_mismatch, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
@@ -45,7 +46,7 @@ class WatchedGang:
         spec = WorkerSpec(
             **_SPEC,
             candidates=[],
-            config={},
+            config=RunConfig(),
             store_uri=str(folder),
             prepared={},
             agent_pid=os.getpid(),

@@ -54,7 +54,7 @@ class Agent:
             **survival,
         }
         checkpoint = {"stop_seconds": STOP_SECONDS, "deadline_seconds": SAVE_SECONDS}
-        config = RunConfig(survival=known, checkpoint=checkpoint).model_dump(mode="json")
+        config = RunConfig(survival=known, checkpoint=checkpoint)
         spec = GangSpec(
             job="job",
             run="run",

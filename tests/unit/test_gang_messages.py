@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,13 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import (
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    SurvivalConfig,
+    TrainingConfig,
+)
 from ebbflow.core.events import EndReason
 from ebbflow.core.terms import Fallback, Terms
 from ebbflow.training.launch import messages
@@ -43,7 +49,7 @@ ONE_NODE: dict[str, Any] = {
     "job": "job",
     "run": "17",
     "attempt": 3,
-    "config": {},
+    "config": RunConfig(),
     "store_uri": "store",
     "prepared": {},
 }
@@ -80,9 +86,9 @@ def test_a_node_is_lost_after_the_hang_floor_within_four_to_twenty_seconds(
     floor_seconds: float | None, silence_seconds: float
 ) -> None:
     if floor_seconds is None:
-        config = {}
+        config = RunConfig()
     else:
-        config = {"survival": {"hang_floor_seconds": floor_seconds}}
+        config = RunConfig(survival=SurvivalConfig(hang_floor_seconds=floor_seconds))
     spec = GangSpec(**{**LAUNCHED, "config": config}, node=0, nodes=1, processes_per_node=1)
     assert spec.silence_seconds == silence_seconds
 
@@ -94,7 +100,7 @@ def test_a_rank_reads_its_spec_from_the_file_that_the_agent_names(
     assert WorkerSpec.from_environment() is None
     spec = WorkerSpec(**ONE_NODE, node=1, generation=2, generation_id="x", candidates=["commits/1"])
     path = tmp_path / "spec.json"
-    path.write_text(json.dumps(asdict(spec)))
+    path.write_text(spec.to_json())
     monkeypatch.setenv(SPEC_VARIABLE, str(path))
     assert WorkerSpec.from_environment() == spec
     assert (spec.rehearse, spec.overrides, spec.colocated_ranks, spec.agent_pid) == (
@@ -208,32 +214,41 @@ def test_a_node_shares_its_host_with_as_many_nodes_as_name_it() -> None:
     assert (START.overrides, START.node_0) == ({}, {})
 
 
-SETTINGS: dict[str, Any] = {
-    "model": {"hidden_size": 32},
-    "training": {"seed": 1},
-    "data": {"path": "text"},
-    "parallel": {"mode": "ddp"},
-    "workload": "language",
-    "workload_options": {"rank": 8},
-}
+SETTINGS = RunConfig(
+    store="elsewhere",
+    model=ModelConfig(hidden_size=32),
+    training=TrainingConfig(seed=1),
+    data=DataConfig(path="text"),
+    workload="language",
+    workload_options={"rank": 8},
+)
 
 
-def spec_with(config: Mapping[str, Any]) -> GangSpec:
-    return GangSpec(**{**LAUNCHED, "config": dict(config)}, node=1, nodes=2, processes_per_node=1)
+def spec_with(config: RunConfig) -> GangSpec:
+    return GangSpec(**{**LAUNCHED, "config": config}, node=1, nodes=2, processes_per_node=1)
 
 
 def test_a_node_describes_the_settings_that_decide_what_a_step_computes() -> None:
-    described = describe_node(spec_with({**SETTINGS, "store": "elsewhere"}))
-    assert described["settings"] == {
+    described = describe_node(spec_with(SETTINGS))
+    settings = described["settings"]
+    assert {
+        name: settings[name] for name in ("model.hidden_size", "training.seed", "data.path")
+    } == {
         "model.hidden_size": 32,
         "training.seed": 1,
         "data.path": "text",
-        "parallel.mode": "ddp",
-        "workload": "language",
-        "workload_options.rank": 8,
     }
+    assert (settings["workload"], settings["workload_options.rank"]) == ("language", 8)
+    sections = dict.fromkeys(name.partition(".")[0] for name in settings)
+    assert list(sections) == [
+        "model",
+        "training",
+        "data",
+        "parallel",
+        "workload",
+        "workload_options",
+    ]
     assert described["versions"]["torch"]
-    assert describe_node(spec_with({}))["settings"] == dict.fromkeys(SETTINGS)
 
 
 def test_a_differing_setting_keeps_a_node_from_starting_whatever_else_differs() -> None:
@@ -560,8 +575,8 @@ RESERVE = Fallback(
 )
 
 
-def terms(**known: Any) -> dict[str, Any]:
-    return Terms(usd_per_rank_second=1e-4, **known).to_json()
+def terms(**known: Any) -> Terms:
+    return Terms(usd_per_rank_second=1e-4, **known)
 
 
 SPENT = terms(budget_usd=10.0, spent_usd=9.5, reserve_usd=0.5)
@@ -580,7 +595,7 @@ NEARLY_SPENT = terms(budget_usd=10.0, spent_usd=7.6, fallback=RESERVE)
         (terms(budget_usd=10.0, spent_usd=7.4, fallback=RESERVE), True),
     ],
 )
-def test_ranks_start_while_money_is_left(affordable: dict[str, Any] | None, restart: bool) -> None:
+def test_ranks_start_while_money_is_left(affordable: Terms | None, restart: bool) -> None:
     start = replace(START, terms=affordable)
     assert end_if_unaffordable(start, 20, max_steps=120, restart=restart) is None
 
@@ -590,7 +605,7 @@ def test_ranks_start_while_money_is_left(affordable: dict[str, Any] | None, rest
     [
         (SPENT, False, "budget", "budget: $9.5000 of $10.0000 is spent"),
         (
-            SPENT | {"fallback": asdict(RESERVE)},
+            replace(SPENT, fallback=RESERVE),
             True,
             "budget",
             "budget: $9.5000 of $10.0000 is spent",
@@ -604,7 +619,7 @@ def test_ranks_start_while_money_is_left(affordable: dict[str, Any] | None, rest
     ],
 )
 def test_ranks_do_not_start_without_money(
-    unaffordable: dict[str, Any], restart: bool, outcome: str, words: str
+    unaffordable: Terms, restart: bool, outcome: str, words: str
 ) -> None:
     ended = end_if_unaffordable(
         replace(START, terms=unaffordable), 20, max_steps=120, restart=restart

@@ -193,7 +193,7 @@ def test_a_rank_and_its_agent_leave_spot_before_the_reserve_is_used_up() -> None
                 and "leaves Spot for on-demand" in limits.describe(stop)
             )
         assert limits.stop(0) is Stop.NONE, "the last step is worth no other machine"
-        start: Any = SimpleNamespace(terms=terms.to_json(), generation=2)
+        start: Any = SimpleNamespace(terms=terms, generation=2)
         refused = end_if_unaffordable(start, 0, max_steps=80, restart=True)
         assert (refused is None) is restarts
         assert end_if_unaffordable(start, 0, max_steps=80, restart=False) is None, (

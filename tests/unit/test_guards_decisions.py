@@ -565,7 +565,7 @@ def worker_spec(store_uri: str, **fields: Any) -> WorkerSpec:
         generation=7,
         generation_id="abc",
         candidates=[],
-        config={},
+        config=RunConfig(),
         store_uri=store_uri,
         prepared={},
         **fields,

@@ -14,6 +14,12 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    KubernetesConfig,
+    RunConfig,
+)
 from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch import membership, roster
@@ -64,14 +70,12 @@ class Gang:
         processes_per_node: int = 1,
         min_nodes: int | None = 2,
         notices: dict[int, RankOrder] | None = None,
-        **config: Any,
+        replacements: int = 0,
     ) -> CoordinatorPeers:
         """Start node 0's side and let all followers join."""
-        cluster = {
-            "min_nodes": min_nodes,
-            "expected_start_seconds": 3.0,
-            "start_deadline_seconds": 2.0,
-        }
+        cluster = ClusterConfig(
+            min_nodes=min_nodes, expected_start_seconds=3.0, start_deadline_seconds=2.0
+        )
         name = "-".join(self.folder.parts[-2:])
         self.spec = GangSpec(
             job="job",
@@ -81,7 +85,11 @@ class Gang:
             nodes=nodes,
             processes_per_node=processes_per_node,
             main_address="127.0.0.1",
-            config={"cluster": cluster, "checkpoint": {"stop_seconds": 25.0}, **config},
+            config=RunConfig(
+                cluster=cluster,
+                checkpoint=CheckpointConfig(stop_seconds=25.0),
+                kubernetes=KubernetesConfig(node_replacements=replacements),
+            ),
             store_uri="store",
             prepared={},
             log_folder="logs",
@@ -198,21 +206,14 @@ def test_a_flag_holds_for_its_seconds_after_each_mark(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("jobset", "config", "replacements"),
-    [
-        (True, {"kubernetes": {"node_replacements": 2}}, 2),
-        (False, {"kubernetes": {"node_replacements": 2}}, 0),
-        (True, {"kubernetes": {"node_replacements": None}}, 0),
-        (True, {"kubernetes": None}, 0),
-        (True, {}, 0),
-    ],
+    ("jobset", "configured", "replacements"), [(True, 2, 2), (False, 2, 0), (True, 0, 0)]
 )
 def test_lost_nodes_are_replaced_within_a_jobset_alone(
-    jobset: bool, config: dict[str, Any], replacements: int, monkeypatch: pytest.MonkeyPatch
+    jobset: bool, configured: int, replacements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if jobset:
         monkeypatch.setenv("METAFLOW_KUBERNETES_JOBSET_NAME", "js")
-    assert replacements_of(config) == replacements
+    assert replacements_of(KubernetesConfig(node_replacements=configured)) == replacements
 
 
 def test_a_gang_of_one_node_opens_no_port(gang: Gang) -> None:
@@ -901,7 +902,7 @@ def all_ready(gang: Gang, *nodes: int) -> None:
 
 @pytest.mark.usefixtures("jobset")
 def test_a_gang_that_needs_all_its_nodes_waits_for_the_replacement(gang: Gang) -> None:
-    coordinator = gang.open(3, min_nodes=None, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=None, replacements=1)
     gang.start()
     end = lose(gang, 1)
     assert (end.reason, end.again) == ("node_lost", True)
@@ -925,7 +926,7 @@ def test_a_gang_that_needs_all_its_nodes_waits_for_the_replacement(gang: Gang) -
 @pytest.mark.usefixtures("jobset")
 def test_a_replacement_has_the_time_of_a_start(gang: Gang) -> None:
     """3 s until it is there and 2 s to start."""
-    coordinator = gang.open(3, min_nodes=None, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=None, replacements=1)
     gang.start()
     end = lose(gang, 1)
     all_ready(gang, 2)
@@ -937,7 +938,7 @@ def test_a_replacement_has_the_time_of_a_start(gang: Gang) -> None:
 
 @pytest.mark.usefixtures("jobset")
 def test_the_other_nodes_get_a_wait_message_for_a_replacement(gang: Gang) -> None:
-    coordinator = gang.open(3, min_nodes=None, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=None, replacements=1)
     gang.start()
     lose(gang, 1)
     all_ready(gang, 2)
@@ -949,7 +950,7 @@ def test_the_other_nodes_get_a_wait_message_for_a_replacement(gang: Gang) -> Non
 @pytest.mark.usefixtures("jobset")
 @pytest.mark.parametrize("event", ["stop", "order", "loss"])
 def test_the_wait_for_a_replacement_ends_when_the_gang_cannot_go_on(event: str, gang: Gang) -> None:
-    coordinator = gang.open(3, min_nodes=None, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=None, replacements=1)
     gang.start()
     lose(gang, 1)
     all_ready(gang, 2)
@@ -973,7 +974,7 @@ def test_the_wait_for_a_replacement_ends_when_the_gang_cannot_go_on(event: str, 
 def test_no_more_nodes_are_replaced_than_the_cluster_does(
     replacements: int, again: bool, gang: Gang
 ) -> None:
-    gang.open(4, min_nodes=None, kubernetes={"node_replacements": replacements})
+    gang.open(4, min_nodes=None, replacements=replacements)
     gang.start()
     gang.followers[1].close()
     assert lose(gang, 3).again is again
@@ -981,7 +982,7 @@ def test_no_more_nodes_are_replaced_than_the_cluster_does(
 
 @pytest.mark.usefixtures("jobset")
 def test_a_smaller_gang_takes_a_lost_node_in_when_it_is_back(gang: Gang) -> None:
-    coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=2, replacements=1)
     gang.start()
     coordinator.announce_generation(1)
     lose(gang, 1)
@@ -1030,7 +1031,7 @@ def port_is_open(gang: Gang) -> bool:
 def test_a_node_that_comes_back_at_the_end_of_a_generation_hurries_none(
     moment: str, gang: Gang
 ) -> None:
-    coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=2, replacements=1)
     gang.start()
     lose(gang, 1)
     all_ready(gang, 2)
@@ -1055,7 +1056,7 @@ def test_a_node_that_comes_back_at_the_end_of_a_generation_hurries_none(
 
 @pytest.mark.usefixtures("jobset")
 def test_a_rejoining_node_gets_a_wait_message_until_the_next_start(gang: Gang) -> None:
-    coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=2, replacements=1)
     gang.start()
     lose(gang, 1)
     all_ready(gang, 2)
@@ -1082,7 +1083,7 @@ def test_a_rejoining_node_gets_a_wait_message_until_the_next_start(gang: Gang) -
 
 @pytest.mark.usefixtures("jobset")
 def test_a_gang_that_leaves_for_a_notice_does_not_go_on_for_a_node_that_is_back(gang: Gang) -> None:
-    coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=2, replacements=1)
     gang.start()
     lose(gang, 1)
     all_ready(gang, 2)
@@ -1105,7 +1106,7 @@ def test_a_gang_that_leaves_for_a_notice_does_not_go_on_for_a_node_that_is_back(
 @pytest.mark.usefixtures("jobset")
 @pytest.mark.parametrize("results", [COMPLETED, INTERRUPTED])
 def test_a_gang_that_has_room_ends_with_its_work(results: dict[str, Any], gang: Gang) -> None:
-    coordinator = gang.open(3, min_nodes=2, kubernetes={"node_replacements": 1})
+    coordinator = gang.open(3, min_nodes=2, replacements=1)
     gang.start()
     lose(gang, 1)
     all_ready(gang, 2)

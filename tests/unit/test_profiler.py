@@ -148,7 +148,7 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
         generation=1,
         generation_id="a",
         candidates=[],
-        config=config.model_dump(mode="json"),
+        config=config,
         store_uri=str(tmp_path),
         prepared={},
     )

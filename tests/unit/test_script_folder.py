@@ -66,10 +66,11 @@ def test_a_script_folder_with_a_possible_secret_is_refused(project: Path, name: 
 _RUN = """
 import json, sys, traceback
 from types import SimpleNamespace
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.training.attach.script import run_script
 prepared = {"script": sys.argv[1], "words": []}
 try:
-    own = {"heartbeat_path": None, "config": {"training": {"profile_from": None}}}
+    own = {"heartbeat_path": None, "config": RunConfig()}
     run_script(SimpleNamespace(prepared=prepared, store_uri=sys.argv[2], result_path=None, **own))
 except BaseException as error:
     print(json.dumps([type(error).__name__, str(error), traceback.extract_tb(error.__traceback__)[-1].lineno]))

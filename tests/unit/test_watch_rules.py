@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.process import ProcessStat, children, process_state
 from ebbflow.training.launch import heartbeat as heartbeat_module
 from ebbflow.training.launch import watch as watch_module
@@ -58,7 +59,7 @@ class Node:
             run="run",
             attempt=0,
             node=0,
-            config={},
+            config=RunConfig(),
             store_uri="store",
             prepared={},
             generation=1,

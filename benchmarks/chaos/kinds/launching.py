@@ -31,8 +31,8 @@ def _alter_one(
 
 
 def _hurried(spec: GangSpec) -> GangSpec:
-    cluster = {**spec.config["cluster"], "start_deadline_seconds": _START_SECONDS}
-    return replace(spec, config={**spec.config, "cluster": cluster})
+    cluster = spec.config.cluster.model_copy(update={"start_deadline_seconds": _START_SECONDS})
+    return replace(spec, config=spec.config.model_copy(update={"cluster": cluster}))
 
 
 def _absent(_spec: GangSpec) -> None:

@@ -61,7 +61,7 @@ def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
         nodes=2,
         processes_per_node=1,
         main_address="127.0.0.1",
-        config=config.model_copy(update={"workload_options": options}).model_dump(mode="json"),
+        config=config.model_copy(update={"workload_options": options}),
         store_uri=config.store,
         prepared=tokens.to_json(),
         log_folder=str(folder / job / "logs"),

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome, describe_error
 from ebbflow.core.events import EVALUATION, NOTICE, OUTCOME, STEP
 from ebbflow.training.attach.guards import (
@@ -136,7 +135,7 @@ class AttachedJob:
             self._saved = (nn.Module(), None)
         else:
             self._saved = (model, optimizer)
-        self._config = config = RunConfig.model_validate(spec.config)
+        self._config = config = spec.config
         use_signing_key(config.checkpoint.signing_key_env)
         signer()  # raises at once if this node lacks the key
         self._ends = contextlib.ExitStack()

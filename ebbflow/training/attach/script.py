@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from ebbflow.core.config.load import load_config, values_with_sources
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import CONFIGURED, PREPARED, Origin, read_events
@@ -150,7 +151,7 @@ def main(words: list[str]) -> int:
             nodes=1,
             processes_per_node=given.ranks,
             main_address="127.0.0.1",
-            config=config,
+            config=RunConfig.model_validate(config),
             store_uri=uri,
             prepared=prepared,
             log_folder=str(folder / "logs"),

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ebbflow.core.config.load import values_with_sources
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, StoreError
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
@@ -150,7 +151,7 @@ def open_job(
         generation=generation.number,
         generation_id=generation.id,
         candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
-        config=settings["config"],
+        config=RunConfig.model_validate(settings["config"]),
         store_uri=store_uri,
         prepared=prepared,
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

@@ -181,12 +181,11 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
 
     A step of a script that does not attach ends when the optimizer that stepped first has stepped.
     """
-    if spec.config["training"]["profile_from"] is None:
+    if spec.config.training.profile_from is None:
         yield
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from ebbflow.core.config.schema import RunConfig
     from ebbflow.core.event_log import EventLog
     from ebbflow.core.events import Origin
     from ebbflow.training.attach import job as attached_job
@@ -215,7 +214,7 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
         # The agent already gets this rank's heartbeats, and the time of a script that does not
         # attach is not booked.
         reporter = Reporter(Clock(lambda *_, **__: None), log.emit)
-        profiler = StepProfiler(spec, RunConfig.model_validate(spec.config), gang, reporter)
+        profiler = StepProfiler(spec, spec.config, gang, reporter)
         hook = register_optimizer_step_post_hook(count)
         try:
             yield

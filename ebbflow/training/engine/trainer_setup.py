@@ -68,9 +68,7 @@ def build_trainer(
 
     Raises WorkloadError or ParallelError if this gang cannot train it. Collective.
     """
-    config = apply_overrides(
-        RunConfig.model_validate(spec.config), Overrides.from_json(spec.overrides)
-    )
+    config = apply_overrides(spec.config, Overrides.from_json(spec.overrides))
     clock = reporter.clock
     limits = make_limits(spec, gang, config, reporter.clock)
     store = Store.open(spec.store_uri)
@@ -143,7 +141,7 @@ def make_limits(spec: WorkerSpec, gang: Gang, config: RunConfig, clock: Clock) -
     Install its signal handlers.
     """
     limits = Limits(
-        Terms.from_json(spec.terms) if spec.terms else None,
+        spec.terms,
         world_size=gang.world_size,
         elapsed_seconds=lambda: clock.elapsed_seconds,
         stop_seconds=config.checkpoint.stop_seconds,
@@ -185,7 +183,7 @@ def open_saver(spec: WorkerSpec, gang: Gang, reporter: Reporter) -> Checkpointer
 
     Raises DamagedLineage or StoreError.
     """
-    checkpoint = RunConfig.model_validate(spec.config).checkpoint
+    checkpoint = spec.config.checkpoint
     job_store = Store.open(spec.store_uri).sub(job_prefix(spec.job))
     rate = checkpoint.upload_mib_per_second
     # The generation's parent need not be the first candidate: the launcher may have passed over an

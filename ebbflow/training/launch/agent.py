@@ -133,7 +133,7 @@ class LocalGang:
             if alter is not None and (own_spec := alter(own_spec)) is None:
                 continue
             own = folder / f"node-{node}.spec.json"
-            own.write_text(json.dumps(asdict(own_spec)))
+            own.write_text(own_spec.to_json())
             with open(output, "ab") as log:
                 agent = [
                     *command(node),
@@ -194,7 +194,7 @@ def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
         InfraError, TrainingError: the first generation could not be created in the store.
     """
     # Ranks and uploaders inherit it
-    use_signing_key(spec.config.get("checkpoint", {}).get("signing_key_env"))
+    use_signing_key(spec.config.checkpoint.signing_key_env)
     own = NodeRuntime(spec)
     with _handle_signals(own.drain.on_signal):
         try:
@@ -248,7 +248,7 @@ def main(argv: list[str]) -> int:
     guard_terminal()
     spec_path, result_path = map(Path, argv)
     die_with_parent()
-    spec = messages.GangSpec(**json.loads(spec_path.read_text()))
+    spec = messages.GangSpec.from_json(spec_path.read_text())
     try:
         result: dict = asdict(run_gang(spec))
     except (TrainingError, InfraError) as error:

@@ -109,7 +109,7 @@ class Coordinator:
         finally:
             forget = self._own.secret.withdraw
             # A replacement may come late
-            if last.outcome is not None and replacements_of(spec.config):
+            if last.outcome is not None and replacements_of(spec.config.kubernetes):
                 late = GangError(
                     "the gang ended before this node joined", outcome=Outcome(last.outcome.outcome)
                 )
@@ -185,7 +185,9 @@ class Coordinator:
             if notice is not None and (why := self._own.wait_out_notices(peers.announce_wait)):
                 raise GangError(why, outcome=Outcome.INTERRUPTED)
             peers.roll_call(self._own.start_seconds, self._own.is_leaving)
-            if not replacements_of(spec.config):  # replacements of lost nodes need it too
+            if not replacements_of(
+                spec.config.kubernetes
+            ):  # replacements of lost nodes need it too
                 self._update_secret(self._own.secret.withdraw)
             start = self._retry_store(
                 lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch
@@ -193,7 +195,7 @@ class Coordinator:
             refusal = messages.end_if_unaffordable(
                 start,
                 generation.parent_step,
-                max_steps=spec.config["training"]["max_steps"],
+                max_steps=spec.config.training.max_steps,
                 restart=self._restarting,
             )
             if refusal:
@@ -306,10 +308,7 @@ class GenerationPlanner:
         self._spec = spec
         self._job_store = job_store
         self._now = now
-        if spec.terms is None:
-            self._terms = None
-        else:
-            self._terms = Terms.from_json(spec.terms)
+        self._terms = spec.terms
         self._paid_until = born
         self._spent_usd = 0.0
         self._world_size = spec.world_size
@@ -409,7 +408,7 @@ class GenerationPlanner:
             lost["usd_lost"] = lost["lost_rank_seconds"] * self._terms.usd_per_rank_second
         return lost
 
-    def _current_terms(self) -> dict | None:
+    def _current_terms(self) -> Terms | None:
         """Return the job's budget, price and spending so far.
 
         The spending includes the cost of the time between generations, which the ranks do not
@@ -432,7 +431,7 @@ class GenerationPlanner:
                     *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1]),
                 ]
             )
-        return replace(terms, spent_usd=spent, last_notified_threshold=notified).to_json()
+        return replace(terms, spent_usd=spent, last_notified_threshold=notified)
 
 
 def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:

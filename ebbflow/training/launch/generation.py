@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.config.schema import ClusterConfig, RunConfig
 from ebbflow.core.errors import InfraError
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import NODE_ENDED, NODE_HEARTBEAT, NODE_STARTED, STALL, EndReason, Origin
@@ -81,7 +80,7 @@ class NodeGeneration:
             self._faults_before = len(gpus.faults)
         self._created = time.monotonic()
         self._store_wait_reported = StickyFlag(_WAITING_SECONDS)
-        self._cluster = ClusterConfig(**spec.config["cluster"])
+        self._cluster = spec.config.cluster
         self.folder = Path(spec.log_folder) / generation_name(start.generation, start.generation_id)
 
     def run(
@@ -221,23 +220,19 @@ class NodeGeneration:
     def _worker_spec(self, kept: Path) -> WorkerSpec:
         spec = self._spec
         start = self._start
-        fields = (
-            "job",
-            "run",
-            "attempt",
-            "node",
-            "config",
-            "store_uri",
-            "prepared",
-            "promised_gpus",
-        )
-        same: dict[str, Any] = {name: getattr(spec, name) for name in fields}
-        same |= {
-            name: getattr(start, name)
-            for name in ("generation", "generation_id", "candidates", "overrides")
-        }
         return WorkerSpec(
-            **same,
+            job=spec.job,
+            run=spec.run,
+            attempt=spec.attempt,
+            node=spec.node,
+            config=spec.config,
+            store_uri=spec.store_uri,
+            prepared=spec.prepared,
+            promised_gpus=spec.promised_gpus,
+            generation=start.generation,
+            generation_id=start.generation_id,
+            candidates=start.candidates,
+            overrides=start.overrides,
             terms=self._terms_now(),
             rehearse=start.rehearse,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
@@ -247,23 +242,23 @@ class NodeGeneration:
             agent_pid=os.getpid(),
         )
 
-    def _terms_now(self) -> dict | None:
+    def _terms_now(self) -> Terms | None:
         """Return the job's budget, price and spending until now.
 
         To the returned spending, each rank adds only the cost of the time after its own start.
         """
-        if self._start.terms is None:
+        terms = self._start.terms
+        if terms is None:
             return None
-        terms = Terms.from_json(self._start.terms)
         waited_usd = (
             (time.monotonic() - self._created) * terms.usd_per_rank_second * self._spec.world_size
         )
-        return replace(terms, spent_usd=terms.spent_usd + waited_usd).to_json()
+        return replace(terms, spent_usd=terms.spent_usd + waited_usd)
 
     def _watch(self, group: WorkerGroup, output: RankOutput) -> GenerationEnd:
         reported: dict[int, WorkerFailure] = {}
         finished = False
-        limits = HangLimits.from_config(RunConfig.model_validate(self._spec.config))
+        limits = HangLimits.from_config(self._spec.config)
         watch = RankWatch(group.workers, limits, self.folder, node=self._spec.node, gpus=self._gpus)
         try:
             while (end := self._peers.poll()) is None:

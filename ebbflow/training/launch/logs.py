@@ -571,7 +571,7 @@ class RankOutput:
                 job_store, generation=generation, node=spec.node, say=print_line
             )
         place = {"job": spec.job, "generation": generation, "node": spec.node}
-        place["limit_bytes"] = spec.survival.rank_log_mib * 2**20
+        place["limit_bytes"] = spec.config.survival.rank_log_mib * 2**20
         self._logs = [
             (worker, RankLog(worker.log_path, rank=worker.rank, **place))
             for worker in group.workers

@@ -70,7 +70,7 @@ class CoordinatorPeers(_Peers):
         self._secret = secret
         self._roster = Roster(host)
         self._continuation = Continuation(
-            spec.config["cluster"].get("min_nodes"), replacements_of(spec.config)
+            spec.config.cluster.min_nodes, replacements_of(spec.config.kubernetes)
         )
         self._returning = ReturningNodes(spec.nodes, self._open_server)
         # Server of the first roll-call; None once all nodes have joined
@@ -261,7 +261,7 @@ class CoordinatorPeers(_Peers):
         ends_anyway = bool(self._finished) or self._evidence.shows_failure
         if back and not ends_anyway and not self._growing:
             self._growing = True
-            stop_seconds = self._spec.config["checkpoint"]["stop_seconds"]
+            stop_seconds = self._spec.config.checkpoint.stop_seconds
             self.order(messages.RankOrder(seconds=stop_seconds, cause=messages.RETURNED, node=0))
 
     # Between two generations
@@ -326,9 +326,7 @@ class CoordinatorPeers(_Peers):
         """Wait for the replacements of all lost nodes. Return whether all have joined in time."""
         if not self._continuation.is_replaced(lost):
             return False
-        cluster = self._spec.config["cluster"]
-        wait_seconds = cluster["expected_start_seconds"] + cluster["start_deadline_seconds"]
-        limit = time.monotonic() + wait_seconds
+        limit = time.monotonic() + self._spec.config.cluster.replacement_deadline_seconds
         others = set(self._running.nodes) - set(lost)
         self._roster.forget_generation()  # the ended generation is not theirs
         self._returning.close()

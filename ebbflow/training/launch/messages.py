@@ -7,7 +7,6 @@ All messages are plain data in JSON, except orders to running ranks. These go th
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -17,9 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ebbflow.core.config.schema import SurvivalConfig
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import EndReason
 from ebbflow.core.requirements import installed_versions
@@ -30,6 +32,8 @@ from ebbflow.training.launch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, 
 from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
+# Unknown fields are refused: all processes of a gang run the same code
+_MODEL = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 _LONGEST_SILENCE_SECONDS = 20.0
 # Errors of networks, services and files, which may go even where the rest of the message speaks of
 # a mistake.
@@ -39,7 +43,7 @@ _MAY_PASS = re.compile(
 _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
 class _StartSpec:
     job: str
     run: str  # Metaflow's run id. Without Metaflow, the job's name
@@ -47,14 +51,22 @@ class _StartSpec:
     # instead
     attempt: int
     node: int  # number of this node
-    config: dict  # `RunConfig.model_dump(mode="json")`
+    config: RunConfig
     store_uri: str
     prepared: dict  # result of the workload's `prepare`, with its fingerprint
-    terms: dict | None = None  # budget and price (`ebbflow.core.terms.Terms`)
+    terms: Terms | None = None  # budget and price
     promised_gpus: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
 
+    def to_json(self) -> str:
+        return TypeAdapter(type(self)).dump_json(self).decode()
 
-@dataclass(frozen=True, kw_only=True)
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the result of `to_json`. Raises ValueError."""
+        return TypeAdapter(cls).validate_json(text)
+
+
+@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
 class GangSpec(_StartSpec):
     """Specification of a gang, for the agent of one node.
 
@@ -93,15 +105,11 @@ class GangSpec(_StartSpec):
         """
         return min(
             _LONGEST_SILENCE_SECONDS,
-            max(_SHORTEST_SILENCE_SECONDS, self.survival.hang_floor_seconds),
+            max(_SHORTEST_SILENCE_SECONDS, self.config.survival.hang_floor_seconds),
         )
 
-    @property
-    def survival(self) -> SurvivalConfig:
-        return SurvivalConfig(**self.config.get("survival", {}))
 
-
-@dataclass(frozen=True, kw_only=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
 class WorkerSpec(_StartSpec):
     """Specification for one rank.
 
@@ -131,7 +139,7 @@ class WorkerSpec(_StartSpec):
         """
         path = os.environ.get(SPEC_VARIABLE)
         if path:
-            return cls(**json.loads(Path(path).read_text()))
+            return cls.from_json(Path(path).read_text())
         return None
 
 
@@ -259,13 +267,13 @@ _EXTERNAL_SIGNALS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
 class GenerationStart:
     generation: int
     generation_id: str
     candidates: list[str]  # keys of commits to restore from, newest first
     rendezvous_port: int  # port of torch's store on node 0
-    terms: dict | None  # budget and price (`ebbflow.core.terms.Terms`), with the spending so far
+    terms: Terms | None  # budget and price, with the spending so far
     rehearse: dict | None  # fault to inject
     hosts: list[str]  # host names of these nodes
     # Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
@@ -287,15 +295,14 @@ def describe_node(spec: GangSpec) -> dict[str, dict]:
     """Return what all nodes should have alike: the versions of their packages, and the settings of
     a step.
     """
-    parts = {section: spec.config.get(section) for section in _ALIKE}
-    parts = {
-        section: part if isinstance(part, dict) else {"": part} for section, part in parts.items()
-    }
-    settings = {
-        f"{section}.{key}".strip("."): value
-        for section, part in parts.items()
-        for key, value in part.items()
-    }
+    settings: dict[str, Any] = {}
+    config = spec.config.model_dump(mode="json", include=set(_ALIKE))
+    for section in _ALIKE:
+        value = config[section]
+        if isinstance(value, dict):
+            settings |= {f"{section}.{key}": setting for key, setting in value.items()}
+        else:
+            settings[section] = value
     return {"versions": installed_versions(), "settings": settings}
 
 
@@ -461,9 +468,9 @@ def end_if_unaffordable(
         step: Step of the newest commit.
         restart: Whether the ranks ran on these machines before.
     """
-    if start.terms is None:
+    terms = start.terms
+    if terms is None:
         return None
-    terms = Terms.from_json(start.terms)
     outcome = Outcome.BUDGET
     message = terms.out_of_money()
     if not message and restart:

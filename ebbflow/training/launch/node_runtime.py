@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.core.config.schema import ClusterConfig
 from ebbflow.core.events import EndReason
 from ebbflow.core.keeper import Keeper
 from ebbflow.core.layout import job_prefix
@@ -94,7 +93,7 @@ class NodeRuntime:
 
     def __init__(self, spec: GangSpec) -> None:
         self.spec = spec
-        cluster = ClusterConfig(**spec.config["cluster"])
+        cluster = spec.config.cluster
         self.start_seconds = cluster.start_deadline_seconds
         self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus)
         limit = max(1.0, min(60.0, self.start_seconds / _REQUESTS_PER_START))
@@ -203,7 +202,7 @@ class NodeRuntime:
         for process in (self._watchdog, self._standby, self._keeper, self._gpus, self.drain):
             if process is not None:
                 process.close()
-        url = self.spec.config.get("metrics", {}).get("push_url")
+        url = self.spec.config.metrics.push_url
         if url is not None:  # pushed metrics do not expire, and a killed rank cannot delete them
             from ebbflow.core.metrics import PushGroup, delete_group
 
@@ -222,7 +221,7 @@ class NodeRuntime:
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 self._keeper = Keeper(folder / f"keeper-node-{spec.node}.log")
-        if self._standby is None and spec.survival.standby:
+        if self._standby is None and spec.config.survival.standby:
             if spec.main_address == "127.0.0.1":
                 local_ranks = spec.world_size
             else:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from ebbflow.core.config.schema import CheckpointConfig, SurvivalConfig
 from ebbflow.core.events import NOTICE, NOTICE_SOURCES
 from ebbflow.infra.notices import (
     LEAVE,
@@ -70,9 +69,9 @@ class Drain:
 
     def __init__(self, spec: GangSpec) -> None:
         self._node = spec.node
-        self._stop_seconds = CheckpointConfig(**spec.config["checkpoint"]).stop_seconds
-        self._save_seconds = CheckpointConfig(**spec.config["checkpoint"]).deadline_seconds
-        self._config = SurvivalConfig(**spec.config.get("survival", {}))
+        self._stop_seconds = spec.config.checkpoint.stop_seconds
+        self._save_seconds = spec.config.checkpoint.deadline_seconds
+        self._config = spec.config.survival
         folder = Path(spec.log_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.rehearsal_path = folder / f"notice-node-{spec.node}.json"

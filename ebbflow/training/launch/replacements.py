@@ -1,9 +1,9 @@
 """Lost nodes that the cluster's scheduler replaces while a gang runs, as in a JobSet on Kubernetes."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
+from ebbflow.core.config.schema import KubernetesConfig
 from ebbflow.training.launch.roster import WAIT_REPORT_SECONDS, StickyFlag
 from ebbflow.training.launch.transport import RollCallServer
 
@@ -12,12 +12,12 @@ def in_jobset() -> bool:
     return "METAFLOW_KUBERNETES_JOBSET_NAME" in os.environ
 
 
-def replacements_of(config: Mapping[str, Any]) -> int:
+def replacements_of(config: KubernetesConfig) -> int:
     """Return how many lost nodes the cluster's scheduler replaces within an attempt: 0 outside of a
     JobSet.
     """
     if in_jobset():
-        return int((config.get("kubernetes") or {}).get("node_replacements") or 0)
+        return config.node_replacements
     return 0
 
 

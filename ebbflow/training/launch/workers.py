@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +254,7 @@ class Worker:
         spec_path = folder / f"rank-{rank}.spec.json"
         self._heartbeat = Heartbeat.create(heartbeat_path)
         own = replace(spec, heartbeat_path=str(heartbeat_path), result_path=str(self._result_path))
-        spec_path.write_text(json.dumps(asdict(own)))
+        spec_path.write_text(own.to_json())
         ranks = {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
