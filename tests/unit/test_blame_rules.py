@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         FIRST,
     ),
     "a lost node after an abort and an exception": (
-        [failed(0), failed(1, killed_by="SIGABRT"), failed(2, killed_by="node 1")],
+        [failed(0), failed(1, killed_by="SIGABRT"), failed(2, lost_node=1)],
         2,
         FIRST,
     ),
@@ -460,7 +460,7 @@ NEWEST = f"restart {FROM_NEWEST}"
     ("evidence", "kind", "action"),
     [
         (
-            [failed(0, killed_by="node 1")],
+            [failed(0, lost_node=1)],
             "killed by node 1",
             "a new attempt on another machine, from the newest commit",
         ),

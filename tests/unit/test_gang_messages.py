@@ -395,7 +395,7 @@ ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] =
         [failed(1, error="AgentFailure")],
         ("agent_failed", True, True, True, "failed"),
     ),
-    "a lost node": ([failed(1, killed_by="node 1")], ("node_lost", False, True, False, "failed")),
+    "a lost node": ([failed(1, lost_node=1)], ("node_lost", False, True, False, "failed")),
     "a kill": ([failed(1, killed_by="SIGKILL")], ("rank_killed", True, True, False, "failed")),
     "a hang": ([hung(1, waiting=False), hung(0)], ("hang", True, True, False, "failed")),
     "a stopped rank": ([hung(1, stopped=True), hung(0)], ("hang", True, True, False, "failed")),
@@ -435,7 +435,12 @@ ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] =
         ("rank_failed", True, True, True, "failed"),
     ),
     "a rank that completed fewer steps": (
-        [failed(1, left=True, witness=True, message="left after step 19: completed"), lost_peer(0)],
+        [
+            failed(
+                1, left=True, witness=True, completed=True, message="left after step 19: completed"
+            ),
+            lost_peer(0),
+        ],
         ("rank_failed", False, False, True, "failed"),
     ),
     "a rank that was interrupted first": (
@@ -500,7 +505,7 @@ def test_a_failed_generations_end_has_the_culprits_evidence() -> None:
     assert (end.fingerprint, end.details["step"]) == (f"ValueError at {USER}", 7)
     assert before[0] <= end.at[0] <= after[0] and before[1] <= end.at[1] <= after[1]
     lost = end_from_failures(
-        [failed(1, killed_by="node 1", message="node 1 (b) was lost: silent for 20 s")]
+        [failed(1, lost_node=1, message="node 1 (b) was lost: silent for 20 s")]
     )
     assert (lost.culprit, lost.ranks) == ("node 1 (b) was lost: silent for 20 s", [1])
 
@@ -508,7 +513,7 @@ def test_a_failed_generations_end_has_the_culprits_evidence() -> None:
 @pytest.mark.parametrize(
     ("failure", "fingerprint"),
     [
-        (failed(0, killed_by="node 1"), ""),
+        (failed(0, lost_node=1), ""),
         (failed(0, error="Rewind"), ""),
         (failed(0, error="MicroBatchTooLarge"), ""),
         (failed(0, error="ValueError", gpu_fault="Xid 79"), ""),

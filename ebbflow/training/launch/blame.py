@@ -20,6 +20,7 @@ The failures of all other ranks are cascades: these ranks failed, or wait, becau
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from operator import attrgetter
 
 from ebbflow.training.launch.evidence import (
@@ -39,16 +40,34 @@ from ebbflow.training.launch.heartbeat import PHASES
 
 DIFFERENT_CALLS = "different collectives"
 LEFT_EARLY = "left early"
-_RECORDERS_DIFFER = "flight recorders differ"
-_CALLED_ALONE = "it waits in a collective that the other ranks did not call"
-_CALLED_ELSEWHERE = "its collective was called from another place than the others'"
 HANG = "hang"
-_first = attrgetter("timestamp")
+_by_time = attrgetter("timestamp")
 _MOST_UNUSUAL_FIRST = (True, None, False)  # results of `is_unusual_call`
 _LONE_CALL_SECONDS = 2.0  # the ranks report the positions of one dump within less
 _STALL_SECONDS = 1.0  # without CPU time
 # An exception counts as the cause of a kill only if it is more than this earlier
 _KILL_SECONDS = 1.0
+
+
+class Rule(StrEnum):
+    """Rule that named the culprit, as a text for people."""
+
+    GPU_FAULT = "a GPU of its node has a hardware fault"
+    DIED_FIRST = "it ended first"
+    STOPPED = "its process is stopped"
+    RECORDERS_DIFFER = "flight recorders differ"
+    DEVICE_BEHIND = "its GPU has not started a collective in which the others' GPUs wait"
+    OUTSIDE_COLLECTIVE = "it stands outside of any collective"
+    LEFT_EARLY = "it left while the others went on"
+    CALLED_ELSEWHERE = "its collective was called from another place than the others'"
+    CALLED_ALONE = "it waits in a collective that the other ranks did not call"
+    FEWEST_CALLS = "it has called the fewest collectives"
+    FURTHEST_BEHIND = "it is furthest behind"
+    ALL_WAIT = "all ranks wait alike"
+    NONE_STANDS_OUT = "no rank stands out"
+
+
+_DIFFERENT_CALLS_RULES = (Rule.RECORDERS_DIFFER, Rule.CALLED_ALONE, Rule.CALLED_ELSEWHERE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +82,7 @@ class Culprit:
     rank: int
     node: int
     kind: str  # kind of failure in one or two words, such as "hang"
-    because: str  # text for the rule that named this rank, such as "it ended first"
+    because: Rule  # the rule that named this rank
     message: str
     where: str
     step: int
@@ -75,6 +94,16 @@ class Culprit:
     next_action: str  # advice on what to do next, or the step that the agents take
     dump: str
     failure: WorkerFailure  # the evidence from this rank
+
+    @property
+    def called_differently(self) -> bool:
+        """Whether the rank called other collectives than the other ranks."""
+        return self.because in _DIFFERENT_CALLS_RULES
+
+    @property
+    def left_early(self) -> bool:
+        """Whether the rank finished while the other ranks continued."""
+        return self.failure.left and not self.called_differently
 
     def details(self) -> dict:
         """Return the fields for the event FAULT_DETECTED: all non-empty fields except `message` and
@@ -93,36 +122,18 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     `evidence` has the failures, and the positions of ranks that have not failed.
     """
     failures = [failure for failure in evidence if not failure.witness]
-    if broken := [failure for failure in failures if failure.gpu_fault]:
-        return _culprit(min(broken, key=_first), "a GPU of its node has a hardware fault", evidence)
-    died = _died(failures)
-    if died is not None:
-        return _culprit(*died, evidence)
-    if stopped := [failure for failure in failures if failure.stopped]:
-        return _culprit(min(stopped, key=_first), "its process is stopped", evidence)
+    for find_culprit in (_broken_gpu, _died, _stopped):
+        accusation = find_culprit(failures)
+        if accusation is not None:
+            return _culprit(accusation, evidence)
     mismatch = detect_mismatch(evidence)
     if mismatch is not None:
-        odd = next(one for one in _latest(evidence) if one.rank == mismatch.ranks[0])
-        if odd.where:
-            message = f"{mismatch} ({odd.where})"
-        else:
-            message = str(mismatch)
-        return _culprit(odd, _RECORDERS_DIFFER, evidence, message=message, certainty=PROVEN)
-    for rule in (_device_behind, _outside_collective, _left, _odd_call, _behind):
-        found = rule(evidence)
-        if found is not None:
-            sizes = any(has_other_size(failure.message) for failure in evidence)
-            if rule is _odd_call:
-                proven = sizes
-            else:
-                proven = found[1] == _CALLED_ALONE and _all_wait_for_good(evidence)
-            if proven:
-                certainty = PROVEN
-            elif rule is _odd_call:
-                certainty = SLOW
-            else:
-                certainty = ""
-            return _culprit(found[0], found[1], evidence, certainty=certainty)
+        return _mismatch_culprit(mismatch, evidence)
+    for find_culprit in (_device_behind, _outside_collective, _left, _odd_call, _behind):
+        accusation = find_culprit(evidence)
+        if accusation is not None:
+            certainty = _certainty_of(accusation.rule, evidence)
+            return _culprit(accusation, evidence, certainty=certainty)
     return _network(evidence)
 
 
@@ -132,9 +143,8 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
     A mismatch proves that the gang has failed.
     """
     latest = _latest(evidence)
-    return find_mismatch(
-        {one.rank: one.calls for one in latest}, {one.rank: one.where for one in latest}
-    )
+    calls = {failure.rank: failure.calls for failure in latest}
+    return find_mismatch(calls, {failure.rank: failure.where for failure in latest})
 
 
 class LoneCall:
@@ -150,7 +160,7 @@ class LoneCall:
         self._places = list[tuple[int, str, str]]()
 
     def lasts(self, evidence: Sequence[WorkerFailure], now: float) -> bool:
-        alone = _all_wait_for_good(evidence) and blame(evidence).because == _CALLED_ALONE
+        alone = _all_wait_for_good(evidence) and blame(evidence).because is Rule.CALLED_ALONE
         if alone:
             places = sorted(
                 (failure.rank, failure.where, str(failure.calls)) for failure in evidence
@@ -198,7 +208,7 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
     `all_heard` is True if every rank has reported. In that case no more evidence about a hang will
     arrive.
     """
-    if any(failure.killed_by or failure.stopped for failure in failures):
+    if any(failure.killed or failure.stopped for failure in failures):
         if all(failure.cascade for failure in failures if not failure.hung):
             return 1.0
         return 0.3
@@ -213,9 +223,28 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
     return 1.5
 
 
-def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    """Return the rank that died first, and the reason why it is the culprit; None if all deaths
-    were cascades.
+@dataclass(frozen=True)
+class _Accusation:
+    failure: WorkerFailure
+    rule: Rule
+
+
+def _broken_gpu(failures: Sequence[WorkerFailure]) -> _Accusation | None:
+    broken = [failure for failure in failures if failure.gpu_fault]
+    if broken:
+        return _Accusation(min(broken, key=_by_time), Rule.GPU_FAULT)
+    return None
+
+
+def _stopped(failures: Sequence[WorkerFailure]) -> _Accusation | None:
+    stopped = [failure for failure in failures if failure.stopped]
+    if stopped:
+        return _Accusation(min(stopped, key=_by_time), Rule.STOPPED)
+    return None
+
+
+def _died(failures: Sequence[WorkerFailure]) -> _Accusation | None:
+    """Return the rank that died first; None if all deaths were cascades.
 
     Lost nodes take precedence over dead ranks. Ranks killed by SIGABRT come last, because torch
     aborts a rank after another one failed.
@@ -224,54 +253,57 @@ def _died(failures: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None
     if not dead:
         return None
 
-    def order(one: WorkerFailure) -> tuple[bool, bool, float]:
-        lost_node = (one.killed_by or "").startswith("node ")
-        return (
-            not lost_node,
-            one.killed_by == "SIGABRT",
-            one.timestamp - (_KILL_SECONDS if one.killed_by else 0.0),
-        )
+    def order(failure: WorkerFailure) -> tuple[bool, bool, float]:
+        if failure.killed:
+            ended_at = failure.timestamp - _KILL_SECONDS
+        else:
+            ended_at = failure.timestamp
+        return failure.lost_node is None, failure.killed_by == "SIGABRT", ended_at
 
-    return min(dead, key=order), "it ended first"
+    return _Accusation(min(dead, key=order), Rule.DIED_FIRST)
 
 
-def _device_behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
-    ranks = {one.rank: one for one in _latest(evidence) if not one.left}
-    late = [
-        ranks[rank] for rank in find_device_behind({rank: one.calls for rank, one in ranks.items()})
-    ]
-    if not late:
+def _device_behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
+    ranks = {failure.rank: failure for failure in _latest(evidence) if not failure.left}
+    behind = find_device_behind({rank: failure.calls for rank, failure in ranks.items()})
+    if not behind:
         return None
-    return min(
-        late, key=_place_and_time
-    ), "its GPU has not started a collective in which the others' GPUs wait"
+    late = [ranks[rank] for rank in behind]
+    return _Accusation(min(late, key=_place_and_time), Rule.DEVICE_BEHIND)
 
 
-def _waits(one: WorkerFailure) -> bool:
-    return one.waiting or has_queued_calls(one.calls)
+def _waits(failure: WorkerFailure) -> bool:
+    return failure.waiting or has_queued_calls(failure.calls)
 
 
-def _outside_collective(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+def _outside_collective(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     """Return a living rank that waits neither in a collective nor for its device.
 
     Return None if there is none, or if all living ranks are outside of collectives in the same step
     and phase.
     """
-    alive = [one for one in _latest(evidence) if not one.cascade and not one.left and one.where]
-    outside = [one for one in alive if not _waits(one)]
-    if not outside or (len(outside) == len(alive) > 1 and len({_place(one) for one in alive}) == 1):
+    alive = [
+        failure
+        for failure in _latest(evidence)
+        if not failure.cascade and not failure.left and failure.where
+    ]
+    outside = [failure for failure in alive if not _waits(failure)]
+    if not outside:
         return None
-    return min(outside, key=_place_and_time), "it stands outside of any collective"
+    same_place = len({_place(failure) for failure in alive}) == 1
+    if same_place and len(outside) == len(alive) > 1:
+        return None
+    return _Accusation(min(outside, key=_place_and_time), Rule.OUTSIDE_COLLECTIVE)
 
 
-def _left(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+def _left(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     gone = [failure for failure in evidence if failure.left]
     if gone:
-        return (min(gone, key=lambda one: one.step), "it left while the others went on")
+        return _Accusation(min(gone, key=attrgetter("step")), Rule.LEFT_EARLY)
     return None
 
 
-def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+def _odd_call(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     """Return the rank whose failed collective is the most unusual; None if all failed at the same
     code location.
 
@@ -283,29 +315,30 @@ def _odd_call(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | 
     3. The code location is outside the engine's own collectives, which all ranks call.
     """
     broken = [failure for failure in evidence if failure.cascade and failure.where]
-    places = Counter(one.where for one in broken)
+    places = Counter(failure.where for failure in broken)
     if len(places) < 2:
         return None
 
-    def order(one: WorkerFailure) -> tuple[int, int, bool, float]:
-        surprise = _MOST_UNUSUAL_FIRST.index(is_unusual_call(one.calls))
-        return surprise, places[one.where], is_engine_location(one.where), one.timestamp
+    def order(failure: WorkerFailure) -> tuple[int, int, bool, float]:
+        surprise = _MOST_UNUSUAL_FIRST.index(is_unusual_call(failure.calls))
+        in_engine = is_engine_location(failure.where)
+        return surprise, places[failure.where], in_engine, failure.timestamp
 
-    return min(broken, key=order), _CALLED_ELSEWHERE
+    return _Accusation(min(broken, key=order), Rule.CALLED_ELSEWHERE)
 
 
-def _behind(evidence: Sequence[WorkerFailure]) -> tuple[WorkerFailure, str] | None:
+def _behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     ranks = _latest(evidence)
-    behind = find_furthest_behind({rank.rank: rank.calls for rank in ranks})
+    behind = find_furthest_behind({failure.rank: failure.calls for failure in ranks})
     if behind:
-        late = [rank for rank in ranks if rank.rank in behind]
-        ahead = [rank for rank in ranks if rank.rank not in behind and rank.calls]
+        late = [failure for failure in ranks if failure.rank in behind]
+        ahead = [failure for failure in ranks if failure.rank not in behind and failure.calls]
         if _called_alone(ahead, late):
-            return min(ahead, key=_first), _CALLED_ALONE
-        return min(late, key=_first), "it has called the fewest collectives"
-    alive = [rank for rank in ranks if not rank.cascade]
-    if len({_place(one) for one in alive}) > 1:
-        return min(alive, key=_place_and_time), "it is furthest behind"
+            return _Accusation(min(ahead, key=_by_time), Rule.CALLED_ALONE)
+        return _Accusation(min(late, key=_by_time), Rule.FEWEST_CALLS)
+    alive = [failure for failure in ranks if not failure.cascade]
+    if len({_place(failure) for failure in alive}) > 1:
+        return _Accusation(min(alive, key=_place_and_time), Rule.FURTHEST_BEHIND)
     return None
 
 
@@ -325,9 +358,9 @@ def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure])
         failure.waiting and is_engine_location(failure.where) for failure in late
     ):
         return False
-    if any(is_engine_location(failure.where) for failure in ahead) or max(
-        failure.step for failure in ahead
-    ) > min(failure.step for failure in late):
+    if any(is_engine_location(failure.where) for failure in ahead):
+        return False
+    if max(failure.step for failure in ahead) > min(failure.step for failure in late):
         return False
     if len(ahead) == len(late):
         return all(is_unusual_call(failure.calls) is not False for failure in ahead)
@@ -339,85 +372,117 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     blame this rank.
     """
     failures = [failure for failure in evidence if not failure.witness] or list(evidence)
-    first = min(failures, key=_first)
+    first = min(failures, key=_by_time)
     if all(map(_waits, failures)):
-        because = "all ranks wait alike"
+        rule = Rule.ALL_WAIT
     else:
-        because = "no rank stands out"
+        rule = Rule.NONE_STANDS_OUT
+    accusation = _Accusation(first, rule)
     if len(evidence) == 1 or not (first.cascade or _waits(first)):
-        return _culprit(first, because, evidence)
+        return _culprit(accusation, evidence)
     text = (
-        f"{first.message}; {because} and no process has ended: check the network and the storage "
+        f"{first.message}; {rule} and no process has ended: check the network and the storage "
         "for a hang"
     )
-    return _culprit(first, because, evidence, message=text, certainty=SLOW)
+    return _culprit(accusation, evidence, message=text, certainty=SLOW)
+
+
+def _mismatch_culprit(mismatch: Mismatch, evidence: Sequence[WorkerFailure]) -> Culprit:
+    odd = next(failure for failure in _latest(evidence) if failure.rank == mismatch.ranks[0])
+    if odd.where:
+        message = f"{mismatch} ({odd.where})"
+    else:
+        message = str(mismatch)
+    accusation = _Accusation(odd, Rule.RECORDERS_DIFFER)
+    return _culprit(accusation, evidence, message=message, certainty=PROVEN)
+
+
+def _certainty_of(rule: Rule, evidence: Sequence[WorkerFailure]) -> str:
+    """Return PROVEN or SLOW, or "" if the evidence from the culprit itself decides."""
+    if rule is Rule.CALLED_ELSEWHERE:
+        if any(has_other_size(failure.message) for failure in evidence):
+            return PROVEN
+        return SLOW
+    if rule is Rule.CALLED_ALONE and _all_wait_for_good(evidence):
+        return PROVEN
+    return ""
 
 
 def _culprit(
-    one: WorkerFailure,
-    because: str,
+    accusation: _Accusation,
     evidence: Sequence[WorkerFailure],
     *,
     message: str = "",
     certainty: str = "",
 ) -> Culprit:
-    kind = _kind(one, because)
+    failure = accusation.failure
+    kind = _kind(failure, accusation.rule)
+    if failure.where:
+        fingerprint = f"{kind} at {failure.where}"
+    else:
+        fingerprint = kind
+    if failure.witness and kind == HANG:
+        own_message = f"no progress {failure.message}"
+    else:
+        own_message = failure.message
+    if failure.witness and not failure.left:
+        own_certainty = SLOW
+    else:
+        own_certainty = failure.certainty
+    others = [other for other in evidence if other.rank != failure.rank]
     return Culprit(
-        rank=one.rank,
-        node=one.node,
+        rank=failure.rank,
+        node=failure.node,
         kind=kind,
-        because=because,
-        message=message
-        or (f"no progress {one.message}" if kind == HANG and one.witness else one.message),
-        where=one.where,
-        step=one.step,
-        phase=one.phase,
-        certainty=certainty or (SLOW if one.witness and not one.left else one.certainty),
-        fingerprint=f"{kind} at {one.where}" if one.where else kind,
-        cascades=sorted(
-            {other.rank for other in evidence if other.rank != one.rank and not other.left}
-        ),
-        next_action=_next_action(one, kind),
-        dump=one.dump,
-        failure=one,
+        because=accusation.rule,
+        message=message or own_message,
+        where=failure.where,
+        step=failure.step,
+        phase=failure.phase,
+        certainty=certainty or own_certainty,
+        fingerprint=fingerprint,
+        cascades=sorted({other.rank for other in others if not other.left}),
+        next_action=_next_action(failure, kind),
+        dump=failure.dump,
+        failure=failure,
     )
 
 
-def _kind(one: WorkerFailure, because: str) -> str:
-    if because in (_RECORDERS_DIFFER, _CALLED_ALONE, _CALLED_ELSEWHERE):
+def _kind(failure: WorkerFailure, rule: Rule) -> str:
+    if rule in _DIFFERENT_CALLS_RULES:
         return DIFFERENT_CALLS
-    if one.left:
+    if failure.left:
         return LEFT_EARLY
-    if one.witness:
+    if failure.witness:
         return HANG
-    return one.kind
+    return failure.kind
 
 
-def _next_action(one: WorkerFailure, kind: str) -> str:
-    if (one.killed_by or "").startswith("node ") or one.gpu_fault:
+def _next_action(failure: WorkerFailure, kind: str) -> str:
+    if failure.lost_node is not None or failure.gpu_fault:
         return "a new attempt on another machine, from the newest commit"
-    if one.memory_kill:
+    if failure.memory_kill:
         return (
             "restart from the newest commit; if it comes again: more "
             "gradient_accumulation_steps, fewer loader workers"
         )
-    if one.killed_by == "SIGBUS":
+    if failure.killed_by == "SIGBUS":
         return (
             "restart from the newest commit; SIGBUS is often a full /dev/shm: give the container "
             "more shared memory"
         )
-    if one.killed_by:
+    if failure.killed_by:
         return "restart from the newest commit"
-    if one.stopped:
+    if failure.stopped:
         return "continue and end the stopped process, restart from the newest commit"
     if kind in (DIFFERENT_CALLS, LEFT_EARLY):
         return (
             "every rank must call the same collectives in the same order: correct the code at "
-            f"{one.where or 'it'}"
+            f"{failure.where or 'it'}"
         )
     if kind == HANG:
-        if one.where:
-            place = f"look at {one.where}, "
+        if failure.where:
+            place = f"look at {failure.where}, "
         else:
             place = ""
         return (
@@ -446,9 +511,14 @@ def _latest(evidence: Sequence[WorkerFailure]) -> list[WorkerFailure]:
     return list(ranks.values())
 
 
-def _place(one: WorkerFailure) -> tuple[int, int]:
-    return one.step, PHASES.index(one.phase) if one.phase in PHASES else 0
+def _place(failure: WorkerFailure) -> tuple[int, int]:
+    if failure.phase in PHASES:
+        phase = PHASES.index(failure.phase)
+    else:
+        phase = 0
+    return failure.step, phase
 
 
-def _place_and_time(one: WorkerFailure) -> tuple[int, int, float]:
-    return (*_place(one), one.timestamp)
+def _place_and_time(failure: WorkerFailure) -> tuple[int, int, float]:
+    step, phase = _place(failure)
+    return step, phase, failure.timestamp

@@ -545,8 +545,9 @@ class WorkerFailure:
     rank: int
     message: str  # description of the failure
     node: int = 0
-    # Name of the signal that killed the rank, or "node N" if its node was lost
-    killed_by: str | None = None
+    killed_by: str | None = None  # name of the signal that killed the rank
+    # Number of the rank's node (`GangSpec.node`) if the node was lost
+    lost_node: int | None = None
     memory_kill: bool = False  # whether the kernel killed the rank because memory ran out
     # Whether the rank failed only because it lost a peer or waited for one until a deadline
     cascade: bool = False
@@ -554,6 +555,7 @@ class WorkerFailure:
     stopped: bool = False  # whether the rank is hung because it is stopped (SIGSTOP)
     witness: bool = False
     left: bool = False  # whether the rank has finished with a result
+    completed: bool = False  # whether this result is COMPLETED
     error: str = ""  # class name of the rank's exception
     gpu_fault: str = ""  # a fault of the node's GPUs that explains the failure; "" for none
     timestamp: float = 0.0  # Unix time of the rank's death or, if it is alive, of its last progress
@@ -580,9 +582,15 @@ class WorkerFailure:
         return first[:300]
 
     @property
+    def killed(self) -> bool:
+        return self.killed_by is not None or self.lost_node is not None
+
+    @property
     def kind(self) -> str:
         if self.memory_kill:
             return "killed for memory"
+        if self.lost_node is not None:
+            return f"killed by node {self.lost_node}"
         if self.killed_by:
             return f"killed by {self.killed_by}"
         if self.stopped:
@@ -610,8 +618,13 @@ class WorkerFailure:
         """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each
         kind by time.
         """
-        proven = self.killed_by or self.stopped
-        return (0 if proven else 3 if self.cascade else 2 if self.hung else 1, self.timestamp)
+        if self.killed or self.stopped:
+            return 0, self.timestamp
+        if self.cascade:
+            return 3, self.timestamp
+        if self.hung:
+            return 2, self.timestamp
+        return 1, self.timestamp
 
 
 def is_peer_loss_error(message: str) -> bool:

@@ -399,7 +399,7 @@ class CoordinatorPeers(_Peers):
                 rank=number * self._spec.processes_per_node,
                 node=number,
                 message=self._describe_loss(node),
-                killed_by=f"node {node}",
+                lost_node=node,
             )
         )
 

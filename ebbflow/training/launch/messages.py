@@ -28,7 +28,7 @@ from ebbflow.core.requirements import installed_versions
 from ebbflow.core.terms import Terms
 from ebbflow.diagnose.rules import load_rules
 from ebbflow.training import errors
-from ebbflow.training.launch.blame import DIFFERENT_CALLS, LEFT_EARLY, Culprit, blame
+from ebbflow.training.launch.blame import Culprit, blame
 from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
@@ -387,41 +387,33 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     here, and the caller sets it if enough nodes are left.
     """
     culprit = blame(evidence)
-    worst = culprit.failure
-    lost_node = (worst.killed_by or "").startswith("node ")
-    kind = errors.error_class(worst.error)
+    failure = culprit.failure
+    kind = errors.error_class(failure.error)
+    lost_node = failure.lost_node is not None
+    reason = _end_reason(culprit)
+    # Its failure is an echo of another rank's
+    cascade = failure.cascade and not culprit.called_differently
+    in_program = reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED)
+    curable = kind.curable and not _recurs(culprit)
     if lost_node:
-        reason = EndReason.NODE_LOST
-    elif culprit.kind in (DIFFERENT_CALLS, LEFT_EARLY):
-        reason = EndReason.RANK_FAILED
-    elif worst.killed_by:
-        reason = EndReason.RANK_KILLED
-    elif worst.hung or worst.witness:
-        reason = EndReason.HANG
-    elif kind is errors.GenerationSuperseded:
-        reason = EndReason.SUPERSEDED
+        text = culprit.message
     else:
-        reason = kind.end_reason
-    blameless = lost_node or issubclass(kind, errors.StartAnew) or bool(worst.gpu_fault)
-    cascade = worst.cascade and culprit.kind != DIFFERENT_CALLS
-    # The same collectives come in each start, and the same number of steps.
-    code = culprit.kind == DIFFERENT_CALLS and culprit.certainty == PROVEN
-    code = code or (worst.left and worst.message.endswith(f": {Outcome.COMPLETED}"))
-    if worst.error and not worst.cascade and not _MAY_PASS.search(worst.message):
-        code = code or any(
-            rule.matches(worst.message) for rule in load_rules().rules if not rule.curable
-        )
-    curable = kind.curable and not code
+        text = f"rank {culprit.rank}: {culprit.message}"
+    # Repetitions of these are no crash loop
+    if lost_node or failure.gpu_fault or issubclass(kind, errors.StartAnew):
+        fingerprint = ""
+    else:
+        fingerprint = _fingerprint(culprit)
+    stopped = {report.rank for report in evidence if report.stopped}
     return GenerationEnd(
-        culprit=culprit.message if lost_node else f"rank {culprit.rank}: {culprit.message}",
+        culprit=text,
         reason=reason,
-        ranks=sorted({culprit.rank, *(failure.rank for failure in evidence if failure.stopped)}),
-        error=worst.error,
-        fingerprint="" if blameless else _fingerprint(culprit),
+        ranks=sorted({culprit.rank} | stopped),
+        error=failure.error,
+        fingerprint=fingerprint,
         details=culprit.details(),
         at=(time.time(), time.monotonic()),
-        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED)
-        and not (cascade or worst.gpu_fault),
+        user_code=in_program and not cascade and not failure.gpu_fault,
         again=curable and not lost_node,
         curable=curable,
         failed_as=kind.outcome.value,
@@ -484,6 +476,35 @@ def end_if_unaffordable(
     return GangOutcome(
         outcome=outcome.value, step=step, generation=start.generation, message=message
     )
+
+
+def _end_reason(culprit: Culprit) -> EndReason:
+    failure = culprit.failure
+    if failure.lost_node is not None:
+        return EndReason.NODE_LOST
+    if culprit.called_differently or culprit.left_early:
+        return EndReason.RANK_FAILED
+    if failure.killed_by:
+        return EndReason.RANK_KILLED
+    if failure.hung or failure.witness:
+        return EndReason.HANG
+    kind = errors.error_class(failure.error)
+    if kind is errors.GenerationSuperseded:
+        return EndReason.SUPERSEDED
+    return kind.end_reason
+
+
+def _recurs(culprit: Culprit) -> bool:
+    """Return whether the same failure would come in each start."""
+    failure = culprit.failure
+    same_collectives = culprit.called_differently and culprit.certainty == PROVEN
+    same_number_of_steps = failure.left and failure.completed
+    if same_collectives or same_number_of_steps:
+        return True
+    if not failure.error or failure.cascade or _MAY_PASS.search(failure.message):
+        return False
+    incurable = [rule for rule in load_rules().rules if not rule.curable]
+    return any(rule.matches(failure.message) for rule in incurable)
 
 
 def _fingerprint(culprit: Culprit) -> str:

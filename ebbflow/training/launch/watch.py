@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from ebbflow.core.errors import Outcome
 from ebbflow.core.process import (
     available_bytes,
     children,
@@ -398,7 +399,11 @@ class _Rank:
             return None
         message = f"left after step {result.get('step')}: {result.get('outcome')}"
         return replace(
-            self._record(message), left=True, witness=True, step=int(result.get("step", 0))
+            self._record(message),
+            left=True,
+            completed=result.get("outcome") == Outcome.COMPLETED,
+            witness=True,
+            step=int(result.get("step", 0)),
         )
 
     def failure(self, dump: evidence.Dump) -> evidence.WorkerFailure:
