@@ -20,6 +20,7 @@ from ebbflow.core.events import NOTICE
 from ebbflow.infra.instance import ENDPOINT_VARIABLE
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.training.launch import preemption as preemption_module
+from ebbflow.training.launch.agent_messages import decode, encode
 from ebbflow.training.launch.messages import CAUSES, GangSpec, OrderRecord, RankOrder
 from ebbflow.training.launch.preemption import Drain
 from ebbflow.training.limits import Limits, Stop
@@ -38,7 +39,7 @@ class Post:
 
     def order(self, order: RankOrder) -> None:
         self.told.append(order)
-        self._waiting.append(RankOrder.from_json(json.loads(json.dumps(order.to_json()))))
+        self._waiting.append(decode(json.loads(json.dumps(encode(order)))))
 
     def orders(self) -> list[RankOrder]:
         waiting = self._waiting

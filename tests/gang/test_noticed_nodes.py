@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.core.config.schema import ClusterConfig, RunConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.core.events import (
     FAULT_DETECTED,
     GENERATION_ENDED,
@@ -32,7 +33,13 @@ from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
-from ebbflow.training.launch.messages import CAUSES, GangSpec, GenerationStart, RankOrder
+from ebbflow.training.launch.messages import (
+    CAUSES,
+    GangSpec,
+    GenerationStart,
+    RankOrder,
+    RankResult,
+)
 from ebbflow.training.launch.transport import control_ports
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
@@ -98,7 +105,7 @@ def _steps(store: Store, *, generation: int) -> list[int | None]:
     ]
 
 
-INTERRUPTED = {"outcome": "interrupted", "step": 7, "message": "asked to leave"}
+INTERRUPTED = RankResult(outcome=Outcome.INTERRUPTED, step=7, message="asked to leave")
 NOTICE = CAUSES[2]
 REBALANCE = CAUSES[5]
 SIGNAL = CAUSES[1]

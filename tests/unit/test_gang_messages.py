@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +21,11 @@ from ebbflow.core.config.schema import (
     SurvivalConfig,
     TrainingConfig,
 )
+from ebbflow.core.errors import Outcome
 from ebbflow.core.events import EndReason
 from ebbflow.core.terms import Fallback, Terms
 from ebbflow.training.launch import messages
+from ebbflow.training.launch.agent_messages import decode, encode
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.messages import (
     CAUSES,
@@ -34,6 +36,7 @@ from ebbflow.training.launch.messages import (
     GenerationStart,
     OrderRecord,
     RankOrder,
+    RankResult,
     WorkerSpec,
     describe_node,
     end_for_left_out_node,
@@ -204,8 +207,8 @@ def test_an_order_to_exit_keeps_its_cause(cause: str, text: str, tmp_path: Path)
 
 @pytest.mark.parametrize("order", [leave(7.5), leave(0.0), SAVE])
 def test_an_order_survives_json(order: RankOrder) -> None:
-    document = json.loads(json.dumps(order.to_json(), allow_nan=False))
-    assert RankOrder.from_json(document) == order
+    document = json.loads(json.dumps(encode(order), allow_nan=False))
+    assert decode(document) == order
     assert order.leave == (order is not SAVE) == (document["seconds"] is not None)
 
 
@@ -297,8 +300,8 @@ def test_a_generations_end_survives_a_message() -> None:
         GenerationEnd(outcome=outcome, reason="completed"),
         GenerationEnd(culprit="rank 1: it failed"),
     ):
-        message = json.loads(json.dumps(asdict(end)))
-        assert GenerationEnd.from_message(message) == replace(end, ranks=[], at=[], left_out=[])
+        document = json.loads(json.dumps(encode(end)))
+        assert decode(document) == replace(end, ranks=[], at=[], left_out=[])
 
 
 def test_a_generation_end_message_defaults_to_curable_and_final() -> None:
@@ -534,8 +537,8 @@ def test_a_fingerprint_is_of_the_program_and_names_the_step_of_a_signal_from_out
     assert end_from_failures([replace(failure, step=7)]).fingerprint == fingerprint
 
 
-def result(outcome: str = "completed", step: int = 9, **known: Any) -> dict[str, Any]:
-    return {"outcome": outcome, "step": step, **known}
+def result(outcome: str = "completed", step: int = 9, **known: Any) -> RankResult:
+    return RankResult(outcome=Outcome(outcome), step=step, **known)
 
 
 def test_results_that_agree_are_the_gangs_outcome() -> None:
@@ -560,12 +563,13 @@ def test_results_that_agree_are_the_gangs_outcome() -> None:
     ],
 )
 def test_ranks_that_end_unlike_are_a_failure_that_only_unequal_weights_may_not_repeat(
-    other: dict[str, Any], again: bool
+    other: RankResult, again: bool
 ) -> None:
     first = result(weights_sha256="ab")
     end = end_from_results({1: {2: other}, 0: {1: first, 0: first}}, 4)
     unlike = "ranks did not end alike"
-    culprit = f"{unlike}: rank 0 {tuple(first.values())}, rank 2 {tuple(other.values())}"
+    ending = (other.outcome.value, other.step, other.weights_sha256)
+    culprit = f"{unlike}: rank 0 ('completed', 9, 'ab'), rank 2 {ending}"
     assert end == GenerationEnd(
         culprit=culprit,
         reason=EndReason.RANK_FAILED,

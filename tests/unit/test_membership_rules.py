@@ -20,6 +20,7 @@ from ebbflow.core.config.schema import (
     KubernetesConfig,
     RunConfig,
 )
+from ebbflow.core.errors import Outcome
 from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch import membership, roster
@@ -33,6 +34,7 @@ from ebbflow.training.launch.messages import (
     GenerationEnd,
     GenerationStart,
     RankOrder,
+    RankResult,
 )
 from ebbflow.training.launch.replacements import replacements_of
 from ebbflow.training.launch.roster import StickyFlag
@@ -44,8 +46,8 @@ from tests.support.rank_evidence import calls, failed, hung, seen
 
 NOTICE = CAUSES[2]
 DEADLINE_SECONDS = 60.0
-INTERRUPTED = {"outcome": "interrupted", "step": 7}
-COMPLETED = {"outcome": "completed", "step": 9}
+INTERRUPTED = RankResult(outcome=Outcome.INTERRUPTED, step=7)
+COMPLETED = RankResult(outcome=Outcome.COMPLETED, step=9)
 
 
 def never() -> bool:
@@ -713,7 +715,8 @@ def test_messages_before_the_first_generation_are_ignored(gang: Gang) -> None:
 def test_a_follower_that_sends_nonsense_is_lost(gang: Gang) -> None:
     coordinator = gang.open(2, min_nodes=None)
     gang.start()
-    gang.followers[1].report_results({"x": COMPLETED})  # type: ignore[dict-item]
+    nonsense = {"kind": "finished", "generation": 1, "results": {"x": {}}}
+    gang.followers[1]._connection.send(nonsense)
     end = gang.verdict()
     assert end.culprit.startswith(
         "node 1 (host-1) was lost: it sent a malformed message: ValueError"
@@ -1105,7 +1108,7 @@ def test_a_gang_that_leaves_for_a_notice_does_not_go_on_for_a_node_that_is_back(
 
 @pytest.mark.usefixtures("jobset")
 @pytest.mark.parametrize("results", [COMPLETED, INTERRUPTED])
-def test_a_gang_that_has_room_ends_with_its_work(results: dict[str, Any], gang: Gang) -> None:
+def test_a_gang_that_has_room_ends_with_its_work(results: RankResult, gang: Gang) -> None:
     coordinator = gang.open(3, min_nodes=2, replacements=1)
     gang.start()
     lose(gang, 1)

@@ -11,19 +11,38 @@ collects evidence of failures, `Continuation` has the rules for the next generat
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 
 from ebbflow.core.events import EndReason
 from ebbflow.training.errors import GangError, UnreliableReader
 from ebbflow.training.launch import messages
+from ebbflow.training.launch.agent_messages import (
+    AgentMessage,
+    FailureReport,
+    Hello,
+    NextGeneration,
+    NoticeWait,
+    Ready,
+    ResultsReport,
+    StoreWait,
+    WitnessRequest,
+    decode,
+    encode,
+    encode_hello,
+)
 from ebbflow.training.launch.blame import Culprit
 from ebbflow.training.launch.continuation import Continuation
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.evidence_collector import EvidenceCollector
+from ebbflow.training.launch.messages import (
+    GenerationEnd,
+    GenerationStart,
+    RankOrder,
+    RankResult,
+)
 from ebbflow.training.launch.replacements import ReturningNodes, replacements_of
 from ebbflow.training.launch.roster import WAIT_REPORT_SECONDS, Roster, StickyFlag
-from ebbflow.training.launch.transport import Message, RollCallServer, join_gang
+from ebbflow.training.launch.transport import RollCallServer, join_gang
 
 # Waits are reported once per second; the rest is for ranks to continue after the wait
 STORE_WAIT_SECONDS = 3.0
@@ -33,13 +52,13 @@ _REGROUP_LOOK_SECONDS = 0.01
 
 class _Peers:
     def __init__(self) -> None:
-        self._orders: list[messages.RankOrder] = []
+        self._orders: list[RankOrder] = []
         self._witnesses_wanted = False
         self._store_wait = StickyFlag(STORE_WAIT_SECONDS)
         # A newly found rank for which all others wait, although it is idle
         self.stall: Culprit | None = None
 
-    def orders(self) -> list[messages.RankOrder]:
+    def orders(self) -> list[RankOrder]:
         orders = self._orders
         self._orders = []
         return orders
@@ -77,11 +96,12 @@ class CoordinatorPeers(_Peers):
         self._server: RollCallServer | None = None
         if spec.nodes > 1:
             self._server = self._open_server()
-        self._started: messages.GenerationStart | None = None
+        self._started: GenerationStart | None = None
         # Of the running generation:
         self._evidence = EvidenceCollector(spec.world_size)
         self._lost: set[int] = set()  # nodes whose loss is in the evidence
-        self._finished: dict[int, dict[int, dict]] = {}  # node: results of its ranks
+        # node: results of its ranks
+        self._finished: dict[int, Mapping[int, RankResult]] = {}
         self._ready: set[int] = set()  # nodes whose ranks have ended
         self._growing = False  # the ranks were asked to leave, so that a node can return
 
@@ -178,7 +198,7 @@ class CoordinatorPeers(_Peers):
 
     # During a generation
 
-    def start(self, start: messages.GenerationStart) -> None:
+    def start(self, start: GenerationStart) -> None:
         self._started = start
         self._evidence = EvidenceCollector(len(start.nodes) * self._spec.processes_per_node)
         self._lost = set()
@@ -187,7 +207,7 @@ class CoordinatorPeers(_Peers):
         self._growing = False
         self._witnesses_wanted = False
         self._forget_return_orders()
-        self._roster.broadcast({"kind": "start", **asdict(start)})
+        self._roster.broadcast(start)
         absent = set(range(self._spec.nodes)) - set(start.nodes) - self._continuation.left_out
         if self._continuation.replacements:
             self._returning.expect(absent)
@@ -202,21 +222,21 @@ class CoordinatorPeers(_Peers):
             self.stall = self._evidence.find_stall(now)
         if self._evidence.shows_failure and not known:
             self._witnesses_wanted = True
-            self._roster.broadcast({"kind": "witnesses"})
+            self._roster.broadcast(WitnessRequest())
 
-    def report_results(self, results: dict[int, dict]) -> None:
+    def report_results(self, results: Mapping[int, RankResult]) -> None:
         self._finished[0] = results
 
-    def order(self, order: messages.RankOrder) -> None:
+    def order(self, order: RankOrder) -> None:
         self._orders.append(order)
         self._continuation.add_order(order)
-        self._roster.broadcast({"kind": "order", **order.to_json()})
+        self._roster.broadcast(order)
 
     def waiting(self) -> None:
         self._store_wait.mark()
-        self._roster.broadcast({"kind": "waiting"})
+        self._roster.broadcast(StoreWait(generation=self._running.generation))
 
-    def poll(self) -> messages.GenerationEnd | None:
+    def poll(self) -> GenerationEnd | None:
         start = self._running
         for node in start.nodes[1:]:
             self._receive(node)
@@ -230,11 +250,11 @@ class CoordinatorPeers(_Peers):
         self._take_back_returned()
         return None
 
-    def give_up(self, end: messages.GenerationEnd) -> messages.GenerationEnd:
+    def give_up(self, end: GenerationEnd) -> GenerationEnd:
         """Tell all followers that the generation or the gang ends with the result `end`, and return
         `end`.
         """
-        self._roster.broadcast({"kind": "verdict", **asdict(end)})
+        self._roster.broadcast(end)
         return end
 
     def close(self) -> None:
@@ -243,7 +263,7 @@ class CoordinatorPeers(_Peers):
         if self._server is not None:
             self._server.close()
 
-    def _end_from_failures(self) -> messages.GenerationEnd:
+    def _end_from_failures(self) -> GenerationEnd:
         start = self._running
         end = messages.end_from_failures(self._evidence.evidence(time.monotonic()))
         end = self._continuation.after_failure(end, start.nodes, self.nodes)
@@ -262,7 +282,7 @@ class CoordinatorPeers(_Peers):
         if back and not ends_anyway and not self._growing:
             self._growing = True
             stop_seconds = self._spec.config.checkpoint.stop_seconds
-            self.order(messages.RankOrder(seconds=stop_seconds, cause=messages.RETURNED, node=0))
+            self.order(RankOrder(seconds=stop_seconds, cause=messages.RETURNED, node=0))
 
     # Between two generations
 
@@ -271,7 +291,7 @@ class CoordinatorPeers(_Peers):
         deadline_seconds: float,
         stopped: Callable[[], bool],
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> list[int] | messages.GenerationEnd:
+    ) -> list[int] | GenerationEnd:
         """Wait until every node's ranks have ended, and return the nodes for the next generation.
 
         A node whose ranks end too late counts as lost. If the scheduler replaces lost nodes, wait
@@ -288,7 +308,7 @@ class CoordinatorPeers(_Peers):
         if self._await_replacements(lost, stopped, meanwhile):
             return self.nodes
         culprit = "; ".join(self._describe_loss(node) for node in lost)
-        return messages.GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
+        return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
 
     def _await_readiness(self, deadline_seconds: float, stopped: Callable[[], bool]) -> str:
         """Wait until the ranks of all connected nodes have ended, and drop nodes whose ranks end too
@@ -351,7 +371,7 @@ class CoordinatorPeers(_Peers):
     # Messages and connections
 
     @property
-    def _running(self) -> messages.GenerationStart:
+    def _running(self) -> GenerationStart:
         assert self._started is not None, "no generation has started"
         return self._started
 
@@ -366,26 +386,32 @@ class CoordinatorPeers(_Peers):
             self._receive(node)
 
     def _receive(self, node: int) -> None:
-        self._roster.receive(node, self._act_on)
+        for message in self._roster.receive(node):
+            match message:
+                case RankOrder():
+                    self.order(message)
+                case NoticeWait():
+                    order = RankOrder(
+                        seconds=message.seconds, cause=message.cause, node=message.node
+                    )
+                    self._roster.notice_waits.record(node, order)
+                case FailureReport() | ResultsReport() | Ready() | StoreWait():
+                    # Messages about a generation that has ended are ignored
+                    if self._started and message.generation == self._started.generation:
+                        self._act_on_report(node, message)
 
-    def _act_on(self, node: int, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "order":
-            self.order(messages.RankOrder.from_json(message))
-        elif kind == "notice_wait":
-            self._roster.notice_waits.record(node, messages.RankOrder.from_json(message))
-        elif self._started is None or message["generation"] != self._started.generation:
-            return  # the message is about a generation that has ended
-        elif kind == "failed":
-            self.report(WorkerFailure(**message["failure"]))
-        elif kind == "finished":
-            self._finished[node] = {
-                int(rank): result for rank, result in message["results"].items()
-            }
-        elif kind == "ready":
-            self._ready.add(node)
-        elif kind == "waiting":
-            self.waiting()
+    def _act_on_report(
+        self, node: int, report: FailureReport | ResultsReport | Ready | StoreWait
+    ) -> None:
+        match report:
+            case FailureReport():
+                self.report(report.failure)
+            case ResultsReport():
+                self._finished[node] = report.results
+            case Ready():
+                self._ready.add(node)
+            case StoreWait():
+                self.waiting()
 
     def _detect_loss(self, node: int) -> None:
         """Report the loss of a node as a failure of its first rank."""
@@ -419,7 +445,7 @@ class FollowerPeers(_Peers):
         stopped: Callable[[], bool],
         *,
         secret: Callable[[], bytes | None],
-        pending_notice: messages.RankOrder | None = None,
+        pending_notice: RankOrder | None = None,
         opened: Callable[[int], object] = lambda number: None,
     ) -> None:
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
@@ -429,49 +455,51 @@ class FollowerPeers(_Peers):
         announces the next generation, `opened` is called with the generation's number.
         """
         super().__init__()
-        hello: Message = {"node": spec.node, "host": host}
-        if pending_notice is not None:
-            hello["notice"] = pending_notice.to_json()
-        target = (spec.main_address, spec.candidate_ports, spec.token)
+        hello = Hello(node=spec.node, host=host, notice=pending_notice)
         self._connection = join_gang(
-            *target, hello, deadline_seconds, stopped, spec.silence_seconds, secret=secret
+            spec.main_address,
+            spec.candidate_ports,
+            spec.token,
+            encode_hello(hello),
+            deadline_seconds,
+            stopped,
+            spec.silence_seconds,
+            secret=secret,
         )
         self._stopped = stopped
         self._opened = opened
         self._asked_to_wait_until = 0.0
         self._generation = 0
-        self._inbox: deque[Message] = deque()
+        # Received, and not acted on yet
+        self._inbox: deque[AgentMessage] = deque()
         self._wait_reported = StickyFlag(WAIT_REPORT_SECONDS)
 
-    def await_start(
-        self, deadline_seconds: float
-    ) -> messages.GenerationStart | messages.GenerationEnd:
+    def await_start(self, deadline_seconds: float) -> GenerationStart | GenerationEnd:
         """Wait until the next generation starts or the gang ends.
 
         A wait that node 0 announces extends the deadline.
         """
         limit = time.monotonic() + deadline_seconds
         while time.monotonic() < max(limit, self._asked_to_wait_until + deadline_seconds):
-            message = self._next("start", "verdict")
-            if message is not None:
-                if message.pop("kind") == "verdict":
-                    return messages.GenerationEnd.from_message(message)
-                start = messages.GenerationStart(**message)
+            message = self._receive(until=(GenerationStart, GenerationEnd))
+            if isinstance(message, GenerationEnd):
+                return message
+            if isinstance(message, GenerationStart):
                 self._forget_return_orders()
-                self._generation = start.generation
+                self._generation = message.generation
                 self._witnesses_wanted = False
-                return start
+                return message
             if self._connection.closed or self._stopped():
                 break
-            time.sleep(0.01)
+            time.sleep(_REGROUP_LOOK_SECONDS)
         if self._stopped():
             return messages.end_from_stop_request("this node")
         cause = self._connection.closed or f"no start within {deadline_seconds:g} s"
-        return messages.GenerationEnd(
+        return GenerationEnd(
             culprit=f"node 0 was lost before the start: {cause}", reason=EndReason.NODE_LOST
         )
 
-    def report_wait(self, order: messages.RankOrder) -> messages.GenerationEnd | None:
+    def report_wait(self, order: RankOrder) -> GenerationEnd | None:
         """Tell node 0, at most once per second, that this node cannot start for another
         `order.seconds`.
 
@@ -480,38 +508,35 @@ class FollowerPeers(_Peers):
         """
         if not self._wait_reported.holds:
             self._wait_reported.mark()
-            self._connection.send({"kind": "notice_wait", **order.to_json()})
+            self._send(NoticeWait(seconds=order.seconds, cause=order.cause, node=order.node))
         return self.poll()
 
     def report_wait_over(self) -> None:
         """Tell node 0 that this node's notice has expired, so that its ranks can start."""
-        self._connection.send(
-            {"kind": "notice_wait", **messages.RankOrder(seconds=0.0, cause="", node=0).to_json()}
-        )
+        self._send(NoticeWait(seconds=0.0))
 
     def ready(self) -> None:
-        self._send("ready")
+        self._send(Ready(generation=self._generation))
 
     def report(self, failure: WorkerFailure) -> None:
-        self._send("failed", failure=asdict(failure))
+        self._send(FailureReport(generation=self._generation, failure=failure))
 
-    def report_results(self, results: dict[int, dict]) -> None:
-        self._send("finished", results=results)
+    def report_results(self, results: Mapping[int, RankResult]) -> None:
+        self._send(ResultsReport(generation=self._generation, results=dict(results)))
 
-    def order(self, order: messages.RankOrder) -> None:
-        self._connection.send({"kind": "order", **order.to_json()})
+    def order(self, order: RankOrder) -> None:
+        self._send(order)
 
     def waiting(self) -> None:
         self._store_wait.mark()
-        self._send("waiting")
+        self._send(StoreWait(generation=self._generation))
 
-    def poll(self) -> messages.GenerationEnd | None:
-        message = self._next("verdict")
-        if message is not None:
-            del message["kind"]
-            return messages.GenerationEnd.from_message(message)
+    def poll(self) -> GenerationEnd | None:
+        end = self._receive(until=(GenerationEnd,))
+        if isinstance(end, GenerationEnd):
+            return end
         if self._connection.closed:
-            return messages.GenerationEnd(
+            return GenerationEnd(
                 culprit=f"node 0 was lost: {self._connection.closed}", reason=EndReason.NODE_LOST
             )
         return None
@@ -522,31 +547,38 @@ class FollowerPeers(_Peers):
     def close(self) -> None:
         self._connection.close()
 
-    def _next(self, *kinds: str) -> Message | None:
-        """Process received messages in order.
+    def _receive(self, until: tuple[type[AgentMessage], ...]) -> AgentMessage | None:
+        """Act on received messages in their order, up to the first one of a type in `until`.
 
-        Return the first one whose kind is in `kinds`, or None.
+        Return that message; None if there is none.
         """
         self._connection.keep_alive()
-        self._inbox.extend(self._connection.receive())
+        for document in self._connection.receive():
+            message = decode(document)
+            if message is not None:
+                self._inbox.append(message)
         while self._inbox:
             message = self._inbox.popleft()
-            if message["kind"] == "order":
-                self._orders.append(messages.RankOrder.from_json(message))
-            elif message["kind"] == "waiting":
-                self._store_wait.mark()
-            elif message["kind"] == "witnesses":
-                self._witnesses_wanted = True
-            elif message["kind"] == "generation":
-                self._opened(message["generation"])
-            elif message["kind"] == "notice_wait":
-                self._asked_to_wait_until = time.monotonic() + message["seconds"]
-            elif message["kind"] in kinds:
+            if isinstance(message, until):
                 return message
+            self._act_on(message)
         return None
 
-    def _send(self, kind: str, **content: object) -> None:
-        self._connection.send({"kind": kind, "generation": self._generation, **content})
+    def _act_on(self, message: AgentMessage) -> None:
+        match message:
+            case RankOrder():
+                self._orders.append(message)
+            case StoreWait():
+                self._store_wait.mark()
+            case WitnessRequest():
+                self._witnesses_wanted = True
+            case NextGeneration():
+                self._opened(message.generation)
+            case NoticeWait():
+                self._asked_to_wait_until = time.monotonic() + message.seconds
+
+    def _send(self, message: AgentMessage) -> None:
+        self._connection.send(encode(message))
 
 
 Peers = CoordinatorPeers | FollowerPeers

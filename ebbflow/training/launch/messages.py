@@ -14,11 +14,11 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, PlainSerializer, StrictInt, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from ebbflow.core.config.schema import RunConfig
@@ -33,7 +33,7 @@ from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
 # Unknown fields are refused: all processes of a gang run the same code
-_MODEL = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+WIRE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 _LONGEST_SILENCE_SECONDS = 20.0
 # Errors of networks, services and files, which may go even where the rest of the message speaks of
 # a mistake.
@@ -43,7 +43,7 @@ _MAY_PASS = re.compile(
 _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class _StartSpec:
     job: str
     run: str  # Metaflow's run id. Without Metaflow, the job's name
@@ -66,7 +66,7 @@ class _StartSpec:
         return TypeAdapter(cls).validate_json(text)
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class GangSpec(_StartSpec):
     """Specification of a gang, for the agent of one node.
 
@@ -109,7 +109,7 @@ class GangSpec(_StartSpec):
         )
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class WorkerSpec(_StartSpec):
     """Specification for one rank.
 
@@ -143,14 +143,24 @@ class WorkerSpec(_StartSpec):
         return None
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="ignore"))
+class RankResult:
+    """Result of a rank that has finished, from the file that the rank writes."""
+
+    outcome: Outcome
+    step: StrictInt
+    message: str = ""
+    weights_sha256: str | None = None
+
+
+@pydantic_dataclass(frozen=True, config=WIRE)
 class GangOutcome:
     """Outcome of a gang that ended without a failure.
 
     `goes_on` is True if other nodes continue without this node.
     """
 
-    outcome: str
+    outcome: str  # value of an `Outcome`
     step: int
     generation: int
     weights_sha256: str | None = None
@@ -173,29 +183,26 @@ CAUSES = (
 _LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _FIELDS = range(6)
 
 
-@dataclass(frozen=True, kw_only=True)
+_NullIfInfinite = Annotated[
+    float,
+    PlainSerializer(lambda seconds: seconds if math.isfinite(seconds) else None, when_used="json"),
+    BeforeValidator(lambda seconds: math.inf if seconds is None else seconds),
+]
+
+
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class RankOrder:
     """Order to all ranks to save and exit within `seconds`, or to save and continue if `seconds` is
     infinite.
     """
 
-    seconds: float
+    seconds: _NullIfInfinite
     cause: str  # one of CAUSES
     node: int  # node whose notice or signal caused the order
 
     @property
     def leave(self) -> bool:
         return math.isfinite(self.seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "seconds": self.seconds if self.leave else None}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RankOrder:
-        seconds = data["seconds"]
-        return cls(
-            seconds=math.inf if seconds is None else seconds, cause=data["cause"], node=data["node"]
-        )
 
 
 class OrderRecord:
@@ -267,7 +274,7 @@ _EXTERNAL_SIGNALS = {
 }
 
 
-@pydantic_dataclass(frozen=True, kw_only=True, config=_MODEL)
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class GenerationStart:
     generation: int
     generation_id: str
@@ -320,7 +327,7 @@ def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[s
     return texts, fatal
 
 
-@dataclass(frozen=True, kw_only=True)
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class GenerationEnd:
     """Result of a generation or of the whole gang: either an `outcome` that all ranks agreed on, or
     a failure.
@@ -345,11 +352,6 @@ class GenerationEnd:
     failed_as: str = Outcome.FAILED.value  # outcome of the job if no new attempt follows
     # Number of the generation that nodes are billed for although it started no ranks; 0 otherwise
     generation: int = 0
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> GenerationEnd:
-        outcome = message.pop("outcome", None)
-        return cls(outcome=GangOutcome(**outcome) if outcome else None, **message)
 
 
 def end_from_stop_request(cause: str) -> GenerationEnd:
@@ -420,30 +422,41 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     )
 
 
-def end_from_results(finished: Mapping[int, dict[int, dict]], generation: int) -> GenerationEnd:
+def end_from_results(
+    finished: Mapping[int, Mapping[int, RankResult]], generation: int
+) -> GenerationEnd:
     """Return the result of a generation whose ranks have all finished.
 
     If their outcomes differ, it is a failure.
+
+    Args:
+        finished: results of each node's ranks.
+        generation: number of the generation.
     """
-    results = {rank: result for node in finished.values() for rank, result in node.items()}
-    endings = {
-        rank: (result["outcome"], int(result["step"]), result.get("weights_sha256"))
-        for rank, result in sorted(results.items())
-    }
-    for rank, ending in endings.items():
-        if ending != endings[0]:
+    results: dict[int, RankResult] = {}
+    for node_results in finished.values():
+        results |= node_results
+    first = results[0]
+    for rank, result in sorted(results.items()):
+        if _ending(result) != _ending(first):
             unlike = "ranks did not end alike"
-            culprit = f"{unlike}: rank 0 {endings[0]}, rank {rank} {ending}"
             # An unequal number of steps comes again, unequal weights may not
-            again = ending[:2] == endings[0][:2]
-            end = GenerationEnd(culprit=culprit, reason=EndReason.RANK_FAILED, fingerprint=unlike)
-            return replace(end, again=again, curable=again)
-    outcome, step, sha256 = endings[0]
-    message = results[0].get("message", "")
-    ended = GangOutcome(
-        outcome=outcome, step=step, generation=generation, weights_sha256=sha256, message=message
+            again = (result.outcome, result.step) == (first.outcome, first.step)
+            return GenerationEnd(
+                culprit=f"{unlike}: rank 0 {_ending(first)}, rank {rank} {_ending(result)}",
+                reason=EndReason.RANK_FAILED,
+                fingerprint=unlike,
+                again=again,
+                curable=again,
+            )
+    outcome = GangOutcome(
+        outcome=first.outcome.value,
+        step=first.step,
+        generation=generation,
+        weights_sha256=first.weights_sha256,
+        message=first.message,
     )
-    return GenerationEnd(outcome=ended, reason=outcome)
+    return GenerationEnd(outcome=outcome, reason=outcome.outcome)
 
 
 def end_if_unaffordable(
@@ -476,6 +489,10 @@ def end_if_unaffordable(
     return GangOutcome(
         outcome=outcome.value, step=step, generation=start.generation, message=message
     )
+
+
+def _ending(result: RankResult) -> tuple[str, int, str | None]:
+    return result.outcome.value, result.step, result.weights_sha256
 
 
 def _end_reason(culprit: Culprit) -> EndReason:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Collection
 
 from ebbflow.core.config.schema import KubernetesConfig
+from ebbflow.training.launch.agent_messages import NoticeWait, encode
 from ebbflow.training.launch.roster import WAIT_REPORT_SECONDS, StickyFlag
 from ebbflow.training.launch.transport import RollCallServer
 
@@ -60,7 +61,7 @@ class ReturningNodes:
         if waiting and not self._wait_announced.holds:
             self._wait_announced.mark()
             for connection in waiting:
-                connection.send({"kind": "notice_wait", "seconds": 0.0})
+                connection.send(encode(NoticeWait(seconds=0.0)))
         return bool(waiting)
 
     def close(self) -> None:

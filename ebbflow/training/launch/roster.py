@@ -1,10 +1,18 @@
 """Followers that have joined a gang, as node 0 knows them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from ebbflow.training.launch.agent_messages import (
+    AgentMessage,
+    NextGeneration,
+    NoticeWait,
+    decode,
+    decode_hello,
+    encode,
+)
 from ebbflow.training.launch.messages import RankOrder
-from ebbflow.training.launch.transport import Connection, Message, RollCallServer
+from ebbflow.training.launch.transport import Connection, RollCallServer
 
 WAIT_REPORT_SECONDS = 1.0  # between two messages that tell other nodes to wait
 
@@ -34,7 +42,7 @@ class Roster:
     def __init__(self, host: str) -> None:
         self._host = host  # of node 0
         self._connections: dict[int, Connection] = {}
-        self._hellos: dict[int, Message] = {}
+        self._hosts: dict[int, str] = {}
         self._opened_generation = 0  # announced to followers that join; 0 for none
         self._wait_announced = StickyFlag(WAIT_REPORT_SECONDS)
         self.notice_waits = NoticeWaits()
@@ -54,14 +62,14 @@ class Roster:
     def host_of(self, node: int) -> str:
         if node == 0:
             return self._host
-        return self._hellos[node]["host"]
+        return self._hosts[node]
 
     def hosts(self, nodes: Sequence[int]) -> list[str]:
         return [self.host_of(node) for node in nodes]
 
     def add_joined(self, server: RollCallServer) -> None:
         """Add the followers that have joined at `server` since the last call."""
-        for node, (connection, hello) in server.joined.items():
+        for node, (connection, document) in server.joined.items():
             before = self._connections.get(node)
             if before is connection:
                 continue
@@ -69,39 +77,46 @@ class Roster:
             if before is not None:
                 before.close()
                 self.notice_waits.forget(node)
+            hello = decode_hello(document)
             self._connections[node] = connection
-            self._hellos[node] = hello
-            if "notice" in hello:
-                self.notice_waits.record(node, RankOrder.from_json(hello["notice"]))
+            self._hosts[node] = hello.host
+            if hello.notice is not None:
+                self.notice_waits.record(node, hello.notice)
             if self._opened_generation:
-                connection.send({"kind": "generation", "generation": self._opened_generation})
+                connection.send(encode(NextGeneration(generation=self._opened_generation)))
 
     def drop(self, node: int, reason: str) -> None:
         connection = self._connections[node]
         connection.refuse(reason)
         connection.close()
 
-    def receive(self, node: int, act: Callable[[int, Message], object]) -> None:
-        """Call `act` with each message that has arrived from a follower.
+    def receive(self, node: int) -> list[AgentMessage]:
+        """Return the messages that have arrived from a follower.
 
-        If `act` raises because a message is malformed, the connection to the follower is lost.
+        If one is malformed, the connection to the follower is lost.
         """
         connection = self._connections[node]
         connection.keep_alive()
-        for message in connection.receive():
+        received: list[AgentMessage] = []
+        for document in connection.receive():
             try:
-                act(node, message)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                message = decode(document)
+            except ValueError as error:
                 connection.refuse(f"it sent a malformed message: {type(error).__name__}: {error}")
+                continue
+            if message is not None:
+                received.append(message)
+        return received
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: AgentMessage) -> None:
+        document = encode(message)
         for connection in self._connections.values():
-            connection.send(message)
+            connection.send(document)
 
     def announce_generation(self, number: int) -> None:
         """Send the number of the next generation to all followers, also to those that join later."""
         self._opened_generation = number
-        self.broadcast({"kind": "generation", "generation": number})
+        self.broadcast(NextGeneration(generation=number))
 
     def forget_generation(self) -> None:
         """Announce no generation to followers that join from now on."""
@@ -114,7 +129,7 @@ class Roster:
         """
         if not self._wait_announced.holds:
             self._wait_announced.mark()
-            self.broadcast({"kind": "notice_wait", "seconds": max(seconds, 0.0)})
+            self.broadcast(NoticeWait(seconds=max(seconds, 0.0)))
 
     def keep_alive(self) -> None:
         for connection in self._connections.values():

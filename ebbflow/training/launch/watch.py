@@ -397,13 +397,13 @@ class _Rank:
             result = self._worker.result()
         if result is None:
             return None
-        message = f"left after step {result.get('step')}: {result.get('outcome')}"
+        message = f"left after step {result.step}: {result.outcome}"
         return replace(
             self._record(message),
             left=True,
-            completed=result.get("outcome") == Outcome.COMPLETED,
+            completed=result.outcome is Outcome.COMPLETED,
             witness=True,
-            step=int(result.get("step", 0)),
+            step=result.step,
         )
 
     def failure(self, dump: evidence.Dump) -> evidence.WorkerFailure:

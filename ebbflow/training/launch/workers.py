@@ -24,7 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.errors import Outcome
+from pydantic import TypeAdapter, ValidationError
+
 from ebbflow.core.keeper import Keeper, RemoteChild, kill_until_none
 from ebbflow.core.process import (
     MessageReader,
@@ -40,7 +41,7 @@ from ebbflow.training import errors
 from ebbflow.training.errors import bounded_text, error_class
 from ebbflow.training.launch.evidence import RECORDER_VARIABLES, WorkerFailure, is_peer_loss_error
 from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
-from ebbflow.training.launch.messages import SPEC_VARIABLE, WorkerSpec
+from ebbflow.training.launch.messages import SPEC_VARIABLE, RankResult, WorkerSpec
 
 _LEFT_BEHIND_SECONDS = 3.0
 
@@ -223,6 +224,7 @@ def threads_per_rank(colocated_ranks: int) -> str:
     return str(max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks)))
 
 
+_RESULT = TypeAdapter(RankResult)
 _EXIT_SECONDS = 1.0
 _LONGEST_RECORD = 8 * 1024 * 1024
 _LONGEST_NAME = 200
@@ -290,13 +292,12 @@ class Worker:
         members = [stat for stat in living if stat.session == rank.pid and stat.pid != rank.pid]
         return [member for member in members if member.started_ticks >= rank.started_ticks]
 
-    def result(self) -> dict | None:
-        result = _read_object(self._result_path)
-        outcomes = [outcome.value for outcome in Outcome]
-        valid = result.get("outcome") in outcomes and isinstance(result.get("step"), int)
-        if valid and isinstance(result.get("message", ""), str):
-            return result
-        return None
+    def result(self) -> RankResult | None:
+        """Return the result that the rank has written; None if there is none, or no valid one."""
+        try:
+            return _RESULT.validate_python(_read_object(self._result_path))
+        except ValidationError:
+            return None
 
     def failure(self) -> WorkerFailure | None:
         """Return why the process ended without a result; None if it is still running or has written
@@ -398,8 +399,10 @@ class WorkerGroup:
     def all_exited(self) -> bool:
         return all(worker.process.poll() is not None for worker in self.workers)
 
-    def results(self) -> dict[int, dict]:
-        return {worker.rank: result for worker in self.workers if (result := worker.result())}
+    def results(self) -> dict[int, RankResult]:
+        """Return the results of the ranks that have written one."""
+        results = {worker.rank: worker.result() for worker in self.workers}
+        return {rank: result for rank, result in results.items() if result is not None}
 
     def end(
         self,
