@@ -43,6 +43,25 @@ class Fallback:
     move_to: str = ""
     move_end_utc: float | None = None
 
+    def needs(self, steps: float, *, restart: bool) -> FallbackNeeds:
+        """Return what finishing on demand may take.
+
+        Args:
+            steps: number of steps left, in steps of planned duration.
+            restart: whether the ranks would first have to start again.
+        """
+        seconds = self.seconds + steps * self.step_seconds
+        usd = self.usd + steps * self.step_usd
+        if restart:
+            return FallbackNeeds(seconds + self.restart_seconds, usd + self.restart_usd)
+        return FallbackNeeds(seconds, usd)
+
+
+@dataclass(frozen=True)
+class FallbackNeeds:
+    seconds: float
+    usd: float
+
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
@@ -121,41 +140,30 @@ class Terms:
             return f"leaves its reservation, which ends in {max(0.0, self.end_utc - now_utc):.0f} s"
         if self.fallback is None:
             return ""
-        reserve = self.fallback
-        work = steps_left * slowness
-        if restart:
-            again = reserve.restart_seconds
-        else:
-            again = 0.0
-        seconds = reserve.seconds + work * reserve.step_seconds + again
-        usd = reserve.usd + work * reserve.step_usd + (reserve.restart_usd if restart else 0.0)
-        if self.deadline_utc is None:
-            deadline = math.inf
-        else:
-            deadline = self.deadline_utc
-        if reserve.end_utc is None:
-            limit = deadline
-        else:
-            limit = min(deadline, reserve.end_utc)
-        needed = max(0.0, reserve.begin_utc - now_utc) + seconds
+        needs = self.fallback.needs(steps_left * slowness, restart=restart)
+        return self._why_leave_spot(self.fallback, needs, spent_usd=spent_usd, now_utc=now_utc)
+
+    def _why_leave_spot(
+        self, reserve: Fallback, needs: FallbackNeeds, *, spent_usd: float, now_utc: float
+    ) -> str:
+        deadline = _earliest(self.deadline_utc)
+        limit = _earliest(self.deadline_utc, reserve.end_utc)
+        needed = max(0.0, reserve.begin_utc - now_utc) + needs.seconds
         if reserve.guards and now_utc + needed > limit:
             left = max(0.0, limit - now_utc) / 3600
             text = f"{left:.2f} h are left, and finishing on demand may take {needed / 3600:.2f} h"
             return f"leaves Spot for on-demand: {text}"
-        if reserve.guards and self.budget_usd is not None and spent_usd + usd > self.budget_usd:
+        budget = self.budget_usd
+        if reserve.guards and budget is not None and spent_usd + needs.usd > budget:
             text = (
-                f"${spent_usd:.4f} of ${self.budget_usd:.4f} is spent, and finishing on demand "
-                f"may take ${usd:.4f}"
+                f"${spent_usd:.4f} of ${budget:.4f} is spent, and finishing on demand may take "
+                f"${needs.usd:.4f}"
             )
             return f"leaves Spot for on-demand: {text}"
-        if reserve.move_end_utc is None:
-            end = deadline
-        else:
-            end = min(deadline, reserve.move_end_utc)
-        if (
-            reserve.move_utc is not None
-            and reserve.move_utc <= now_utc <= end - seconds - _MOVE_SECONDS
-        ):
+        if reserve.move_utc is None:
+            return ""
+        last_move = _earliest(deadline, reserve.move_end_utc) - needs.seconds - _MOVE_SECONDS
+        if reserve.move_utc <= now_utc <= last_move:
             return (
                 f"leaves Spot for reservation {reserve.move_to}, which has begun and where the "
                 "rest costs less"
@@ -169,3 +177,8 @@ class Terms:
     def from_json(cls, data: dict) -> Terms:
         fallback = data.get("fallback")
         return cls(**{**data, "fallback": fallback and Fallback(**fallback)})
+
+
+def _earliest(*times_utc: float | None) -> float:
+    """Return the earliest of several times; infinity if all are None."""
+    return min((at for at in times_utc if at is not None), default=math.inf)

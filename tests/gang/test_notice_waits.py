@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,7 +33,7 @@ from ebbflow.training.launch.membership import CoordinatorPeers, FollowerPeers
 from ebbflow.training.launch.messages import CAUSES, GangSpec, RankOrder
 from ebbflow.training.launch.transport import control_ports
 from tests.support.flow import wait_until
-from tests.support.gangs import KNOWN, SECRET, endless_gang
+from tests.support.gangs import KNOWN, SECRET, endless_gang, with_settings
 
 NOTICE_STANDS = RankOrder(seconds=600.0, cause=CAUSES[2], node=1)
 
@@ -173,10 +172,9 @@ def named(events: list[Event], name: str) -> list[Event]:
 
 def of_node_1(folder: Path, own: GangSpec) -> GangSpec:
     """Its machine alone has a notice."""
-    survival: dict[str, Any] = {**own.config["survival"], "notice_file": str(folder / "notice-1")}
     if own.node == 0:
         return own
-    return replace(own, config={**own.config, "survival": survival})
+    return with_settings(own, survival={"notice_file": str(folder / "notice-1")})
 
 
 @pytest.mark.parametrize("gone", ["killed", "told to end"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.workload import Cursor
 from ebbflow.workloads.readers.datasets import DatasetWorkload
+from tests.support.gangs import with_settings
 from tests.support.guard_jobs import Branching, OneSided
 from tests.support.workload_cases import Points, Sound
 
@@ -200,7 +200,7 @@ def start_nodes(spec: GangSpec, name: str, guilty: int, folder: Path) -> LocalGa
     def alter(own: GangSpec) -> GangSpec:
         if name != "other_setting" or own.node != guilty:
             return own
-        return replace(own, config=own.config | {"training": own.config["training"] | {"seed": 5}})
+        return with_settings(own, training={"seed": 5})
 
     return LocalGang(spec, folder / "gang", folder / "output.log", alter=alter, command=command)
 

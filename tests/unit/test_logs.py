@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ebbflow.training.launch.logs
+from ebbflow.core.config.schema import RunConfig, SurvivalConfig
 from ebbflow.core.errors import StoreError
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.rank_logs import LONGEST_LINE_BYTES, escape_controls, read_logs, split_lines
@@ -240,7 +241,7 @@ def test_a_file_system_without_hole_punching_is_reported_once(tmp_path: Path, mo
         job="job",
         node=0,
         log_folder=str(tmp_path / "logs"),
-        survival=SimpleNamespace(rank_log_mib=1),
+        config=RunConfig(survival=SurvivalConfig(rank_log_mib=1)),
     )
     output = RankOutput(SimpleNamespace(workers=workers), spec, 1, Store.open(str(tmp_path)))
     output.follow()

@@ -75,7 +75,8 @@ class Checkpointer:
         further: tensors to save in addition to model, optimizer and random states.
     """
 
-    def __init__(
+    # Public constructor, in which each setting has a default
+    def __init__(  # noqa: PLR0913
         self,
         job_store_uri: str,
         *,
@@ -229,10 +230,10 @@ class Checkpointer:
             common = self._common(model, optimizer, extra)
         else:
             common = None
-        own = capture_rng(self._rank) | {
-            rng_name(self._rank, name): one for name, one in self.further.own.items()
-        }
-        sources = self._planner.plan(model, optimizer, own, self.further.shared)
+        random_states = capture_rng(self._rank)
+        for name, state in self.further.own.items():
+            random_states[rng_name(self._rank, name)] = state
+        sources = self._planner.plan(model, optimizer, random_states, self.further.shared)
         staged = self._stage.stage(sources, self._planner.layout, self._planner.settled)
         self._emit(STAGED, step=step, bytes=staged.layout.length)
         self._saves.settle()
@@ -297,7 +298,7 @@ class Checkpointer:
         *,
         place: Place | None = None,
         progress: Callable[[], object] = lambda: None,
-        meet: Meet = lambda stage: None,
+        meet: Meet = lambda _stage: None,
     ) -> RestoreResult | None:
         """Fill model and optimizer from the first candidate that all ranks can verify.
 

@@ -169,7 +169,8 @@ def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> N
     signatures are not checked and no error is raised.
     """
     name = name or os.environ.get(NAME_VARIABLE)
-    if name is None and (named := _configured_name(store)):
+    named = _configured_name(store) if name is None else None
+    if named:
         if must_check or not signing_key_problem(named):
             name = named
         else:
@@ -198,22 +199,23 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
     """
     traced = trace_lineage(store)
     if wanted is None:
-        found = [one for one in traced if one.unreachable_because is None][:1]
-        if not found:
+        newest = next((commit for commit in traced if commit.unreachable_because is None), None)
+        if newest is None:
             raise CheckpointError(
                 f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not"
             )
-        return found[0]
-    found = [one for one in traced if _matches(one, wanted)]
-    if len(found) > 1:  # of several commits of one step, the reachable one
-        found = [one for one in found if one.unreachable_because is None] or found
-    if len(found) != 1:
-        among = found or traced
-        keys = "".join(f"\n  {one.ref.key}" for one in among[:10])
+        return newest
+    matches = [commit for commit in traced if _matches(commit, wanted)]
+    if len(matches) > 1:  # of several commits of one step, the reachable one
+        reachable = [commit for commit in matches if commit.unreachable_because is None]
+        matches = reachable or matches
+    if len(matches) != 1:
+        keys = "".join(f"\n  {commit.ref.key}" for commit in (matches or traced)[:10])
         raise CheckpointError(
-            f"{store.uri}: {wanted!r} is {len(found)} commits, not one; there are:{keys or ' none'}"
+            f"{store.uri}: {wanted!r} is {len(matches)} commits, not one; there are:"
+            f"{keys or ' none'}"
         )
-    return found[0]
+    return matches[0]
 
 
 def _matches(traced: TracedCommit, wanted: str) -> bool:
@@ -403,7 +405,7 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
         wanted = [find(store, options.commit)]
     else:
         wanted = trace_lineage(store)
-    for ref in [one.ref for one in wanted if one.unreachable_because is None]:
+    for ref in [commit.ref for commit in wanted if commit.unreachable_because is None]:
         if signature_key(ref.sha256) in signed:
             print(f"step {ref.step:>8}  has a signature, left as it is  {ref.key}")
             continue

@@ -90,7 +90,10 @@ class CommitReader(StorageReader):
         pass
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(
+        cls,
+        checkpoint_id: str | os.PathLike[str],  # noqa: ARG003 torch's interface
+    ) -> bool:
         return False  # a commit is identified by a store and a key, not by one path
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -121,10 +124,9 @@ class CommitReader(StorageReader):
                 own_boxes(target), self.manifest.tensors[name].pieces
             ):
                 starts = list(map(max, box.offsets, piece.offsets))
-                ends = map(
-                    min,
-                    *(map(sum, zip(one.offsets, one.sizes, strict=True)) for one in (box, piece)),
-                )
+                box_ends = map(operator.add, box.offsets, box.sizes)
+                piece_ends = map(operator.add, piece.offsets, piece.sizes)
+                ends = map(min, box_ends, piece_ends)
                 sizes = list(map(operator.sub, ends, starts))
                 if all(size > 0 for size in sizes):
                     part = box.local

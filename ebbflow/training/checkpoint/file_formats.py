@@ -115,9 +115,12 @@ def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
 
 def _refuse_special_files(path: Path) -> None:
     """Raise CheckpointError for FIFOs, sockets and devices, which could block a reader forever."""
-    for one in [path, *(path.iterdir() if path.is_dir() else ())]:
-        if one.exists() and not (one.is_file() or one.is_dir()):
-            raise CheckpointError(f"{one}: is not a regular file")
+    paths = [path]
+    if path.is_dir():
+        paths += path.iterdir()
+    for place in paths:
+        if place.exists() and not (place.is_file() or place.is_dir()):
+            raise CheckpointError(f"{place}: is not a regular file")
 
 
 def write_file(

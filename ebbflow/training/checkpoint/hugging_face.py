@@ -60,9 +60,8 @@ def our_name(name: str) -> str | None:
 
 def their_name(name: str) -> str:
     """Return transformers' name for a tensor of the built-in model."""
-    inside, outside = (
-        {ours: theirs for theirs, ours in names.items()} for names in (_IN_BLOCK, _MODULES)
-    )
+    inside = {ours: theirs for theirs, ours in _IN_BLOCK.items()}
+    outside = {ours: theirs for theirs, ours in _MODULES.items()}
     return _renamed(name, _BLOCK, "model.layers", inside, outside)
 
 

@@ -14,6 +14,7 @@ step first, so the newest is usually on the first page of a listing.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import sys
@@ -326,7 +327,8 @@ def open_generation(
         else:
             chosen = _given_parent(job_store, parent)
         refused = _report_refused(job_store, chosen)
-        if chosen is None and (lost := _commits_of_lineage(job_store)):
+        lost = _commits_of_lineage(job_store) if chosen is None else []
+        if lost:
             cause = (
                 f"none of its {len(lost)} commits can be restored, the newest of step "
                 f"{lost[0].step}"
@@ -455,7 +457,7 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
     """List all commits: reachable commits, newest first, then unreachable commits, each with the
     reason.
     """
-    found = [commit for page in _commit_pages(job_store) for commit in page]
+    found = list(itertools.chain.from_iterable(_commit_pages(job_store)))
     if not found:
         return []
     quarantined = _names_below(job_store, "quarantine")
@@ -473,8 +475,8 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
             reason = f"it is quarantined, see {layout.quarantine_key(ref.sha256)}"
         elif ref.generation not in limits:
             reason = f"generation {ref.generation} is no ancestor of generation {newest}"
-        elif ref.step > (limit := limits[ref.generation]):
-            reason = f"generation {ref.generation} was left at step {int(limit)}"
+        elif ref.step > limits[ref.generation]:
+            reason = f"generation {ref.generation} was left at step {int(limits[ref.generation])}"
         if reason is None:
             refused = _refusal_reason(signs, job_store, ref)
         else:
@@ -536,7 +538,8 @@ def _commits_of_lineage(job_store: Store) -> list[CommitRef]:
 
     This includes quarantined commits, but not those that are being deleted.
     """
-    found = [ref for page in _commit_pages(job_store) for ref, _ in page]
+    commits = itertools.chain.from_iterable(_commit_pages(job_store))
+    found = [ref for ref, _ in commits]
     if not found:
         return []
     chain = LineageChain(job_store, near=max(ref.generation for ref in found))

@@ -166,14 +166,10 @@ class Manifest:
         return sum(item.size for item in self.data)
 
     def to_bytes(self) -> bytes:
-        rows = {
-            name: [
-                entry.dtype,
-                entry.shape,
-                [list(piece.__dict__.values()) for piece in entry.pieces],
-            ]
-            for name, entry in self.tensors.items()
-        }
+        rows = {}
+        for name, entry in self.tensors.items():
+            pieces = [list(piece.__dict__.values()) for piece in entry.pieces]
+            rows[name] = [entry.dtype, entry.shape, pieces]
         document = {
             "version": VERSION,
             **self.save.__dict__,
@@ -284,9 +280,10 @@ def merge_indexes(save: CheckpointId, indexes: Sequence[tuple[RankIndex, bytes]]
             raise CheckpointError(
                 f"the index of rank {rank} is of rank {index.rank} of {index.save}, not of {save}"
             )
-        if index.data.key != (own := data_key(save.generation, save.step, rank)):
+        key = data_key(save.generation, save.step, rank)
+        if index.data.key != key:
             raise CheckpointError(
-                f"the index of rank {rank} names the data object {index.data.key!r}, not {own}"
+                f"the index of rank {rank} names the data object {index.data.key!r}, not {key}"
             )
     found: dict[str, tuple[tuple[str, tuple[int, ...]], dict[tuple[int, ...], TensorPiece]]] = {}
     for index, _ in indexes:

@@ -5,7 +5,9 @@ change in transit.
 """
 
 import contextlib
+import itertools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -111,26 +113,13 @@ class PartUploader:
             )
 
         def finish() -> None:
-            seconds = self._try_seconds(deadline, 0)
-            try:
-                parts = [one.part for one in sent]
-                crcs = [verified_io.combine_crcs(one.sums) for one in sent]
-                stated = sink.finish(begun, parts, crcs, whole, seconds=seconds)
-            except StoreError:
-                # The object may have arrived all the same; no other process writes this key
-                try:
-                    found, stated = sink.size(key, seconds=self._try_seconds(deadline, 0))
-                except StoreError:
-                    found = stated = None
-                if found != len(view) or stated not in (None, whole):
-                    raise
-            _compare(f"{key}: ", stated, whole, CheckpointError)
+            self._finish(key, begun, sent, whole, len(view), deadline)
 
         begun = verified_io.retry_until(deadline, what, begin)
         try:
             futures = [self._pool.submit(send_part, *part) for part in enumerate(starts, start=1)]
             sent = _results(futures, stop)
-            sums = [row for one in sent for row in one.sums]
+            sums = list(itertools.chain.from_iterable(part.sums for part in sent))
             whole = verified_io.combine_crcs(sums)
             verified_io.retry_until(
                 deadline,
@@ -144,20 +133,18 @@ class PartUploader:
             with contextlib.suppress(StoreError):  # a later sweep removes it
                 sink.abort(begun, seconds=_ABORT_SECONDS)
             raise
-        seconds = self._try_seconds(deadline, 0)
-        found, stated = verified_io.retry_until(
-            deadline, f"head {key}", lambda: sink.size(key, seconds=seconds)
-        )
-        if found != len(view):
-            raise CheckpointError(f"{key}: {found} bytes arrived of {len(view)}")
-        _compare(f"{key}: ", stated, whole, CheckpointError)
+        self._check_stored(key, len(view), whole, deadline)
+        if len(view):
+            chunks = tuple(verified_io.crc_digits(value) for value, _ in sums)
+        else:
+            chunks = ()
         return DataObject(
             key=key,
             size=len(view),
             crc64nvme=verified_io.crc_digits(whole),
             chunk_bytes=settings.chunk_bytes,
-            chunks=tuple(verified_io.crc_digits(value) for value, _ in sums) if len(view) else (),
-            sha256=tuple(row for one in sent for row in one.sha256),
+            chunks=chunks,
+            sha256=tuple(itertools.chain.from_iterable(part.sha256 for part in sent)),
         )
 
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]:
@@ -172,6 +159,43 @@ class PartUploader:
         if rate is not None:
             usual = max(usual, 2.0 * part_bytes * self._settings.parallel / rate)
         return max(min(usual, deadline.remaining_seconds), 0.05)
+
+    def _finish(
+        self,
+        key: str,
+        begun: Any,
+        sent: Sequence[_Sent],
+        whole: int,
+        length: int,
+        deadline: verified_io.Deadline,
+    ) -> None:
+        """Put the uploaded parts of an object together. `whole` is the object's checksum."""
+        parts = [part.part for part in sent]
+        crcs = [verified_io.combine_crcs(part.sums) for part in sent]
+        seconds = self._try_seconds(deadline, 0)
+        try:
+            stated = self._sink.finish(begun, parts, crcs, whole, seconds=seconds)
+        except StoreError:
+            # The object may have arrived all the same; no other process writes this key
+            try:
+                size, stated = self._sink.size(key, seconds=self._try_seconds(deadline, 0))
+            except StoreError:
+                size = None
+                stated = None
+            if size != length or stated not in (None, whole):
+                raise
+        _compare(f"{key}: ", stated, whole, CheckpointError)
+
+    def _check_stored(
+        self, key: str, length: int, whole: int, deadline: verified_io.Deadline
+    ) -> None:
+        seconds = self._try_seconds(deadline, 0)
+        size, stated = verified_io.retry_until(
+            deadline, f"head {key}", lambda: self._sink.size(key, seconds=seconds)
+        )
+        if size != length:
+            raise CheckpointError(f"{key}: {size} bytes arrived of {length}")
+        _compare(f"{key}: ", stated, whole, CheckpointError)
 
 
 def _results(futures: list[Future[_Sent]], stop: threading.Event) -> list[_Sent]:

@@ -102,7 +102,7 @@ class PortableState:
 
         def read(wanted: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             assert self.source is not None
-            for name, tensor in self.source([stored.get(one, one) for one in wanted]):
+            for name, tensor in self.source([stored.get(name, name) for name in wanted]):
                 yield names[name], tensor
 
         if self.source is None:
@@ -163,7 +163,7 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
     """
     groups = document["param_groups"]
     states = document["state"]
-    names = _parameter_names(content, groups, states, what)
+    names = _parameter_names(content, groups, what)
     settings: dict[str, Any] = {"param_groups": [], "scalars": {}}
     for group in groups:
         plain = {
@@ -195,16 +195,14 @@ def torch_optimizer(content: PortableState) -> dict[str, Any]:
     in group order.
     """
     named = named_optimizer(content)
-    names = [name for group in named["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = [
-        {
-            **group,
-            "params": [numbers[name] for name in group["params"]],
-            "param_names": list(group["params"]),
-        }
-        for group in named["param_groups"]
-    ]
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in named["param_groups"]:
+        names = list(group["params"])
+        first = len(numbers)
+        numbers |= {name: first + number for number, name in enumerate(names)}
+        params = [numbers[name] for name in names]
+        groups.append({**group, "params": params, "param_names": names})
     return {
         "state": {numbers[name]: state for name, state in named["state"].items()},
         "param_groups": groups,
@@ -217,29 +215,31 @@ def named_optimizer(content: PortableState) -> dict[str, Any]:
     """
     assert content.settings is not None
     scalars = content.settings["scalars"]
-    names = [name for group in content.settings["param_groups"] for name in group["params"]]
-    states = {name: {**content.moments.get(name, {}), **scalars.get(name, {})} for name in names}
-    groups = [
-        {
-            key: tuple(value) if isinstance(value, list) and key != "params" else value
-            for key, value in group.items()
-        }
-        for group in content.settings["param_groups"]
-    ]
-    return {
-        "state": {name: state for name, state in states.items() if state},
-        "param_groups": groups,
-    }
+    states: dict[str, Any] = {}
+    groups = []
+    for stored_group in content.settings["param_groups"]:
+        for name in stored_group["params"]:
+            state = {**content.moments.get(name, {}), **scalars.get(name, {})}
+            if state:
+                states[name] = state
+        group = dict(stored_group)
+        for key, value in stored_group.items():
+            if isinstance(value, list) and key != "params":
+                group[key] = tuple(value)
+        groups.append(group)
+    return {"state": states, "param_groups": groups}
 
 
 def _parameter_names(
     content: PortableState,
     groups: Iterable[Mapping[str, Any]],
-    states: Mapping[Any, Any],
     what: str,
 ) -> dict[str, str]:
-    called = [str(number) for group in groups for number in group["params"]]
-    given = [name for group in groups for name in group.get("param_names") or []]
+    called: list[str] = []
+    given: list[str] = []
+    for group in groups:
+        called += map(str, group["params"])
+        given += group.get("param_names") or []
     if not all(name.isdigit() for name in called):
         given = called
     if len(given) == len(called):
@@ -287,10 +287,9 @@ def read_commit(store: Store, key: str) -> PortableState:
     content.settings = manifest.common.get("optimizer")
     content.source = partial(_stream, reader)
     # Ordered by position in the data, where neighbours share chunks.
-    starts = {
-        name: min((p.start for p in entry.pieces), default=0)
-        for name, entry in manifest.tensors.items()
-    }
+    starts: dict[str, int] = {}
+    for name, entry in manifest.tensors.items():
+        starts[name] = min((piece.start for piece in entry.pieces), default=0)
     for name in sorted(starts, key=lambda name: (starts[name], name)):
         entry = manifest.tensors[name]
         kind, _, rest = name.partition(".")
@@ -357,7 +356,9 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str) 
     deadline = Deadline(3600.0)
     named = content.named()
     sizes = {name: _bytes(tensor) for name, tensor in named.items()}
-    objects = [{name: named[name] for name in window} for window in _windows(sizes, _OBJECT_BYTES)]
+    objects = []
+    for window in _windows(sizes, _OBJECT_BYTES):
+        objects.append({name: named[name] for name in window})
     job = store.uri.rsplit("/", 1)[-1]
     save = CheckpointId(
         job=job, generation=generation.name, step=content.step, world_size=len(objects)

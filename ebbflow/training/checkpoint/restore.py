@@ -126,7 +126,8 @@ class RestoreResult:
     further: FurtherState = field(default_factory=FurtherState)
 
 
-def restore_newest(
+# Collective with one caller, whose further arguments have defaults
+def restore_newest(  # noqa: PLR0913
     store: Store,
     candidates: list[str],
     model: nn.Module,
@@ -138,7 +139,7 @@ def restore_newest(
     place: Place | None = None,
     read_again: ReadAgain | None = None,
     progress: Callable[[], object] = lambda: None,
-    meet: Meet = lambda stage: None,
+    meet: Meet = lambda _stage: None,
 ) -> RestoreResult | None:
     """Try the candidates in order until all ranks have verified one; return None if there are no
     candidates.
@@ -168,7 +169,7 @@ def restore_newest(
     rejected: list[RejectedCommit] = []
     again = read_again or functools.partial(find_problem_in_new_process, store.uri)
     reader = _Reader(
-        rank, world_size, node, again, place or (lambda name, entry: None), progress, meet
+        rank, world_size, node, again, place or (lambda _name, _entry: None), progress, meet
     )
     for key in candidates:
         attempted, loaded, verdict, agree = _attempt_with_retries(
@@ -278,7 +279,8 @@ def _attempt_with_retries(
         judged = time.monotonic()
         reader.meet(f"reading {key}, try {number}")
         verdict = _agree_on_verdict(own, key, reader)
-        if verdict.kind != _AWAY or (pause := next(pauses, None)) is None:
+        pause = next(pauses, None) if verdict.kind == _AWAY else None
+        if pause is None:
             return attempted, loaded, verdict, time.monotonic() - judged
         time.sleep(pause)  # equal on all ranks
 
@@ -334,8 +336,10 @@ def _load(
                 rng[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     shared = {}
     for name, entry in reader.manifest.tensors.items():
-        if name.startswith(SHARED_PREFIX) and (target := own.place(name, entry)) is not None:
-            shared[name] = target
+        if name.startswith(SHARED_PREFIX):
+            target = own.place(name, entry)
+            if target is not None:
+                shared[name] = target
     began = time.monotonic()
     reader.read_into({**targets, **rng, **shared})
     return _Loaded(reader, rng, shared, manifest_seconds, time.monotonic() - began)
@@ -424,11 +428,9 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
         else f"(rank {second} on node {verdicts[second].node})"
         for doubting, second in tasks
     }
-    answers = {
-        int(rank): answer
-        for row in _gather(found, reader.world_size)
-        for rank, answer in row.items()
-    }
+    answers = {}
+    for row in _gather(found, reader.world_size):
+        answers |= {int(rank): answer for rank, answer in row.items()}
     for doubting, second in tasks:
         kind, _ = answers[doubting]
         if kind == _CORRUPT:
@@ -443,7 +445,8 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
             return _Verdict(kind=_AWAY, reason=_with_rank(second, reason, reader))
     doubting, second = tasks[0]
     first = verdicts[doubting]
-    nodes = ", ".join(str(node) for node in sorted({verdicts[rank].node for rank, _ in tasks}))
+    doubting_nodes = {verdicts[rank].node for rank, _ in tasks}
+    nodes = ", ".join(map(str, sorted(doubting_nodes)))
     reason = (
         f"node {nodes} reads wrongly (rank {doubting}): {first.reason}; a second reader "
         f"{described[second]} finds {first.object_key or key} as saved, so the "

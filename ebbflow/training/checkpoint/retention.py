@@ -12,6 +12,7 @@ commits (see `checkpoint.lineage`) are kept for `orphan_seconds`, so that a pers
 """
 
 import contextlib
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -100,9 +101,10 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
         "best": best,
         f"every {policy.keep_every_steps} steps": every,
     }
-    reasons = group_by_key(
-        (commit.sha256, reason) for reason, chosen in rules.items() for commit in chosen
-    )
+    chosen_by: list[tuple[str, str]] = []
+    for reason, chosen in rules.items():
+        chosen_by += [(commit.sha256, reason) for commit in chosen]
+    reasons = group_by_key(chosen_by)
     dropped = _beyond_cap(
         commits, reasons, policy, expendable=[*every, *reversed(best), *reversed(last)]
     )
@@ -290,15 +292,14 @@ def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) 
         groups[(meta.key,)].append(meta)
     if not groups:
         return []
-    now = clock.now(
-        store, max(meta.modified for found in (*listed.values(), commits) for meta in found)
-    )
-    old = [
-        found
-        for found in groups.values()
-        if all(now - meta.modified > older_than_seconds for meta in found)
-    ]
-    return [meta for found in old for meta in found]
+    listings = itertools.chain(*listed.values(), commits)
+    now = clock.now(store, max(meta.modified for meta in listings))
+    old: list[ObjectMeta] = []
+    for group in groups.values():
+        newest = max(meta.modified for meta in group)
+        if now - newest > older_than_seconds:
+            old += group
+    return old
 
 
 def _sweep_orphans(

@@ -103,12 +103,13 @@ class Signer:
         """
         signed = self.check(store, key)
         data = tuple(
-            replace(one, sha256=tuple(signed.get(one.key, one.sha256))) for one in manifest.data
+            replace(stored, sha256=tuple(signed.get(stored.key, stored.sha256)))
+            for stored in manifest.data
         )
-        for one in data:
-            if len(one.sha256) != len(one.chunks):
+        for stored in data:
+            if len(stored.sha256) != len(stored.chunks):
                 raise RefusedCommit(
-                    f"{store.uri}/{key}: is refused, because {one.key} has no SHA-256 that is "
+                    f"{store.uri}/{key}: is refused, because {stored.key} has no SHA-256 that is "
                     "signed"
                 )
         return replace(manifest, data=data)

@@ -224,7 +224,7 @@ def _allocate(
             f"{list(parameter.shape)} has a shape of its own, so its sharding is unknown; hint: "
             "let the optimizer create it (one step), then restore"
         )
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    group = _group_of(parameter, optimizer)
     on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.zeros(entry.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
@@ -320,3 +320,10 @@ def reseed_rng(commit: str, rank: int) -> None:
 
 def to_bytes(value: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _group_of(parameter: torch.Tensor, optimizer: Optimizer) -> dict[str, Any]:
+    for group in optimizer.param_groups:
+        if any(other is parameter for other in group["params"]):
+            return group
+    raise LookupError("the parameter is in no group of the optimizer")

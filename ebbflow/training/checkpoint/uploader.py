@@ -71,8 +71,10 @@ def main(argv: list[str]) -> int:
     os.nice(_NICENESS)  # training has priority
     commands = CommandQueue()
     uploader = Uploader(store_uri, int(rank), [int(fd) for fd in buffers], commands)
-    while (command := commands.next())["command"] != "finish":
+    command = commands.next()
+    while command["command"] != "finish":
         uploader.serve(command)
+        command = commands.next()
     return 0
 
 

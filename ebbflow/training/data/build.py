@@ -327,7 +327,9 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
         "train": [_hash(file) for file in train],
         "held_out": [_hash(file) for file in held_out],
     }
-    hashed = sorted([*sides["train"], *sides["held_out"]], key=lambda one: one.file.name)
+    hashed = sorted(
+        [*sides["train"], *sides["held_out"]], key=lambda hashed_file: hashed_file.file.name
+    )
     fraction = data.held_out_fraction
     described = {
         "format": FORMAT_VERSION,
@@ -335,7 +337,7 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
         "split": f"last {fraction!r} of one file"
         if len(files) == 1
         else f"sha256(name) < {fraction!r}",
-        "files": [[one.file.name, one.sha256] for one in hashed],
+        "files": [[read.file.name, read.sha256] for read in hashed],
     }
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     shards = store.sub(tokens_prefix(fingerprint))
@@ -350,8 +352,8 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
         held_out_tokens=built["held_out"].tokens,
         unigram_entropy_nats=built["train"].entropy_nats,
         files=len(files),
-        bytes=sum(one.size for one in hashed),
-        held_out_bytes=sum(one.size for one in sides["held_out"]),
+        bytes=sum(read.size for read in hashed),
+        held_out_bytes=sum(read.size for read in sides["held_out"]),
         shard_sha256={name: shard.sha256 for name, shard in built.items()},
     )
     shards.put(DESCRIPTION, json.dumps(tokens.to_json(), indent=1).encode())
@@ -381,7 +383,7 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     digest = hashlib.sha256()
     with tempfile.TemporaryFile() as file:
-        for tokens in encode_files((_pieces_if_unchanged(one) for one in side), tokenizer):
+        for tokens in encode_files(map(_pieces_if_unchanged, side), tokenizer):
             counts += count_tokens(tokens, tokenizer.vocab_size)
             content = tokens.tobytes()
             digest.update(content)
@@ -396,18 +398,18 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
     return _Shard(int(counts.sum()), digest.hexdigest(), entropy_nats(counts))
 
 
-def _pieces_if_unchanged(one: _Hashed) -> Iterator[bytes]:
+def _pieces_if_unchanged(hashed: _Hashed) -> Iterator[bytes]:
     """Read a file again and yield its pieces.
 
-    Raises DataError at the end if the content differs from `one`.
+    Raises DataError at the end if the content has changed.
     """
     digest = hashlib.sha256()
-    for piece in _pieces_of(one.file):
+    for piece in _pieces_of(hashed.file):
         digest.update(piece)
         yield piece
-    if digest.hexdigest() != one.sha256:
+    if digest.hexdigest() != hashed.sha256:
         raise DataError(
-            f"{one.file.path} changed while it was read; fix: start again when no process writes "
+            f"{hashed.file.path} changed while it was read; fix: start again when no process writes "
             "to it"
         )
 

@@ -92,7 +92,9 @@ class SampleOrder:
         right = values & self._half_mask
         for number in range(_ROUNDS):
             mixed = _mix(right ^ _mix(keys + _U64(number)))
-            left, right = right, left ^ (mixed & self._half_mask)
+            next_right = left ^ (mixed & self._half_mask)
+            left = right
+            right = next_right
         return (left << self._half_bits) | right
 
 

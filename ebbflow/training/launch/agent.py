@@ -50,9 +50,11 @@ def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
         raise
     last = own.end_if_stopped()
     try:
-        if notice is not None and (end := _wait_out_notice(own, peers, notice)) is not None:
-            last = end
-            return end
+        if notice is not None:
+            early_end = _wait_out_notice(own, peers, notice)
+            if early_end is not None:
+                last = early_end
+                return early_end
         following = peers.await_start(own.start_seconds)
         while isinstance(following, messages.GenerationStart):
             spec = own.spec_among(following.nodes)
@@ -120,7 +122,7 @@ class LocalGang:
         output: Path,
         *,
         alter: Callable[[messages.GangSpec], messages.GangSpec | None] | None = None,
-        command: Callable[[int], list[str]] = lambda node: [],
+        command: Callable[[int], list[str]] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         ports = control_ports(f"{spec.job}/{spec.run}", spec.attempt)
@@ -129,18 +131,21 @@ class LocalGang:
         self.agents_by_node: dict[int, subprocess.Popen[bytes]] = {}
         for node, result in enumerate(self._results):
             result.unlink(missing_ok=True)
-            own_spec = replace(spec, node=node, candidate_ports=ports)
-            if alter is not None and (own_spec := alter(own_spec)) is None:
+            node_spec: messages.GangSpec | None = replace(spec, node=node, candidate_ports=ports)
+            if alter is not None:
+                node_spec = alter(node_spec)
+            if node_spec is None:
                 continue
-            own = folder / f"node-{node}.spec.json"
-            own.write_text(own_spec.to_json())
+            spec_path = folder / f"node-{node}.spec.json"
+            spec_path.write_text(node_spec.to_json())
+            prefix = command(node) if command is not None else []
             with open(output, "ab") as log:
                 agent = [
-                    *command(node),
+                    *prefix,
                     sys.executable,
                     "-m",
                     "ebbflow.training.launch.agent",
-                    str(own),
+                    str(spec_path),
                     str(result),
                 ]
                 process = subprocess.Popen(
@@ -224,7 +229,7 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
     Raise KeyboardInterrupt if Ctrl-C follows such a signal.
     """
 
-    def ask(number: int, frame: object) -> None:
+    def ask(number: int, _frame: object) -> None:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(number)

@@ -167,12 +167,12 @@ class Coordinator:
         planner = self._planner
         self._restarting = self._restarting or self._ranks_started
         self._ranks_started = False
-        size = {"nodes": spec.nodes, "processes_per_node": spec.processes_per_node}
         self._log.emit(
             ev.GENERATION_STARTED,
             parent=generation.parent,
             parent_step=generation.parent_step,
-            **size,
+            nodes=spec.nodes,
+            processes_per_node=spec.processes_per_node,
         )
         if planner.rolled_back is not None:
             self._log.emit(
@@ -182,12 +182,13 @@ class Coordinator:
         try:
             notice = self._pending_notice
             self._pending_notice = None
-            if notice is not None and (why := self._own.wait_out_notices(peers.announce_wait)):
-                raise GangError(why, outcome=Outcome.INTERRUPTED)
+            if notice is not None:
+                why = self._own.wait_out_notices(peers.announce_wait)
+                if why:
+                    raise GangError(why, outcome=Outcome.INTERRUPTED)
             peers.roll_call(self._own.start_seconds, self._own.is_leaving)
-            if not replacements_of(
-                spec.config.kubernetes
-            ):  # replacements of lost nodes need it too
+            # Replacements of lost nodes need the secret too
+            if not replacements_of(spec.config.kubernetes):
                 self._update_secret(self._own.secret.withdraw)
             start = self._retry_store(
                 lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch
@@ -279,11 +280,14 @@ class Coordinator:
         self._log.beat()
 
     def _record_end(self, ended: messages.GenerationEnd, last: messages.GenerationEnd) -> None:
-        data = {
-            name: getattr(ended, name) for name in ("reason", "culprit", "user_code", "fingerprint")
-        }
+        absent = {} if self._ranks_started else {"ranks_started": False}
         self._log.emit(
-            ev.GENERATION_ENDED, **data, **({} if self._ranks_started else {"ranks_started": False})
+            ev.GENERATION_ENDED,
+            reason=ended.reason,
+            culprit=ended.culprit,
+            user_code=ended.user_code,
+            fingerprint=ended.fingerprint,
+            **absent,
         )
         incurable = last.outcome is None and not last.curable and last.failed_as == Outcome.FAILED
         if incurable or last.failed_as in _RECORDED_HERE:
@@ -329,9 +333,13 @@ class GenerationPlanner:
             # A store restored from a snapshot may lack generations: their numbers are not used
             # again.
             self._opening.number = max(self._opening.number, newest_generation_in_events(events))
-        run = {"run": self._spec.run, "attempt": self._spec.attempt}
-        parent = rewind_parent(self._job_store)
-        generation = open_generation(self._job_store, **run, parent=parent, opening=self._opening)
+        generation = open_generation(
+            self._job_store,
+            run=self._spec.run,
+            attempt=self._spec.attempt,
+            parent=rewind_parent(self._job_store),
+            opening=self._opening,
+        )
         self._opening = GenerationOpening()
         self._number += 1
         return generation
@@ -375,7 +383,8 @@ class GenerationPlanner:
         failed = FailedGeneration(
             generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds
         )
-        self._failed = [*(one for one in self._failed if one.generation != generation), failed]
+        others = [failure for failure in self._failed if failure.generation != generation]
+        self._failed = [*others, failed]
         newest = next(newest_commits(self._job_store), None)
         loop = find_crash_loop(self._failed, 0 if newest is None else newest.generation)
         if not loop:
@@ -385,9 +394,12 @@ class GenerationPlanner:
         else:
             usd = self._terms.usd_per_rank_second
         culprit = describe_crash_loop(loop, ended.culprit, usd_per_rank_second=usd)
-        cause = {"reason": ended.reason, "user_code": ended.user_code}
         return messages.GenerationEnd(
-            culprit=culprit, curable=False, failed_as=Outcome.CRASH_LOOP.value, **cause
+            culprit=culprit,
+            reason=ended.reason,
+            user_code=ended.user_code,
+            curable=False,
+            failed_as=Outcome.CRASH_LOOP.value,
         )
 
     def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
@@ -425,12 +437,8 @@ class GenerationPlanner:
         notified = terms.last_notified_threshold
         # Ranks of earlier generations have reported the thresholds that they reached
         if self._number > 1:
-            notified = max(
-                [
-                    notified,
-                    *(share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1]),
-                ]
-            )
+            reached = [share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1]]
+            notified = max([notified, *reached])
         return replace(terms, spent_usd=spent, last_notified_threshold=notified)
 
 

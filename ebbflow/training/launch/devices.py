@@ -73,7 +73,7 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
     """
     if choice == "cpu":
         return Assignment()
-    broken = [(rank, one.trouble) for rank, one in enumerate(seen) if one.trouble]
+    broken = [(rank, devices.trouble) for rank, devices in enumerate(seen) if devices.trouble]
     if broken:
         if len(broken) > 1:
             others = f" (and {len(broken) - 1} other ranks)"
@@ -85,11 +85,11 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
         )
     taken: set[str] = set()
     indices: dict[int, int] = {}
-    for rank, one in enumerate(seen):
-        free = [index for index, gpu in enumerate(one.gpus) if gpu not in taken]
+    for rank, devices in enumerate(seen):
+        free = [index for index, gpu in enumerate(devices.gpus) if gpu not in taken]
         if free:
             indices[rank] = free[0]
-            taken.add(one.gpus[free[0]])
+            taken.add(devices.gpus[free[0]])
     if len(indices) == len(seen):
         return Assignment(indices=tuple(indices.values()))
     wanted = choice == "cuda" or any(gpus.promised for gpus in seen)

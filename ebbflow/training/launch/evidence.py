@@ -163,17 +163,15 @@ def parse_faulthandler(text: str) -> StackTrace:
     the frames of the last thread in the output, which is the oldest thread.
     """
     blocks = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
-    stacks = [
-        (
-            block.startswith("Current"),
-            [Frame(at["file"], int(at["line"]), at["name"]) for at in _FRAME.finditer(block)],
-        )
-        for block in blocks
-    ]
-    stacks = [(current, frames) for current, frames in stacks if frames]
-    frames = next(
-        (frames for current, frames in stacks if current), stacks[-1][1] if stacks else []
-    )
+    frames: list[Frame] = []
+    for block in blocks:
+        block_frames = [
+            Frame(at["file"], int(at["line"]), at["name"]) for at in _FRAME.finditer(block)
+        ]
+        if block_frames:
+            frames = block_frames
+        if block_frames and block.startswith("Current"):
+            break
     return StackTrace(frames, text, idle=True)
 
 
@@ -360,8 +358,12 @@ def find_mismatch(
             if (places or {}).get(rank, "").startswith(_ENGINE_PLACES)
         )
         habits = {
-            one: (count, _habit(calls, group, sequence, by_rank, one), in_loop[one])
-            for one, count in operations.items()
+            operation: (
+                count,
+                _habit(calls, group, sequence, by_rank, operation),
+                in_loop[operation],
+            )
+            for operation, count in operations.items()
         }
         usual = max(operations, key=habits.__getitem__)
         ranks = sorted(rank for rank, operation in by_rank.items() if operation != usual)
@@ -586,7 +588,7 @@ class WorkerFailure:
         return self.killed_by is not None or self.lost_node is not None
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> str:  # noqa: PLR0911 one return per kind
         if self.memory_kill:
             return "killed for memory"
         if self.lost_node is not None:

@@ -54,7 +54,8 @@ class NodeGeneration:
     (`NodeRuntime.spec_among`).
     """
 
-    def __init__(
+    # The parts of a node's runtime that a generation uses
+    def __init__(  # noqa: PLR0913
         self,
         spec: GangSpec,
         start: GenerationStart,
@@ -93,8 +94,8 @@ class NodeGeneration:
         end = self._await_readiness(standby)
         if end is not None:
             return end
-        if self._gpu_check is not None and (refusal := self._gpu_check.refusal):
-            return self._report_own(refusal)
+        if self._gpu_check is not None and self._gpu_check.refusal:
+            return self._report_own(self._gpu_check.refusal)
         texts, fatal = find_differences(self._spec, self._start.node_0)
         difference = f"node {self._spec.node} differs from node 0 in {'; '.join(texts)}"
         if fatal:
@@ -192,9 +193,11 @@ class NodeGeneration:
             rank=self._spec.ranks[0], node=node, message=message, error=name, where=where
         )
         self._peers.report(replace(failure, timestamp=time.time()))
-        while (verdict := self._peers.poll()) is None:
+        end = self._peers.poll()
+        while end is None:
             self._turn()
-        return verdict
+            end = self._peers.poll()
+        return end
 
     def _turn(self) -> None:
         self._drain.forward_orders(self._peers, self._log.emit)
@@ -316,7 +319,8 @@ class NodeGeneration:
             return failure
         self._gpus.refresh(_GPU_ANSWER_SECONDS)
         of_cuda = failure.hung or failure.killed_by or "cuda" in failure.message.lower()
-        recent = [one for one in self._gpus.faults[self._faults_before :] if one.fatal or of_cuda]
+        since_start = self._gpus.faults[self._faults_before :]
+        recent = [fault for fault in since_start if fault.fatal or of_cuda]
         shown = fault_from_error(failure.message)
         if shown is not None:
             self._gpus.add(shown)

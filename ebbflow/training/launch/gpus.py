@@ -133,15 +133,14 @@ class GpuMonitor:
             self._thread.start()
         self._wanted.set()
         limit = time.monotonic() + wait_seconds
-        while (
-            (now := time.monotonic()) < limit
-            and now - self._last[0] >= _FRESH_SECONDS
-            and self._thread.is_alive()
-        ):
+        while self._thread.is_alive():
+            now = time.monotonic()
+            if now >= limit or now - self._last[0] < _FRESH_SECONDS:
+                break
             time.sleep(_LOOK_SECONDS)
-        at, found = self._last
-        if time.monotonic() - at < _FRESH_SECONDS:
-            return found
+        measured_at, counters = self._last
+        if time.monotonic() - measured_at < _FRESH_SECONDS:
+            return counters
         return {}
 
     def add(self, fault: GpuFault) -> None:
@@ -157,9 +156,9 @@ class GpuMonitor:
         with self._taken:
             wanted = self._samples + 2  # the next one may have begun already
             limit = time.monotonic() + seconds
-            while self._samples < wanted and (left := limit - time.monotonic()) > 0:
+            while self._samples < wanted and time.monotonic() < limit:
                 self._wanted.set()
-                self._taken.wait(min(left, 0.05))
+                self._taken.wait(max(0.0, min(limit - time.monotonic(), 0.05)))
             return self._samples >= wanted
 
     def note_idle(self) -> None:
@@ -233,11 +232,12 @@ def _visible_devices(library: Any) -> list[Any]:
     ]
     if not wanted or wanted == ["all"]:
         return devices
-    return [
-        device
-        for index, device in enumerate(devices)
-        if any(name == str(index) or _uuid(library, device).startswith(name) for name in wanted)
-    ]
+    visible = []
+    for index, device in enumerate(devices):
+        uuid = _uuid(library, device)
+        if str(index) in wanted or uuid.startswith(tuple(wanted)):
+            visible.append(device)
+    return visible
 
 
 def _uuid(library: Any, device: Any) -> str:
@@ -342,11 +342,11 @@ def _counters(library: Any, devices: list[Any]) -> tuple[dict[str, int], list[in
     found = {"gpus": len(devices)}
     used = list[int]()
     if memory := _query(library.nvmlDeviceGetMemoryInfo, devices):
-        used = [int(one.used) for one in memory]
+        used = [int(device.used) for device in memory]
         found["gpu_memory_used_bytes"] = sum(used)
-        found["gpu_memory_free_bytes"] = min(int(one.free) for one in memory)
+        found["gpu_memory_free_bytes"] = min(int(device.free) for device in memory)
     if busy := _query(library.nvmlDeviceGetUtilizationRates, devices):
-        found["gpu_busy_percent"] = min(int(one.gpu) for one in busy)
+        found["gpu_busy_percent"] = min(int(device.gpu) for device in busy)
     if heat := _query(library.nvmlDeviceGetTemperature, devices, library.NVML_TEMPERATURE_GPU):
         found["gpu_celsius"] = max(map(int, heat))
     with contextlib.suppress(AttributeError):  # older libraries

@@ -315,9 +315,11 @@ class RankLog:
         Call this when the rank has ended.
         """
         records: list[bytes] = []
-        while (left := self._left()) > 0 and (
-            room := min(_BYTES_PER_LOOK, self._head - self._read)
-        ) > 0:
+        while True:
+            left = self._left()
+            room = min(_BYTES_PER_LOOK, self._head - self._read)
+            if left <= 0 or room <= 0:
+                break
             if self._full:
                 found = []
             else:

@@ -446,7 +446,7 @@ class FollowerPeers(_Peers):
         *,
         secret: Callable[[], bytes | None],
         pending_notice: RankOrder | None = None,
-        opened: Callable[[int], object] = lambda number: None,
+        opened: Callable[[int], object] = lambda _number: None,
     ) -> None:
         """Join the gang. Raises GangError if node 0 cannot be reached before the deadline.
 

@@ -315,13 +315,14 @@ def describe_node(spec: GangSpec) -> dict[str, dict]:
 
 def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[str], bool]:
     """Return how this node differs from node 0, as texts, and whether its ranks may not start."""
-    own = describe_node(spec)
+    this_node = describe_node(spec)
     texts = list[str]()
     fatal = False
     for kind, first in node_0.items():
-        for name in dict.fromkeys([*first, *own[kind]]):
-            here = own[kind].get(name)
-            if here != (there := first.get(name)):
+        for name in dict.fromkeys([*first, *this_node[kind]]):
+            here = this_node[kind].get(name)
+            there = first.get(name)
+            if here != there:
                 texts.append(f"{name} {here} (node 0: {there})")
                 fatal = fatal or kind == "settings" or name in _VITAL
     return texts, fatal

@@ -74,11 +74,11 @@ class LoopWatchdog:
             if turns != seen:
                 seen = turns
                 since = awake
-            elif (stuck := awake - since) > self._limit:
+            elif awake - since > self._limit:
                 try:
                     print_line(
-                        f"this node's agent made no progress for {stuck:.0f} s: killing it for a "
-                        "restart"
+                        f"this node's agent made no progress for {awake - since:.0f} s: killing it "
+                        "for a restart"
                     )
                 finally:
                     self._end()

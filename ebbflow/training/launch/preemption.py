@@ -123,16 +123,16 @@ class Drain:
         self._watcher.wait_for_first_poll(_FIRST_LOOK_SECONDS)
         self._waits = True
         self._receive()
-        waits = [seconds_until_expired(one) for one in self._unsent if may_be_repeated(one)]
-        if (
-            min(waits, default=float("inf")) <= longest_seconds
-            and (soonest := self._take_pending()) is not None
-        ):
-            return RankOrder(
-                seconds=seconds_until_expired(soonest),
-                cause=_CAUSES[soonest.source],
-                node=self._node,
-            )
+        repeatable = [notice for notice in self._unsent if may_be_repeated(notice)]
+        shortest_wait = min(map(seconds_until_expired, repeatable), default=float("inf"))
+        if shortest_wait <= longest_seconds:
+            soonest = self._take_pending()
+            if soonest is not None:
+                return RankOrder(
+                    seconds=seconds_until_expired(soonest),
+                    cause=_CAUSES[soonest.source],
+                    node=self._node,
+                )
         self._act_on_unsent()
         return None
 
@@ -158,15 +158,21 @@ class Drain:
         """
         announced = False
         why = ""
-        while not why and (soonest := self._take_pending()) is not None:
+        while not why:
+            soonest = self._take_pending()
+            if soonest is None:
+                break
             going = f"this machine is going away in {soonest.seconds_left:.0f} s"
             if not announced:
                 announced = True
                 cause = _CAUSES[soonest.source]
                 print_line(f"node {self._node}: {going} ({cause}): no rank is started before that")
-            signalled = any(one.source is NoticeSource.SIGNAL for one in self._unsent)
-            if why := "SIGTERM" if signalled else meanwhile(seconds_until_expired(soonest)):
-                why += f", and {going}"
+            if any(notice.source is NoticeSource.SIGNAL for notice in self._unsent):
+                stop_cause = "SIGTERM"
+            else:
+                stop_cause = meanwhile(seconds_until_expired(soonest))
+            if stop_cause:
+                why = f"{stop_cause}, and {going}"
             time.sleep(_LOOK_SECONDS)
             self._receive()
         if announced and not why:
@@ -215,8 +221,8 @@ class Drain:
         }
         alive = [worker for worker in group.workers if worker.process.poll() is None]
         return [
-            WorkerFailure(rank=one.rank, step=one.beat.step, phase=one.beat.phase, **late)
-            for one in alive
+            WorkerFailure(rank=worker.rank, step=worker.beat.step, phase=worker.beat.phase, **late)
+            for worker in alive
         ]
 
     @property
@@ -379,7 +385,10 @@ class Drain:
         for problem in self._watcher.problems():
             emit(NOTICE_SOURCES, problem=problem)
             print_line(f"node {self._node}: notices may be missed: {problem}")
-        if not self._sources_reported and (decided := self._watcher.source_problems()) is not None:
+        if self._sources_reported:
+            return
+        decided = self._watcher.source_problems()
+        if decided is not None:
             self._sources_reported = True
             absent = {name: why for name, why in decided.items() if why}
             emit(
@@ -387,7 +396,8 @@ class Drain:
                 watched=[name for name in decided if name not in absent],
                 absent=absent,
             )
-            if "hop limit" in (why := decided.get(NoticeSource.METADATA, "")):
+            why = decided.get(NoticeSource.METADATA, "")
+            if "hop limit" in why:
                 print_line(
                     f"node {self._node}: spot interruption notices cannot be received: {why}"
                 )

@@ -472,7 +472,8 @@ def _is_hello(message: Message, nodes: int) -> bool:
     )
 
 
-def join_gang(
+# The address, the handshake and the wait of one connection
+def join_gang(  # noqa: PLR0913
     address: str,
     ports: Sequence[int],
     token: str,

@@ -185,9 +185,9 @@ class RankWatch:
         elif store_wait:
             self._store_wait_seconds += now - self._checked_at
         self._checked_at = now
-        found = [failure for rank in self._ranks if (failure := rank.exit_failure())]
-        if found:
-            found += [witness for rank in self._ranks if (witness := rank.exit_witness())]
+        reports = _known(rank.exit_failure() for rank in self._ranks)
+        if reports:
+            reports += _known(rank.exit_witness() for rank in self._ranks)
         living = [rank for rank in self._ranks if rank.living]
         for rank in living:
             rank.check(now, self._absent_seconds, self._store_wait_seconds)
@@ -197,8 +197,8 @@ class RankWatch:
             and now - self._suspected_at >= _SUSPICION_SECONDS
         )
         if due or suspicious or self._witnesses_wanted:
-            found += self._report_dump(living, due, suspicious, now)
-        return found
+            reports += self._report_dump(living, due, suspicious, now)
+        return reports
 
     def request_witnesses(self) -> None:
         self._witnesses_wanted = True
@@ -234,15 +234,21 @@ class RankWatch:
         if not self._dump.done:
             return []
         dump = self._dump
-        found = [rank.failure(self._dump) for rank in due]
+        reports = [rank.failure(self._dump) for rank in due]
         if suspicious:
             self._suspected_at = now
         if self._reported_dump is not dump or self._witnesses_wanted:
             self._reported_dump = dump
             self._witnesses_wanted = False
-            found += [rank.witness(dump) for rank in living if rank not in due]
-            found += [witness for rank in self._ranks if (witness := rank.exit_witness())]
-        return found
+            reports += [rank.witness(dump) for rank in living if rank not in due]
+            reports += _known(rank.exit_witness() for rank in self._ranks)
+        return reports
+
+
+def _known(
+    reports: Iterable[evidence.WorkerFailure | None],
+) -> list[evidence.WorkerFailure]:
+    return [report for report in reports if report is not None]
 
 
 class _Rank:
@@ -322,11 +328,8 @@ class _Rank:
         if self.silent_seconds < _CPU_SECONDS:
             self._cpu_at = self._busy_at = now
         elif now - self._cpu_at >= _CPU_SECONDS:
-            stats = [
-                stat
-                for pid in (self.pid, *children(self.pid))
-                if (stat := process_stat(pid)) is not None
-            ]
+            read = [process_stat(pid) for pid in (self.pid, *children(self.pid))]
+            stats = [stat for stat in read if stat is not None]
             ticks = sum(stat.cpu_ticks for stat in stats)
             if abs(ticks - self._cpu_ticks) >= _BUSY_TICKS or any(
                 stat.state in "RD" for stat in stats
@@ -345,7 +348,10 @@ class _Rank:
         """Return the failure of a process that has ended without a result; None if there is no new
         failure.
         """
-        if self.reported or (failure := self._worker.failure()) is None:
+        if self.reported:
+            return None
+        failure = self._worker.failure()
+        if failure is None:
             return None
         self.reported = True
         beat = self._worker.beat

@@ -11,6 +11,7 @@ there is no keeper, only processes in a rank's session are found.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -156,8 +157,8 @@ class Standby:
         """
         pipe = self._requests
         unsent = memoryview(request)
-        while unsent and (left := limit - time.monotonic()) > 0:
-            select.select([], [pipe], [], left)
+        while unsent and time.monotonic() < limit:
+            select.select([], [pipe], [], max(0.0, limit - time.monotonic()))
             try:
                 unsent = unsent[os.write(pipe, unsent) :]
             except BlockingIOError:
@@ -469,12 +470,12 @@ class WorkerGroup:
                 living = []
             else:
                 living = list(all_processes())
-            return below or [one for worker in ended for one in worker.leftovers(living)]
+            leftovers = [worker.leftovers(living) for worker in ended]
+            return below or list(itertools.chain.from_iterable(leftovers))
 
         if ended:
-            groups = {
-                stat.group for pid in (*spare, *trees) if (stat := process_stat(pid)) is not None
-            }
+            spared = [process_stat(pid) for pid in (*spare, *trees)]
+            groups = {stat.group for stat in spared if stat is not None}
             kill_until_none(find, _LEFT_BEHIND_SECONDS, spare_groups=groups)
 
 
@@ -504,7 +505,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _unix_time(text: object) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if math.isfinite(seconds := float(text)):  # type: ignore[arg-type]
+        seconds = float(text)  # type: ignore[arg-type]
+        if math.isfinite(seconds):
             return seconds
     return time.time()
 

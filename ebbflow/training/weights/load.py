@@ -119,9 +119,11 @@ class _DrawByBlocks(TorchDispatchMode):
     def _draw(self, func: Any, target: Tensor, numbers: Any) -> None:
         self._draws += 1
         if isinstance(target, _Rows):
-            first, own = (target.first, target.own)
+            first = target.first
+            own = target.own
         else:
-            first, own = (0, target)
+            first = 0
+            own = target
         rows = max(1, _BLOCK_ELEMENTS * len(target) // target.numel())
         for block in range(first // rows, -(-(first + len(own)) // rows) if len(own) else 0):
             begin = block * rows
@@ -259,9 +261,11 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
     needs.
     """
     if isinstance(value, _Rows):
-        rows, first = (value.own, value.first)
+        rows = value.own
+        first = value.first
     else:
-        rows, first = (value.detach(), 0)
+        rows = value.detach()
+        first = 0
     for box in own_boxes(target):
         if box.offsets:
             rows_here = rows.narrow(0, box.offsets[0] - first, box.sizes[0])
@@ -324,10 +328,9 @@ def load_weights(
     check_weights_fit(found, model, path)
     targets, _ = _targets(model)
     with ExitStack() as stack:
-        files = {
-            file: stack.enter_context(open_weights(file, framework="pt"))
-            for file in {stored.file for stored in found.values()}
-        }
+        files = {}
+        for file in {stored.file for stored in found.values()}:
+            files[file] = stack.enter_context(open_weights(file, framework="pt"))
         for name, stored in found.items():
             progress()
             _fill(targets[name], files[stored.file], stored.name)
