@@ -87,16 +87,15 @@ class Coordinator:
                         last = following
                 except (TrainingError, InfraError):
                     raise
-                except (
-                    Exception
-                ) as error:  # a bug of the agent counts as a failure, and so towards a crash loop
-                    following = ended = last = end_from_agent_error(error, spec.node)
+                except Exception as error:
+                    # A bug of the agent counts as a failure, and so towards a crash loop
+                    ended = end_from_agent_error(error, spec.node)
+                    last = ended
                     with contextlib.suppress(TrainingError, InfraError):
                         seconds = self._log.seconds * spec.world_size
-                        following = last = (
-                            self._planner.check_crash_loop(ended, generation.number, seconds)
-                            or ended
-                        )
+                        loop = self._planner.check_crash_loop(ended, generation.number, seconds)
+                        last = loop or ended
+                    following = last
                     self._peers.give_up(last)
                 finally:
                     self._record_end(ended, last)
@@ -238,7 +237,11 @@ class Coordinator:
     def _end_before_start(self, error: TrainingError | InfraError) -> messages.GenerationEnd:
         if error.outcome is Outcome.INTERRUPTED:
             return messages.end_from_stop_request(str(error))
-        if cause := self._drain.cause if self._drain.leaving else self._peers.leave_cause:
+        if self._drain.leaving:
+            cause = self._drain.cause
+        else:
+            cause = self._peers.leave_cause
+        if cause:
             return messages.end_from_stop_request(cause)
         if isinstance(error, GangError):
             reason = EndReason.ROLL_CALL

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,42 +264,24 @@ class NodeGeneration:
         limits = HangLimits.from_config(self._spec.config)
         watch = RankWatch(group.workers, limits, self.folder, node=self._spec.node, gpus=self._gpus)
         try:
-            while (end := self._peers.poll()) is None:
+            end = self._peers.poll()
+            while end is None:
                 if self._peers.take_witness_request():
                     watch.request_witnesses()
-                store_wait = self._check_store_wait(group)
-                for failure in watch.check(
-                    store_wait=store_wait
-                ) + self._drain.find_overstaying_ranks(group):
-                    if not failure.witness and failure.rank in reported:
-                        continue
-                    if not failure.witness:
-                        failure = self._add_gpu_fault(failure)
-                        reported[failure.rank] = failure
-                        print_line(
-                            f"node {self._spec.node}: rank {failure.rank}: {failure.headline}"
-                        )
-                    self._peers.report(failure)
-                stall = self._peers.stall
-                self._peers.stall = None
-                if stall is not None:
-                    text = (
-                        f"rank {stall.rank}: {stall.message}, uses no CPU time; the other ranks "
-                        "wait for it"
-                    )
-                    print_line(text)
-                    self._log.emit(STALL, **stall.details() | {"culprit": text})
-                if (
-                    not (finished or reported)
-                    and group.all_exited()
-                    and len(group.results()) == len(group.workers)
-                ):
-                    finished = True
-                    self._peers.report_results(group.results())
+                reports = watch.check(store_wait=self._check_store_wait(group))
+                reports += self._drain.find_overstaying_ranks(group)
+                self._report_failures(reports, reported)
+                self._report_stall()
+                if not finished and not reported and group.all_exited():
+                    results = group.results()
+                    if len(results) == len(group.workers):
+                        finished = True
+                        self._peers.report_results(results)
                 self._drain.forward_orders(self._peers, self._log.emit)
                 self._log.beat(watch.sample)
                 output.follow()
                 time.sleep(_POLL_SECONDS)
+                end = self._peers.poll()
         finally:
             watch.close()
         if end.culprit:
@@ -310,6 +292,33 @@ class NodeGeneration:
                 generation=self._start.generation,
             )
         return end
+
+    def _report_failures(
+        self, reports: Sequence[WorkerFailure], reported: dict[int, WorkerFailure]
+    ) -> None:
+        """Report positions and new failures of ranks to node 0.
+
+        `reported` has each rank's failure that was reported before; new ones are added.
+        """
+        for report in reports:
+            if report.witness:
+                self._peers.report(report)
+            elif report.rank not in reported:
+                failure = self._add_gpu_fault(report)
+                reported[failure.rank] = failure
+                print_line(f"node {self._spec.node}: rank {failure.rank}: {failure.headline}")
+                self._peers.report(failure)
+
+    def _report_stall(self) -> None:
+        """Print and record an idle rank for which all others wait, if one was found."""
+        stall = self._peers.stall
+        self._peers.stall = None
+        if stall is not None:
+            text = (
+                f"rank {stall.rank}: {stall.message}, uses no CPU time; the other ranks wait for it"
+            )
+            print_line(text)
+            self._log.emit(STALL, **stall.details() | {"culprit": text})
 
     def _add_gpu_fault(self, failure: WorkerFailure) -> WorkerFailure:
         """Add to a failure the GPU fault that explains it, so that the user's program is not

@@ -513,7 +513,8 @@ class LogUploader:
         pauses = backoff_pauses(
             first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS
         )
-        while (batch := self._next_batch()) is not None:
+        batch = self._next_batch()
+        while batch is not None:
             try:
                 for rank, records in batch.items():
                     self._put(rank, records)
@@ -530,6 +531,7 @@ class LogUploader:
                 self._away = True
                 with self._changed:
                     self._changed.wait_for(lambda: self._given_up, next(pauses))
+            batch = self._next_batch()
 
     def _next_batch(self) -> dict[int, list[bytes]] | None:
         with self._changed:
