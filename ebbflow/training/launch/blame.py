@@ -49,8 +49,8 @@ _STALL_SECONDS = 1.0  # without CPU time
 _KILL_SECONDS = 1.0
 
 
-class Rule(StrEnum):
-    """Rule that named the culprit, as a text for people."""
+class BlameRule(StrEnum):
+    """BlameRule that named the culprit, as a text for people."""
 
     GPU_FAULT = "a GPU of its node has a hardware fault"
     DIED_FIRST = "it ended first"
@@ -67,7 +67,11 @@ class Rule(StrEnum):
     NONE_STANDS_OUT = "no rank stands out"
 
 
-_DIFFERENT_CALLS_RULES = (Rule.RECORDERS_DIFFER, Rule.CALLED_ALONE, Rule.CALLED_ELSEWHERE)
+_DIFFERENT_CALLS_RULES = (
+    BlameRule.RECORDERS_DIFFER,
+    BlameRule.CALLED_ALONE,
+    BlameRule.CALLED_ELSEWHERE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ class Culprit:
     rank: int
     node: int
     kind: str  # kind of failure in one or two words, such as "hang"
-    because: Rule  # the rule that named this rank
+    because: BlameRule  # the rule that named this rank
     message: str
     where: str
     step: int
@@ -160,7 +164,7 @@ class LoneCall:
         self._places = list[tuple[int, str, str]]()
 
     def lasts(self, evidence: Sequence[WorkerFailure], now: float) -> bool:
-        alone = _all_wait_for_good(evidence) and blame(evidence).because is Rule.CALLED_ALONE
+        alone = _all_wait_for_good(evidence) and blame(evidence).because is BlameRule.CALLED_ALONE
         if alone:
             places = sorted(
                 (failure.rank, failure.where, str(failure.calls)) for failure in evidence
@@ -229,20 +233,20 @@ def settle_seconds(  # noqa: PLR0911
 @dataclass(frozen=True)
 class _Accusation:
     failure: WorkerFailure
-    rule: Rule
+    rule: BlameRule
 
 
 def _broken_gpu(failures: Sequence[WorkerFailure]) -> _Accusation | None:
     broken = [failure for failure in failures if failure.gpu_fault]
     if broken:
-        return _Accusation(min(broken, key=_by_time), Rule.GPU_FAULT)
+        return _Accusation(min(broken, key=_by_time), BlameRule.GPU_FAULT)
     return None
 
 
 def _stopped(failures: Sequence[WorkerFailure]) -> _Accusation | None:
     stopped = [failure for failure in failures if failure.stopped]
     if stopped:
-        return _Accusation(min(stopped, key=_by_time), Rule.STOPPED)
+        return _Accusation(min(stopped, key=_by_time), BlameRule.STOPPED)
     return None
 
 
@@ -263,7 +267,7 @@ def _died(failures: Sequence[WorkerFailure]) -> _Accusation | None:
             ended_at = failure.timestamp
         return failure.lost_node is None, failure.killed_by == "SIGABRT", ended_at
 
-    return _Accusation(min(dead, key=order), Rule.DIED_FIRST)
+    return _Accusation(min(dead, key=order), BlameRule.DIED_FIRST)
 
 
 def _device_behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
@@ -272,7 +276,7 @@ def _device_behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     if not behind:
         return None
     late = [ranks[rank] for rank in behind]
-    return _Accusation(min(late, key=_place_and_time), Rule.DEVICE_BEHIND)
+    return _Accusation(min(late, key=_place_and_time), BlameRule.DEVICE_BEHIND)
 
 
 def _waits(failure: WorkerFailure) -> bool:
@@ -296,13 +300,13 @@ def _outside_collective(evidence: Sequence[WorkerFailure]) -> _Accusation | None
     same_place = len({_place(failure) for failure in alive}) == 1
     if same_place and len(outside) == len(alive) > 1:
         return None
-    return _Accusation(min(outside, key=_place_and_time), Rule.OUTSIDE_COLLECTIVE)
+    return _Accusation(min(outside, key=_place_and_time), BlameRule.OUTSIDE_COLLECTIVE)
 
 
 def _left(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     gone = [failure for failure in evidence if failure.left]
     if gone:
-        return _Accusation(min(gone, key=attrgetter("step")), Rule.LEFT_EARLY)
+        return _Accusation(min(gone, key=attrgetter("step")), BlameRule.LEFT_EARLY)
     return None
 
 
@@ -327,7 +331,7 @@ def _odd_call(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
         in_engine = is_engine_location(failure.where)
         return surprise, places[failure.where], in_engine, failure.timestamp
 
-    return _Accusation(min(broken, key=order), Rule.CALLED_ELSEWHERE)
+    return _Accusation(min(broken, key=order), BlameRule.CALLED_ELSEWHERE)
 
 
 def _behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
@@ -337,11 +341,11 @@ def _behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
         late = [failure for failure in ranks if failure.rank in behind]
         ahead = [failure for failure in ranks if failure.rank not in behind and failure.calls]
         if _called_alone(ahead, late):
-            return _Accusation(min(ahead, key=_by_time), Rule.CALLED_ALONE)
-        return _Accusation(min(late, key=_by_time), Rule.FEWEST_CALLS)
+            return _Accusation(min(ahead, key=_by_time), BlameRule.CALLED_ALONE)
+        return _Accusation(min(late, key=_by_time), BlameRule.FEWEST_CALLS)
     alive = [failure for failure in ranks if not failure.cascade]
     if len({_place(failure) for failure in alive}) > 1:
-        return _Accusation(min(alive, key=_place_and_time), Rule.FURTHEST_BEHIND)
+        return _Accusation(min(alive, key=_place_and_time), BlameRule.FURTHEST_BEHIND)
     return None
 
 
@@ -377,9 +381,9 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     failures = [failure for failure in evidence if not failure.witness] or list(evidence)
     first = min(failures, key=_by_time)
     if all(map(_waits, failures)):
-        rule = Rule.ALL_WAIT
+        rule = BlameRule.ALL_WAIT
     else:
-        rule = Rule.NONE_STANDS_OUT
+        rule = BlameRule.NONE_STANDS_OUT
     accusation = _Accusation(first, rule)
     if len(evidence) == 1 or not (first.cascade or _waits(first)):
         return _culprit(accusation, evidence)
@@ -396,17 +400,17 @@ def _mismatch_culprit(mismatch: Mismatch, evidence: Sequence[WorkerFailure]) -> 
         message = f"{mismatch} ({odd.where})"
     else:
         message = str(mismatch)
-    accusation = _Accusation(odd, Rule.RECORDERS_DIFFER)
+    accusation = _Accusation(odd, BlameRule.RECORDERS_DIFFER)
     return _culprit(accusation, evidence, message=message, certainty=PROVEN)
 
 
-def _certainty_of(rule: Rule, evidence: Sequence[WorkerFailure]) -> str:
+def _certainty_of(rule: BlameRule, evidence: Sequence[WorkerFailure]) -> str:
     """Return PROVEN or SLOW, or "" if the evidence from the culprit itself decides."""
-    if rule is Rule.CALLED_ELSEWHERE:
+    if rule is BlameRule.CALLED_ELSEWHERE:
         if any(has_other_size(failure.message) for failure in evidence):
             return PROVEN
         return SLOW
-    if rule is Rule.CALLED_ALONE and _all_wait_for_good(evidence):
+    if rule is BlameRule.CALLED_ALONE and _all_wait_for_good(evidence):
         return PROVEN
     return ""
 
@@ -451,7 +455,7 @@ def _culprit(
     )
 
 
-def _kind(failure: WorkerFailure, rule: Rule) -> str:
+def _kind(failure: WorkerFailure, rule: BlameRule) -> str:
     if rule in _DIFFERENT_CALLS_RULES:
         return DIFFERENT_CALLS
     if failure.left:
