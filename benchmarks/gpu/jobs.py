@@ -28,7 +28,7 @@ from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError
 from ebbflow.training.launch.messages import GangOutcome
 from ebbflow.training.launch.transport import rendezvous_port
-from ebbflow.tryout.certify import local_spec, run_to_end
+from ebbflow.tryout.harness import local_spec, run_to_end
 
 _SAVES = 4
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,24 @@ from ebbflow.core.grouping import group_by_key
 from ebbflow.core.program import IMPORT_ROOT, python_path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class OwnProgram(StrEnum):
+    """The modules that run as processes of their own, each by `python -m MODULE`."""
+
+    COMMAND = "ebbflow"  # `ebbflow COMMAND`
+    RANK = "ebbflow.training"
+    AGENT = "ebbflow.training.launch.agent"
+    UPLOADER = "ebbflow.training.checkpoint.uploader"
+    PART_READER = "ebbflow.training.checkpoint.reader"
+    SCRIPT_TRIAL = "ebbflow.integrations"
+    TRYOUT = "ebbflow.tryout"
+    BENCHMARKS = "benchmarks"
+
+
+def own_program_line(program: OwnProgram, *words: str) -> list[str]:
+    """Return the command line of one of our own programs."""
+    return [sys.executable, "-m", program, *words]
 
 
 def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
@@ -448,7 +467,8 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
         )
         sys.exit(2)
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *arguments], environment)
+    command = own_program_line(OwnProgram.BENCHMARKS, *arguments)
+    os.execve(sys.executable, command, environment)
 
 
 class MessageReader:

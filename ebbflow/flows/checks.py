@@ -28,8 +28,16 @@ def all_checks() -> list[Check]:
     from ebbflow.flows.metaflow_fixes import CHECKS as metaflow_checks
     from ebbflow.infra.checks import CHECKS as infra_checks
     from ebbflow.training.checks import CHECKS as training_checks
+    from ebbflow.tryout.examine import CHECKS as tryout_checks
 
-    return [*infra_checks, *cost_checks, *training_checks, *metaflow_checks, *batch_checks]
+    return [
+        *infra_checks,
+        *cost_checks,
+        *training_checks,
+        *tryout_checks,
+        *metaflow_checks,
+        *batch_checks,
+    ]
 
 
 def check_before_launch(

@@ -184,7 +184,7 @@ def run_preflight(flow: Any) -> list[dict]:
     Raises StepFailed if a check forbids the run.
     """
     from ebbflow.core.preflight import failed_results, render_results
-    from ebbflow.training.checks import WORKLOAD_CHECK
+    from ebbflow.tryout.examine import WORKLOAD_CHECK
 
     job = current_job(flow)
     target = training_backend(flow) or "local"

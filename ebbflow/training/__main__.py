@@ -1,47 +1,40 @@
 """Entry point of `python -m ebbflow.training`.
 
-If the first argument is one of `_COMMANDS`, run that command. Otherwise train:
+If the first argument names a command, run that command. Otherwise train:
 `torchrun -m ebbflow.training CONFIG` trains without Metaflow.
 """
 
+from __future__ import annotations
+
 import gc
-import importlib
 import os
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ebbflow.core.process import die_with_parent, run_benchmarks, run_command
 from ebbflow.core.program import begin_program
 from ebbflow.core.untrusted_text import guard_terminal
 
-_COMMANDS = {
-    "checkpoints": "ebbflow.training.checkpoint.commands",
-    "examine": "ebbflow.tryout.examine",
-    "certify": "ebbflow.tryout.certify",
-    "compare": "ebbflow.tryout.compare",
-    "run": "ebbflow.training.attach.script",
-    "doctor": "ebbflow.tryout.doctor",
-}
+if TYPE_CHECKING:
+    from ebbflow.core.config.schema import RunConfig
+    from ebbflow.training.workload import WorkloadContext
+
 _BENCHMARKS = {"soak": "soak", "bench": "training"}
 
 
 def main(arguments: list[str]) -> None:
-    """Run the command that the first argument names, or train.
-
-    Modules of other commands are not imported.
-    """
-    if arguments:
-        command = arguments[0]
-    else:
-        command = ""
-    if command in _COMMANDS or command in _BENCHMARKS:  # ranks keep the raw bytes in their logs
+    """Run the command that the first argument names, or train."""
+    name = arguments[0] if arguments else ""
+    if name in _BENCHMARKS:
+        guard_terminal()  # not for ranks, which keep the raw bytes in their logs
+        run_benchmarks([_BENCHMARKS[name], *arguments[1:]])
+    command = _load_command(name)
+    if command is not None:
         guard_terminal()
-    if command in _COMMANDS:
-        module = importlib.import_module(_COMMANDS[command])
-        sys.exit(run_command(lambda: module.main(arguments[1:])))
-    if command in _BENCHMARKS:
-        run_benchmarks([_BENCHMARKS[command], *arguments[1:]])
+        sys.exit(run_command(lambda: command(arguments[1:])))
     gc.disable()  # saves a quarter of the time of a rank's imports, whose objects are never freed
-    if command == "--standby":
+    if name == "--standby":
         from ebbflow.training.launch.workers import STANDBY_VARIABLE
         from ebbflow.training.standby import serve
 
@@ -52,7 +45,30 @@ def main(arguments: list[str]) -> None:
     from ebbflow.training.worker import main as work
 
     gc.enable()
-    work(arguments)
+    work(arguments, _try_workload)
+
+
+def _load_command(name: str) -> Callable[[list[str]], int] | None:
+    """Import a command. Modules of other commands are not imported."""
+    match name:
+        case "checkpoints":
+            from ebbflow.training.checkpoint.commands import main as command
+        case "run":
+            from ebbflow.training.attach.script import main as command
+        case "examine" | "certify" | "compare" | "doctor":
+            from ebbflow.tryout.__main__ import load_tool
+
+            command = load_tool(name)
+        case _:
+            return None
+    return command
+
+
+def _try_workload(config: RunConfig, context: WorkloadContext) -> str:
+    """Try a workload, and return the checks that it passed. Ranks under an agent never do."""
+    from ebbflow.tryout.trial import try_workload
+
+    return try_workload(config, context).text
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokeni
 from ebbflow.training.engine.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.weights.files import find_weights
-from ebbflow.tryout.examine import EXAMINE_SECONDS, examine
 
 _OTHERS_NAMED = 5
 _OTHERS_LOOKED_AT = 2000
@@ -267,49 +266,6 @@ def _remarks(config: RunConfig) -> list[str]:
     return found
 
 
-WORKLOAD_CHECK = "workload"
-
-
-def check_workload(context: PreflightContext) -> CheckFinding:
-    """Check in a child process that your workload can be built and its loss is a sum, or that your
-    script compiles.
-    """
-    config = context.config
-    if config.script is not None:
-        return _check_script(Path(config.script), sent_away=context.target not in (None, "local"))
-    if config.user_code is None:
-        return CheckFinding.skipped("no workload of your own is configured")
-    try:
-        found = examine(config, prepare=False)
-    except WorkloadError as error:
-        examine_it = f"ebbflow examine {context.config_path or 'CONFIG'}"
-        return _failed(error, f"see docs/workloads.md, then: {examine_it}")
-    return CheckFinding.passed(found.text)
-
-
-def _check_script(path: Path, *, sent_away: bool) -> CheckFinding:
-    if not path.is_file():
-        if sent_away:
-            return CheckFinding.skipped(
-                "the script is in the archive that the launcher has put into the store"
-            )
-        return CheckFinding.failed(f"script {path}: no such file", "give the path of a Python file")
-    try:
-        text = path.read_bytes()
-        compile(text, str(path), "exec", dont_inherit=True)
-    except (OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, SyntaxError):
-            where = f"{path}:{error.lineno}: {error.msg}"
-        else:
-            where = f"{path}: {error}"
-        return CheckFinding.failed(where, "mend the script")
-    if b"ebbflow" not in text:
-        return CheckFinding.passed(
-            f"{path}: never imports ebbflow, so each attempt starts from the beginning"
-        )
-    return CheckFinding.passed(f"{path}: valid Python, and imports ebbflow")
-
-
 def check_tokenizer(context: PreflightContext) -> CheckFinding:
     """Check that the tokenizer can be read, and that the model has an embedding row for each of its
     tokens.
@@ -382,8 +338,6 @@ def _check(
     )
 
 
-# It starts a process that imports torch
-_trial: dict = {"tier": "full", "seconds": EXAMINE_SECONDS + 10}
 CHECKS: list[Check] = [
     _check("dataset", "there is text enough", check_dataset, "A07", "A08", "E09"),
     _check("disk", "disk holds commits and tokens", check_disk, "H10"),
@@ -395,7 +349,6 @@ CHECKS: list[Check] = [
         "F06",
         seconds=10.0,
     ),
-    _check(WORKLOAD_CHECK, "own workload can be trained", check_workload, "A01", "D14", **_trial),
     _check("initial-weights", "initial weights can be read", check_initial_weights, "H02", "H04"),
     _check("tokenizer", "tokenizer fits the model", check_tokenizer, "A18", "E09"),
 ]

@@ -17,6 +17,9 @@ from ebbflow.core.errors import Outcome
 from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.launch.messages import OrderRecord
 
+# The deadline of a workload's `prepare`, which may download and convert data
+PREPARE_SECONDS = 6 * 3600.0
+
 
 @dataclass(frozen=True)
 class Position:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,12 +40,13 @@ from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
-from ebbflow.training.limits import LoopResult
+from ebbflow.training.limits import PREPARE_SECONDS, LoopResult
+from ebbflow.training.workload import WorkloadContext
 from ebbflow.training.workload_loader import prepare_data, workload_context
-from ebbflow.tryout.examine import PREPARE_SECONDS
-from ebbflow.tryout.trial import try_workload
 
 _LOOK_SECONDS = 0.2
+
+TryWorkload = Callable[[RunConfig, WorkloadContext], str]
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Request:
     path: str  # the configuration file
     permits: tuple[str, ...] = ()  # losses that the user accepts (`checkpoint.rollback.PERMITS`)
     take_over: bool = False  # whether to end another launcher that runs the job
+    # Checks a user's workload before the job starts, and returns the checks that it passed
+    try_workload: TryWorkload | None = None
 
 
 def parse_arguments(arguments: list[str]) -> Request:
@@ -139,8 +143,8 @@ def _make_spec(request: Request) -> WorkerSpec:
     context = workload_context(config, Gang(), store=store)
     prepared = prepare_data(config, context)
     # Try it on the CPU first: a mistake in it should not cost the time of a gang
-    if config.workload is not None:
-        print(try_workload(config, replace(context, prepared=prepared)).text, flush=True)
+    if config.workload is not None and request.try_workload is not None:
+        print(request.try_workload(config, replace(context, prepared=prepared)), flush=True)
     settings = {
         "path": request.path,
         "config": config.model_dump(mode="json"),
@@ -153,7 +157,7 @@ def _make_spec(request: Request) -> WorkerSpec:
     return replace(spec, overrides=read_overrides(job_store).to_json())
 
 
-def main(arguments: list[str]) -> NoReturn:
+def main(arguments: list[str], try_workload: TryWorkload | None = None) -> NoReturn:
     """Train, then exit with code 0, with 75 after a drain request, or with the code of an error.
 
     Code 0 includes a stop at a limit, such as the budget. The task comes from the agent's
@@ -179,7 +183,7 @@ def main(arguments: list[str]) -> NoReturn:
 
             ending = run_script(spec)
         else:
-            ending = _train(task)
+            ending = _train(task, try_workload)
     except KeyboardInterrupt:  # end by the signal, as other programs do
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -214,7 +218,7 @@ def _exit_code(error: BaseException, *, alone: bool) -> int:
     return (outcome if isinstance(outcome, Outcome) else Outcome.FAILED).exit_code
 
 
-def _train(task: WorkerSpec | Request) -> LoopResult:
+def _train(task: WorkerSpec | Request, try_workload: TryWorkload | None) -> LoopResult:
     if isinstance(task, WorkerSpec):
         spec = task
     else:
@@ -253,7 +257,9 @@ def _train(task: WorkerSpec | Request) -> LoopResult:
     arrange_arithmetic(config.training, gang.device)
     if gang.device_note and gang.rank == 0:
         print(gang.device_note, flush=True)
-    ending = run_rank(share_spec(task, gang) if isinstance(task, Request) else task, gang)
+    if isinstance(task, Request):
+        task = share_spec(replace(task, try_workload=try_workload), gang)
+    ending = run_rank(task, gang)
     disconnect()
     return ending
 

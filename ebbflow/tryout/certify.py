@@ -6,13 +6,9 @@ interruption, and compares losses, batches and weights. Importing this module do
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,33 +16,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.core.errors import Outcome
-from ebbflow.core.events import RESTORE, STEP, read_events
-from ebbflow.core.layout import job_prefix
-from ebbflow.core.process import die_with_parent
-from ebbflow.core.program import PROJECT_ROOT, python_path
-from ebbflow.core.store import Store
+from ebbflow.core.events import RESTORE, STEP
 from ebbflow.infra.instance import describe_machine
 from ebbflow.training.checkpoint.verified_io import sha256_text
-from ebbflow.training.errors import GangError, TrainingError
-from ebbflow.training.launch.agent import LocalGang
-from ebbflow.training.launch.messages import GangOutcome, GangSpec
+from ebbflow.training.errors import TrainingError
+from ebbflow.training.launch.messages import GangOutcome
+from ebbflow.tryout.harness import (
+    ask_tool,
+    config_parser,
+    given_config,
+    job_events,
+    local_spec,
+    prepare,
+    run_to_end,
+    small_config,
+    write_answer,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ebbflow.training.workload import Batch, Cursor, WorkloadContext
+    from ebbflow.training.workload import Batch, Cursor, Workload, WorkloadContext
 
 RECORDED = "ebbflow.tryout.certify:RecordedWorkload"
 WORKLOAD_OPTION = "certified_workload"
 FOLDER_OPTION = "certified_records"
 DEFAULT_STEPS = 24
-_SAVES = 6
-_SECONDS = 900.0  # for one start of the gang
-_MOST_STARTS = 4
-_NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
 UNINTERRUPTED = "none"
 NODE_LOST = "a node is lost"
 # The rehearsed fault of each interruption. It occurs between commits, so that work is lost or must
@@ -57,33 +53,10 @@ INTERRUPTIONS = {
     "a notice": "notice@40%",
 }
 VERSION = 1
+_NUMBERS = ("loss", "gradient_norm", "tokens", "learning_rate")
 _FEWEST_STEPS = 12  # so that there is a commit before each interruption
 _CHILD_SECONDS = 3600.0
-
-
-def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
-    """Return the configuration of a small copy of a job: fewer steps, six commits, one or two
-    nodes, fewer ranks.
-
-    There is at most one rank per core. The copy never continues with fewer nodes: fewer ranks would
-    add up gradients in another order, and the sums would differ in their last bits.
-    """
-    nodes, processes = gang_size(config)
-    sections = {
-        "training": {"max_steps": steps, "evaluation_interval_steps": max(1, steps // 2)},
-        "checkpoint": {
-            "interval": "steps",
-            "interval_steps": max(1, steps // _SAVES),
-            "when_busy": "wait",
-            "upload_mib_per_second": None,
-        },
-        "cluster": {"nodes": nodes, "processes_per_node": processes, "min_nodes": None},
-        "metrics": {"port": None, "push_url": None},
-    }
-    changed = {
-        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
-    }
-    return config.model_copy(update={**changed, "store": str(store)})
+_MOST_NAMED = 3  # differences of one kind that a certificate names
 
 
 def record_batches(config: RunConfig, folder: Path) -> RunConfig:
@@ -98,18 +71,6 @@ def record_batches(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"workload": RECORDED, "workload_options": options})
 
 
-def gang_size(config: RunConfig) -> tuple[int, int]:
-    nodes = config.cluster.nodes
-    processes = config.cluster.processes_per_node
-    if nodes == "auto":
-        nodes = 2
-    else:
-        nodes = min(nodes, 2)
-    if processes == "auto":
-        processes = 1
-    return nodes, max(1, min(processes, len(os.sched_getaffinity(0)) // nodes))
-
-
 class RecordedWorkload:
     """A workload that wraps another one and records its batches.
 
@@ -119,14 +80,16 @@ class RecordedWorkload:
     def __init__(self, context: WorkloadContext) -> None:
         from ebbflow.training.workload_loader import make_workload
 
-        self._workload: Any = make_workload(wrapped_config(context.config), _own_context(context))
+        self._workload: Workload = make_workload(
+            wrapped_config(context.config), _wrapped_context(context)
+        )
         self._path = Path(str(context.options[FOLDER_OPTION])) / f"rank-{context.rank}.jsonl"
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
         from ebbflow.training.workload_loader import prepare_data
 
-        return prepare_data(wrapped_config(context.config), _own_context(context))
+        return prepare_data(wrapped_config(context.config), _wrapped_context(context))
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Batch:
         batch = self._workload.next_batch(model, cursor)
@@ -150,7 +113,7 @@ def wrapped_config(config: RunConfig) -> RunConfig:
     )
 
 
-def _own_context(context: WorkloadContext) -> WorkloadContext:
+def _wrapped_context(context: WorkloadContext) -> WorkloadContext:
     return dataclasses.replace(context, config=wrapped_config(context.config))
 
 
@@ -171,7 +134,8 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         array = value.detach().cpu().contiguous()
         yield f"{array.dtype}{tuple(array.shape)}".encode()
-        yield array.flatten().view(torch.uint8).numpy().tobytes() if array.numel() else b""
+        if array.numel():
+            yield array.flatten().view(torch.uint8).numpy().tobytes()
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
     elif isinstance(value, dict):
@@ -179,8 +143,8 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield str(key).encode()
             yield from _parts(value[key])
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _parts(item)
+        for element in value:
+            yield from _parts(element)
     elif hasattr(value, "__dict__") and not callable(value):
         yield from _parts(vars(value))
     else:
@@ -200,7 +164,7 @@ class CertifiedRun:
 
 
 def certified_run(
-    config: RunConfig, prepared: dict, folder: Path, interruption: str
+    config: RunConfig, prepared: dict[str, Any], folder: Path, interruption: str
 ) -> CertifiedRun:
     """Run the job to its end in at most four starts.
 
@@ -208,72 +172,26 @@ def certified_run(
     """
     job = interruption.replace(" ", "-")
     records = folder / job / "records"
-    logs = folder / job / "logs"
     records.mkdir(parents=True)
-    config = record_batches(config, records)
-    spec = local_spec(config, prepared, job=job, logs=logs)
-    outcome, starts = run_to_end(
-        replace(spec, rehearse=INTERRUPTIONS.get(interruption)), folder / job
-    )
-    events = read_events(Store.open(config.store).sub(job_prefix(job)))
+    recorded = record_batches(config, records)
+    spec = local_spec(recorded, prepared, job=job, logs=folder / job / "logs")
+    spec = replace(spec, rehearse=INTERRUPTIONS.get(interruption))
+    outcome, starts = run_to_end(spec, folder / job)
+    events = job_events(recorded, job)
     steps = [event for event in events if event.name == STEP]
-    first = [event for event in steps if event.rank == 0]
+    figures = []
+    for event in steps:
+        if event.rank == 0:
+            numbers = {name: event.data.get(name) for name in _NUMBERS}
+            figures.append((event.step or 0, numbers))
     return CertifiedRun(
         interruption=interruption,
         outcome=outcome,
-        steps=[
-            (event.step or 0, {name: event.data.get(name) for name in _NUMBERS}) for event in first
-        ],
+        steps=figures,
         samples=_samples(records),
         starts=starts,
         generations=len({event.generation for event in steps}),
         resumed=[event.step or 0 for event in events if event.name == RESTORE],
-    )
-
-
-def local_spec(config: RunConfig, prepared: dict, *, job: str, logs: Path) -> GangSpec:
-    """Return the specification of a gang on this machine. `config` comes from `small_config`."""
-    nodes = config.cluster.nodes
-    processes = config.cluster.processes_per_node
-    assert isinstance(nodes, int) and isinstance(processes, int)
-    return GangSpec(
-        job=job,
-        run=job,
-        attempt=0,
-        node=0,
-        nodes=nodes,
-        processes_per_node=processes,
-        main_address="127.0.0.1",
-        config=config,
-        store_uri=config.store,
-        prepared=prepared,
-        log_folder=str(logs),
-    )
-
-
-def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
-    """Start a gang repeatedly, at most four times, until its job ends.
-
-    Return its outcome and the number of starts.
-
-    Raises TrainingError.
-    """
-    last = ""
-    for attempt in range(_MOST_STARTS):
-        gang = LocalGang(
-            replace(spec, attempt=attempt), folder / f"start-{attempt}", folder / "output.log"
-        )
-        try:
-            outcome = gang.wait(_SECONDS)
-            if outcome.outcome != Outcome.INTERRUPTED:
-                return outcome, attempt + 1
-            last = outcome.message
-        except GangError as error:
-            if not error.curable:
-                raise
-            last = str(error)
-    raise TrainingError(
-        f"certify: {spec.job}: the job did not end within {_MOST_STARTS} starts; last error: {last}"
     )
 
 
@@ -282,7 +200,7 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
 
     Skip a last line that a kill has cut off.
     """
-    found = []
+    samples = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         rank = int(path.stem.removeprefix("rank-"))
         for line in path.read_text().splitlines():
@@ -290,8 +208,8 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
                 record = json.loads(line)
             except ValueError:
                 continue
-            found.append((rank, record["first"], record["sha256"]))
-    return found
+            samples.append((rank, record["first"], record["sha256"]))
+    return samples
 
 
 def build_certificate(
@@ -302,7 +220,7 @@ def build_certificate(
     return {
         "version": VERSION,
         "kind": "measured",
-        "holds": all(not one["differences"] for one in compared),
+        "holds": not any(comparison["differences"] for comparison in compared),
         "issued_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config_sha256": config_sha256(config),
         "workload": config.workload or "text",
@@ -322,83 +240,29 @@ def config_sha256(config: RunConfig) -> str:
     return sha256_text(config.model_dump_json().encode())
 
 
-def format_certificate(found: dict[str, Any]) -> str:
-    if found["holds"]:
-        verdict = "holds"
-    else:
-        verdict = "DOES NOT HOLD"
-    ranks = f"{found['nodes']} × {found['processes_per_node']} ranks, {found['mode']}"
+def format_certificate(certificate: dict[str, Any]) -> str:
+    verdict = "holds" if certificate["holds"] else "DOES NOT HOLD"
+    ranks = f"{certificate['nodes']} × {certificate['processes_per_node']} ranks"
     lines = [
-        f"resume certificate {verdict}: {found['workload']}, {found['steps']} steps on {ranks}"
+        f"resume certificate {verdict}: {certificate['workload']}, {certificate['steps']} steps on "
+        f"{ranks}, {certificate['mode']}"
     ]
-    for one in found["interruptions"]:
-        resumed = ", ".join(map(str, one["resumed_from"])) or "nowhere"
-        what = "; ".join(one["differences"]) or "losses, samples and weights equal, bit for bit"
+    for comparison in certificate["interruptions"]:
+        resumed = ", ".join(map(str, comparison["resumed_from"])) or "nowhere"
+        differences = "; ".join(comparison["differences"])
         lines.append(
-            f"  {one['interruption']}: resumed at {resumed}, {one['redone_steps']} steps redone: "
-            f"{what}"
+            f"  {comparison['interruption']}: resumed at {resumed}, "
+            f"{comparison['redone_steps']} steps redone: "
+            f"{differences or 'losses, samples and weights equal, bit for bit'}"
         )
     return "\n".join(lines)
 
 
-def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
-    """Compare a run with the uninterrupted one, and return its entry in the certificate.
-
-    A step that ran several times must have had the same `_NUMBERS` (such as the loss) and batches
-    each time.
-    """
-    figures = dict(uninterrupted.steps)
-    batches = {sample[:2]: sample[2] for sample in uninterrupted.samples}
-    seen = {step for step, _ in run.steps}
-    read = {sample[:2] for sample in run.samples}
-    wrong = [
-        f"step {step}: {figures.get(step)} uninterrupted, {numbers} interrupted"
-        for step, numbers in run.steps
-        if figures.get(step) != numbers
-    ]
-    if missing := sorted(set(figures) - seen):
-        wrong.append(f"{len(missing)} steps have no record, the first is {missing[0]}")
-    differ = [
-        f"rank {rank}: the batch from sample {first} on differs"
-        for rank, first, sha256 in run.samples
-        if batches.get((rank, first)) != sha256
-    ]
-    if unread := sorted(set(batches) - read):
-        differ.append(f"rank {unread[0][0]} never read sample {unread[0][1]}")
-    found = wrong[:3] + differ[:3]
-    for name in ("outcome", "step", "weights_sha256"):
-        was = getattr(uninterrupted.outcome, name)
-        now = getattr(run.outcome, name)
-        if was != now or was is None:
-            found.append(f"{name}: {was} uninterrupted, {now} interrupted")
-    if run.generations < 2 or not any(run.resumed):
-        found.append("it was never interrupted after a commit, so this run proves nothing")
-    return {
-        "interruption": run.interruption,
-        "starts": run.starts,
-        "generations": run.generations,
-        "resumed_from": run.resumed,
-        "redone_steps": len(run.steps) - len(seen),
-        "differences": found,
-    }
-
-
 def main(arguments: list[str]) -> int:
     """Run the command. Return 0 if the certificate holds, 1 if it does not."""
-    parser = argparse.ArgumentParser(
-        prog="ebbflow certify",
-        description=(
-            "Run a job small, with and without interruptions, and compare losses, samples and "
-            "weights."
-        ),
-    )
-    parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override, model.num_layers=2",
+    parser = config_parser(
+        "certify",
+        "Run a job small, with and without interruptions, and compare losses, samples and weights.",
     )
     parser.add_argument(
         "--steps", type=int, default=DEFAULT_STEPS, help=f"of each run (default {DEFAULT_STEPS})"
@@ -415,28 +279,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--folder", type=Path, help="where the runs are made (default: the temporary folder)"
     )
-    parser.add_argument("--resolved", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.steps < _FEWEST_STEPS:
         parser.error(
             f"--steps {given.steps}: at least {_FEWEST_STEPS}, so that a commit precedes each "
             "interruption"
         )
-    if given.config is None and given.resolved is None:
-        parser.error("CONFIG is missing")
-    if given.resolved is not None:
-        die_with_parent()
-        config = RunConfig.model_validate_json(given.resolved.read_text())
-    else:
-        config = load_config(str(given.config), given.set, project_root=PROJECT_ROOT).config
+    config = given_config(parser, given)
     only = given.only or tuple(INTERRUPTIONS)
-    found = certify(config, steps=given.steps, parent=given.folder, interruptions=only)
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(format_certificate(found), flush=True)
-    if found["holds"]:
-        return 0
-    return 1
+    certificate = certify(config, steps=given.steps, parent=given.folder, interruptions=only)
+    write_answer(given.json, certificate)
+    write_answer(given.output, certificate)
+    print(format_certificate(certificate), flush=True)
+    return 0 if certificate["holds"] else 1
 
 
 def certify(
@@ -450,25 +305,17 @@ def certify(
 
     Takes minutes.
     """
-    from ebbflow.training.gang import Gang
-    from ebbflow.training.workload_loader import prepare_data, workload_context
-
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-", dir=parent) as name:
         folder = Path(name)
         small = small_config(config, store=folder / "store", steps=steps)
-        witnessed = record_batches(small, folder)
-        prepared = prepare_data(
-            witnessed, workload_context(witnessed, Gang(), store=Store.open(small.store))
-        )
+        prepared = prepare(record_batches(small, folder))
         runs = []
         for interruption in (UNINTERRUPTED, *interruptions):
             if interruption == NODE_LOST and small.cluster.nodes == 1:
                 continue  # one node is the whole gang
-            runs.append(certified_run(small, prepared, folder, interruption))
-            print(
-                f"{interruption}: step {runs[-1].outcome.step}, {runs[-1].starts} starts",
-                flush=True,
-            )
+            run = certified_run(small, prepared, folder, interruption)
+            runs.append(run)
+            print(f"{interruption}: step {run.outcome.step}, {run.starts} starts", flush=True)
         return build_certificate(config, small, runs, describe_machine())
 
 
@@ -482,35 +329,70 @@ def certify_in_child(
 
     Raises TrainingError.
     """
+    # The folder of the runs is deleted here even if the child is killed
     with tempfile.TemporaryDirectory(prefix="ebbflow-certify-") as folder:
-        given = Path(folder, "config.json")
-        found = Path(folder, "certificate.json")
-        given.write_text(config.model_dump_json())
-        environment = dict(os.environ, PYTHONPATH=python_path())
-        command = [
-            sys.executable,
-            "-m",
-            "ebbflow.training",
-            "certify",
-            "--resolved",
-            str(given),
-            "--json",
-            str(found),
-        ]
-        command += [
-            "--steps",
-            str(steps),
-            *(f"--only={interruption}" for interruption in interruptions),
-        ]
-        command += ["--folder", folder]  # deleted here even if the child is killed
+        words = ["--steps", str(steps), "--folder", folder]
+        words += [f"--only={interruption}" for interruption in interruptions]
         try:
-            done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, timeout=_CHILD_SECONDS
+            child = ask_tool(
+                "certify", config, words, seconds=_CHILD_SECONDS, shown=True, environment={}
             )
-        except subprocess.TimeoutExpired:
+        except TimeoutError:
             raise TrainingError(f"certify: no certificate within {_CHILD_SECONDS:g} s") from None
-        if not found.exists():
-            raise TrainingError(
-                f"certify: ended with exit code {done.returncode}; see its output above"
-            )
-        return json.loads(found.read_text())
+    if child.answer is None:
+        raise TrainingError(
+            f"certify: ended with exit code {child.exit_code}; see its output above"
+        )
+    return child.answer
+
+
+def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
+    """Compare a run with the uninterrupted one, and return its entry in the certificate."""
+    differences = [
+        *_different_steps(uninterrupted, run)[:_MOST_NAMED],
+        *_different_batches(uninterrupted, run)[:_MOST_NAMED],
+    ]
+    for name in ("outcome", "step", "weights_sha256"):
+        was = getattr(uninterrupted.outcome, name)
+        now = getattr(run.outcome, name)
+        if was != now or was is None:
+            differences.append(f"{name}: {was} uninterrupted, {now} interrupted")
+    if run.generations < 2 or not any(run.resumed):
+        differences.append("it was never interrupted after a commit, so this run proves nothing")
+    return {
+        "interruption": run.interruption,
+        "starts": run.starts,
+        "generations": run.generations,
+        "resumed_from": run.resumed,
+        "redone_steps": len(run.steps) - len(dict(run.steps)),
+        "differences": differences,
+    }
+
+
+def _different_steps(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
+    """Describe the steps whose `_NUMBERS` differ, also if a step ran several times."""
+    expected = dict(uninterrupted.steps)
+    differences = [
+        f"step {step}: {expected.get(step)} uninterrupted, {numbers} interrupted"
+        for step, numbers in run.steps
+        if expected.get(step) != numbers
+    ]
+    missing = sorted(expected.keys() - dict(run.steps).keys())
+    if missing:
+        differences.append(f"{len(missing)} steps have no record, the first is {missing[0]}")
+    return differences
+
+
+def _different_batches(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
+    """Describe the batches whose content differs, also if a batch was read several times."""
+    expected = {(rank, first): sha256 for rank, first, sha256 in uninterrupted.samples}
+    differences = [
+        f"rank {rank}: the batch from sample {first} on differs"
+        for rank, first, sha256 in run.samples
+        if expected.get((rank, first)) != sha256
+    ]
+    unread = sorted(expected.keys() - {(rank, first) for rank, first, _ in run.samples})
+    if unread:
+        rank, first = unread[0]
+        differences.append(f"rank {rank} never read sample {first}")
+    return differences

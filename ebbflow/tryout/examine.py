@@ -1,38 +1,41 @@
-"""Check a user's workload in a child process, within a deadline. This module imports no torch.
+"""Check a user's workload or script in a child process, within a deadline. This module imports no
+torch.
 
 `ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints the result as JSON.
 """
 
-import argparse
 import inspect
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError
 from ebbflow.core.footprint import ModelShape, local_gang
-from ebbflow.core.process import die_with_parent
-from ebbflow.core.program import PROJECT_ROOT, python_path
+from ebbflow.core.preflight import Check, CheckFinding, PreflightContext
+from ebbflow.core.process import OwnProgram, own_program_line
 from ebbflow.core.store import Store
 from ebbflow.training.attach.script_folder import find_script
 from ebbflow.training.errors import TrainingError, WorkloadError
+from ebbflow.training.launch.messages import PROBE_VARIABLE
+from ebbflow.training.limits import PREPARE_SECONDS
+from ebbflow.tryout.harness import (
+    ask_tool,
+    config_parser,
+    given_config,
+    run_child,
+    single_rank_context,
+    torchrun_variables,
+)
 
+WORKLOAD_CHECK = "workload"
 EXAMINE_SECONDS = 90.0
-# Names the file into which an attached job writes the size of its first steps
-PROBE_VARIABLE = "EBBFLOW_PROBE"
-# The deadline of a workload's `prepare`, which may download and convert data.
-PREPARE_SECONDS = 6 * 3600.0
 _LAST_LINES = 3
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,25 +65,28 @@ def examine(
     """
     if config.script is not None:
         return examine_script(config, script_sha256)
+    words = []
     if prepare:
+        words = ["--prepare"]
         seconds = max(seconds, PREPARE_SECONDS)
-    with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
-        given = Path(folder, "config.json")
-        found = Path(folder, "found.json")
-        given.write_text(config.model_dump_json())
-        command = [sys.executable, "-m", "ebbflow.training", "examine"]
-        command += ["--resolved", str(given), "--output", str(found)]
-        what = f"workload {config.workload}"
-        output = _run([*command, *(["--prepare"] if prepare else [])], seconds, what, shown=prepare)
-        try:
-            data = json.loads(found.read_text())
-        except (OSError, ValueError):
-            last = " | ".join(output.splitlines()[-_LAST_LINES:]) or "its output stands above"
-            raise WorkloadError(f"{what}: the process that tried it ended: {last}") from None
-    if "problem" in data:
-        raise WorkloadError(data["problem"])
-    shape = data["shape"] and ModelShape.from_json(data["shape"])
-    return Examination(text=data["text"], shape=shape, prepared=data["prepared"])
+    name = f"workload {config.workload}"
+    try:
+        child = ask_tool(
+            "examine", config, words, seconds=seconds, shown=prepare, environment=_WITHOUT_GPUS
+        )
+    except TimeoutError:
+        raise WorkloadError(_too_slow(name, seconds)) from None
+    if child.answer is None:
+        last = _last_lines(child.output) or "its output stands above"
+        raise WorkloadError(f"{name}: the process that tried it ended: {last}")
+    if "problem" in child.answer:
+        raise WorkloadError(child.answer["problem"])
+    shape = child.answer["shape"]
+    return Examination(
+        text=child.answer["text"],
+        shape=None if shape is None else ModelShape.from_json(shape),
+        prepared=child.answer["prepared"],
+    )
 
 
 def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
@@ -92,66 +98,116 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
     folder.
     """
     assert config.script is not None
-    words = {"script": config.script, "words": config.script_args, "script_sha256": sha256}
-    prepared = {"fingerprint": "", "weight_unit": "samples", **words}
+    prepared = {
+        "fingerprint": "",
+        "weight_unit": "samples",
+        "script": config.script,
+        "words": config.script_args,
+        "script_sha256": sha256,
+    }
     script = find_script(config.script, sha256, Store.open(config.store))
     if not script.is_file():
         raise WorkloadError(f"script {script}: no such file; fix: give the path of a Python file")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    measured, problem = _measure_script(script, config.script_args)
+    shape = _shape(measured, config)
+    if problem:
+        text = f"{script.name}: not measured, because its first two steps were not seen: {problem}"
+    else:
+        text = (
+            f"{script.name}: {shape.parameters:,} parameters, {shape.flops_per_sample:.3g} "
+            f"floating point operations per sample, {shape.samples_per_step} samples per step of "
+            f"all ranks, {shape.steps or 'unknown'} steps: measured on the CPU"
+        )
+    return Examination(text=text, shape=shape, prepared=prepared)
+
+
+def check_workload(context: PreflightContext) -> CheckFinding:
+    """Check in a child process that your workload can be built and its loss is a sum, or that your
+    script compiles.
+    """
+    config = context.config
+    if config.script is not None:
+        return _check_script(Path(config.script), sent_away=context.target not in (None, "local"))
+    if config.user_code is None:
+        return CheckFinding.skipped("no workload of your own is configured")
+    try:
+        found = examine(config, prepare=False)
+    except WorkloadError as error:
+        message, _, fix = str(error).partition("; fix: ")
+        command = f"ebbflow examine {context.config_path or 'CONFIG'}"
+        return CheckFinding.failed(message, fix or f"see docs/workloads.md, then: {command}")
+    return CheckFinding.passed(found.text)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command `ebbflow examine`, also in the child process of `examine`."""
+    parser = config_parser("examine", "Try the configured workload and print its model's shape.")
+    parser.add_argument("--prepare", action="store_true", help="let it prepare its data first")
+    given = parser.parse_args(arguments)
+    try:
+        config = given_config(parser, given)
+        if config.script is not None:
+            answer = asdict(examine_script(config))
+        else:
+            answer = _examine_here(config, prepare=given.prepare)
+    except (TrainingError, InfraError) as error:
+        if given.output is None:
+            raise
+        answer = {"problem": str(error)}
+    if given.output is None:
+        print(json.dumps(answer, indent=1))
+    else:
+        given.output.write_text(json.dumps(answer))
+    return 0
+
+
+def _measure_script(script: Path, words: list[str]) -> tuple[dict[str, Any], str]:
+    """Return the figures of a script's second step, or none and the problem."""
+    [variables] = torchrun_variables(1)
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
-        found = Path(folder, "found.json")
-        own = {
-            PROBE_VARIABLE: str(found),
+        figures = Path(folder, "figures.json")
+        variables |= {
+            PROBE_VARIABLE: str(figures),
             "EBBFLOW__STORE": folder,
             "EBBFLOW_JOB": "examined",
             "EBBFLOW_SPEC": "",
         }
-        own |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        own |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        output = ""
-        command = [sys.executable, "-m", "ebbflow.integrations", str(script), *config.script_args]
         try:
-            output = _run(
-                command, EXAMINE_SECONDS, f"script {script.name}", shown=False, environment=own
+            child = run_child(
+                own_program_line(OwnProgram.SCRIPT_TRIAL, str(script), *words),
+                figures,
+                seconds=EXAMINE_SECONDS,
+                shown=False,
+                environment={**_WITHOUT_GPUS, **variables},
             )
-            measured = json.loads(found.read_text())
-        except (OSError, ValueError, WorkloadError) as error:
-            if isinstance(error, WorkloadError):
-                last = str(error)
-            else:
-                last = " | ".join(output.splitlines()[-_LAST_LINES:])
-            text = f"{script.name}: not measured, because its first two steps were not seen: {last}"
-            return Examination(text=text, shape=_shape({}, config), prepared=prepared)
-    shape = _shape(measured, config)
-    text = (
-        f"{script.name}: {shape.parameters:,} parameters, {shape.flops_per_sample:.3g} floating "
-        "point operations per "
-    )
-    text += (
-        f"sample, {shape.samples_per_step} samples per step of all ranks, "
-        f"{shape.steps or 'unknown'} steps: measured"
-    )
-    return Examination(text=f"{text} on the CPU", shape=shape, prepared=prepared)
+        except TimeoutError:
+            return {}, _too_slow(f"script {script.name}", EXAMINE_SECONDS)
+    if child.answer is None:
+        return {}, _last_lines(child.output)
+    return child.answer, ""
 
 
-def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
+def _too_slow(name: str, seconds: float) -> str:
+    return (
+        f"{name} was not tried out within {seconds:g} s; fix: see what its module, model "
+        "or data wait for"
+    )
+
+
+def _last_lines(output: str) -> str:
+    return " | ".join(output.splitlines()[-_LAST_LINES:])
+
+
+def _shape(measured: Mapping[str, Any], config: RunConfig) -> ModelShape:
     """Return a script's `ModelShape`, computed from the measurements of
-    `ebbflow.training.attach.guards.probe`.
+    `ebbflow.training.attach.guards.Probe`.
     """
     gang = local_gang(config)
-    if gang is None:
-        ranks = 1
-    else:
-        ranks = gang.ranks
+    ranks = 1 if gang is None else gang.ranks
     samples = measured.get("samples", 1.0)
     steps = measured.get("steps") or config.training.max_steps
+    if measured.get("divided"):
+        steps = math.ceil(steps / ranks)
     return ModelShape(
         parameters=measured.get("parameters", 0),
         largest_unit_parameters=measured.get("parameters", 0),
@@ -162,108 +218,64 @@ def _shape(measured: dict[str, Any], config: RunConfig) -> ModelShape:
         units=1,
         weight_unit="samples",
         kind="measured" if measured else "unknown",
-        steps=max(1, -(-steps // ranks) if measured.get("divided") else steps),
+        steps=max(1, steps),
         samples_per_step=round(samples * ranks),
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command `ebbflow examine`.
-
-    The function `examine` runs this command in its child process.
-    """
-    parser = argparse.ArgumentParser(
-        prog="ebbflow examine",
-        description="Try the configured workload and print its model's shape.",
-    )
-    parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override")
-    parser.add_argument("--prepare", action="store_true", help="let it prepare its data first")
-    parser.add_argument("--resolved", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    try:
-        if given.resolved:
-            die_with_parent()
-            config = RunConfig.model_validate_json(Path(given.resolved).read_text())
-        elif given.config:
-            config = load_config(given.config, given.set, project_root=PROJECT_ROOT).config
-        else:
-            parser.error("CONFIG is missing")
-        if config.script is not None:
-            found = asdict(examine_script(config))
-        else:
-            found = _examine_here(config, prepare=given.prepare)
-    except (TrainingError, InfraError) as error:
-        if not given.output:
-            raise
-        found = {"problem": str(error)}
-    if given.output:
-        Path(given.output).write_text(json.dumps(found))
-    else:
-        print(json.dumps(found, indent=1))
-    return 0
-
-
 def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:
-    from ebbflow.training.gang import Gang
     from ebbflow.training.workload_loader import (
         find_workload,
         has_prepare,
         prepare_data,
         user_code,
-        workload_context,
     )
     from ebbflow.tryout.trial import try_workload
 
-    door = find_workload(config)
-    if has_prepare(door) and not prepare:
+    factory = find_workload(config)
+    if has_prepare(factory) and not prepare:
         text = f"{config.workload or 'text'}: loaded; it is tried once its data are prepared"
+        check = getattr(factory, "check", None)
         # A class method, no method of the same name
-        if inspect.ismethod(check := getattr(door, "check", None)):
+        if inspect.ismethod(check):
             with user_code("check"):
-                text += (
-                    f"; {check(workload_context(config, Gang(), store=Store.open(config.store)))}"
-                )
+                text += f"; {check(single_rank_context(config))}"
         return {"text": text, "shape": None, "prepared": None}
-    context = workload_context(config, Gang(), store=Store.open(config.store))
+    context = single_rank_context(config)
     prepared = prepare_data(config, context)
     trial = try_workload(config, replace(context, prepared=prepared))
     return {**trial.to_json(), "prepared": prepared}
 
 
-def _run(
-    command: list[str],
-    seconds: float,
-    what: str,
-    *,
-    shown: bool,
-    environment: Mapping[str, str] | None = None,
-) -> str:
-    """Run a command and return its output, or "" if the output goes to the terminal.
+def _check_script(path: Path, *, sent_away: bool) -> CheckFinding:
+    if not path.is_file():
+        if sent_away:
+            return CheckFinding.skipped(
+                "the script is in the archive that the launcher has put into the store"
+            )
+        return CheckFinding.failed(f"script {path}: no such file", "give the path of a Python file")
+    try:
+        text = path.read_bytes()
+        compile(text, str(path), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return CheckFinding.failed(f"{path}:{error.lineno}: {error.msg}", "mend the script")
+    except (OSError, ValueError) as error:
+        return CheckFinding.failed(f"{path}: {error}", "mend the script")
+    if b"ebbflow" not in text:
+        return CheckFinding.passed(
+            f"{path}: never imports ebbflow, so each attempt starts from the beginning"
+        )
+    return CheckFinding.passed(f"{path}: valid Python, and imports ebbflow")
 
-    At the deadline, kill the command and all its children, and raise a WorkloadError that names
-    `what`.
-    """
-    with subprocess.Popen(
-        command,
-        env=dict(
-            os.environ, PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES="", **(environment or {})
-        ),
-        stdin=subprocess.DEVNULL,
-        stdout=None if shown else subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
-        try:
-            return process.communicate(timeout=seconds)[0] or ""
-        except subprocess.TimeoutExpired:
-            raise WorkloadError(
-                f"{what} was not tried out within {seconds:g} s; fix: see what its module, model "
-                "or data wait for"
-            ) from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+
+CHECKS = [
+    Check(
+        id=WORKLOAD_CHECK,
+        title="own workload can be trained",
+        severity="error",
+        tier="full",  # it starts a process that imports torch
+        deadline_seconds=EXAMINE_SECONDS + 10,
+        symptoms=("A01", "D14"),
+        run=check_workload,
+    )
+]

@@ -14,15 +14,8 @@ _MOST_BYTES = 8 << 20  # of a file that is copied
 _ALL_BYTES = 256 << 20
 _MOST_ENTRIES = 10_000  # of files in all; a folder that would exceed it becomes one link
 _LEFT_OUT = {".git", "runs", ".venv", "__pycache__"}
-_CHANGES = {
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-}
+_OF_TWO_PATHS = {"os.rename", "os.link", "os.symlink"}
+_CHANGES = {"os.mkdir", "os.remove", "os.rmdir", *_OF_TWO_PATHS}
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
@@ -34,11 +27,10 @@ def copy_folder(source: Path, target: Path) -> None:
     copied = 0
     count = 0
     folders = [(source, target)]
-    for folder, to in folders:
-        with os.scandir(folder) as found:
-            entries = sorted(
-                (one for one in found if one.name not in _LEFT_OUT), key=lambda one: one.name
-            )
+    for folder, to in folders:  # grows while it is read: upper folders come first
+        with os.scandir(folder) as all_entries:
+            entries = [entry for entry in all_entries if entry.name not in _LEFT_OUT]
+        entries.sort(key=lambda entry: entry.name)
         if folder != source and count + len(entries) > _MOST_ENTRIES:
             to.symlink_to(folder)
             continue
@@ -87,13 +79,14 @@ def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
     place = copy
     for part in full.relative_to(copy).parts:
         place = place / part
-        if not place.is_symlink() or (original := place.resolve()).is_relative_to(copy):
+        original = place.resolve()
+        if not place.is_symlink() or original.is_relative_to(copy):
             continue
         if original.is_dir():
             place.unlink()
             place.mkdir()
-            for one in original.iterdir():
-                (place / one.name).symlink_to(one)
+            for entry in original.iterdir():
+                (place / entry.name).symlink_to(entry)
         elif original.is_file():
             place.unlink()
             if not emptied:
@@ -110,9 +103,10 @@ def detach_before(copy: Path, event: str, given: tuple[Any, ...]) -> None:
         path, mode, flags = given
         if set(str(mode or "")) & set("wax+") or int(flags or 0) & _WRITING:
             detach(copy, path, emptied="w" in str(mode or ""))
+    elif event == "os.truncate":
+        detach(copy, given[0])
     elif event in _CHANGES:
-        for path in given[: 2 if event in ("os.rename", "os.link", "os.symlink") else 1]:
-            if event == "os.truncate":
-                detach(copy, path)
-            elif isinstance(path, str | bytes | os.PathLike):
+        count = 2 if event in _OF_TWO_PATHS else 1
+        for path in given[:count]:
+            if isinstance(path, str | bytes | os.PathLike):
                 detach(copy, os.path.dirname(os.path.abspath(os.fsdecode(path))))

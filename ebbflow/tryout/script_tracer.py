@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 from ebbflow.core.process import die_with_parent
 from ebbflow.tryout.script_copy import detach, detach_before
@@ -31,7 +31,18 @@ from ebbflow.tryout.script_copy import detach, detach_before
 _DEPTH = 3  # of members within members, such as `trainer.optimizers['body']`
 _MOST_MEMBERS = 64  # of a list or dict whose members are looked at
 _SETTLE_SECONDS = 20.0  # for the other ranks, and for a commit of `ebbflow.attach`
-Record = dict[str, Any]
+
+
+class Record(TypedDict):
+    """What a step begins with. The record of a run's end has weights only, and no counters."""
+
+    batch: str
+    rng: dict[str, str]  # digest by generator
+    buffers: str
+    params: str
+    # (kind, digest of the state, and a number that the names of one object share) by variable
+    objects: dict[str, tuple[str, str, int]]
+    counters: dict[str, int]  # integers by variable
 
 
 def run_traced(
@@ -54,8 +65,8 @@ def run_traced(
         os.environ |= {
             "EBBFLOW__STORE": f"{os.getcwd()}/runs",
             "EBBFLOW__CHECKPOINT__INTERVAL": "steps",
+            "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "3",
         }
-        os.environ["EBBFLOW__CHECKPOINT__INTERVAL_STEPS"] = "3"
         torch.manual_seed(seed)
         random.seed(seed)
         if importlib.util.find_spec("numpy"):
@@ -82,13 +93,15 @@ class Tracer:
         self._folder = f"{folder}{os.sep}"
         self._copy = folder
         self._step = 0
-        self._record = {}
+        # The begun step's part of a record, until its optimizer steps
+        self._record: dict[str, Any] = {}
         self._optimizer: Any = None
         self._model: Any = None
         self._saved = -1
         self._loaded = ""
         self._files = set[str]()
         self._process = os.getpid()
+        self._tensor = sys.modules["torch"].Tensor
 
     def install(self) -> None:
         """Register hooks on models and optimizers, and look at what the script saves and loads."""
@@ -161,12 +174,10 @@ class Tracer:
             for name, value in self.variables(frame):
                 if type(value) is int:
                     counters.setdefault(name, value)
-        return [
-            (name, path)
-            for name, value in counters.items()
-            for path, one in places.items()
-            if one == value
-        ]
+        pairs = []
+        for name, value in counters.items():
+            pairs += [(name, path) for path, number in places.items() if number == value]
+        return pairs
 
     def _on_open(self, event: str, given: tuple[Any, ...]) -> None:
         """Take a binary file that the script writes for a save, unless it calls `torch.save`
@@ -214,15 +225,18 @@ class Tracer:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             rng["numpy"] = digest(numpy.random.get_state())
-        self._record = {"batch": digest(inputs), "rng": rng}
-        self._record["buffers"] = digest(dict(self._model.named_buffers()))
+        self._record = {
+            "batch": digest(inputs),
+            "rng": rng,
+            "buffers": digest(dict(self._model.named_buffers())),
+        }
 
     def _before(self, optimizer: Any, *_: Any) -> None:
         self._optimizer = self._optimizer or optimizer
         if optimizer is self._optimizer:
-            self._write(self._record | self._state())
+            self._write({**self._record, **self._state()})
 
-    def _state(self) -> Record:
+    def _state(self) -> dict[str, Any]:
         trained = _trained(self._optimizer)
         weights = TrainedWeights(trained, self._model)
         objects: dict[str, tuple[str, str, int]] = {}
@@ -256,34 +270,38 @@ class Tracer:
         level = list(frame.f_locals.items())
         for _ in range(_DEPTH):
             yield from level
-            level = [member for name, value in level for member in self._members(name, value)]
+            members = []
+            for name, value in level:
+                members += self._members(name, value)
+            level = members
 
     def _members(self, name: str, value: Any) -> list[tuple[str, Any]]:
         """Return the attributes of an object of the script's own classes, or what a list or dict
         holds, by name.
         """
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            found = [(f"{name}[{number}]", one) for number, one in enumerate(value[:_MOST_MEMBERS])]
+            pairs = list(enumerate(value[:_MOST_MEMBERS]))
         elif type(value) is dict and not name.startswith("__"):
             pairs = list(value.items())[:_MOST_MEMBERS]
-            found = [(f"{name}[{key!r}]", one) for key, one in pairs if isinstance(key, str | int)]
         else:
-            path = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
-            if not path.startswith(self._folder) or is_stateful(value):
-                return []
-            return [
-                (f"{name}.{key}", one) for key, one in list(getattr(value, "__dict__", {}).items())
-            ]
-        return [
-            (key, one)
-            for key, one in found
-            if not isinstance(one, str | float) and not _is_tensor(one)
-        ]
+            return self._attributes(name, value)
+        members = []
+        for key, member in pairs:
+            if isinstance(key, str | int) and not isinstance(member, str | float | self._tensor):
+                members.append((f"{name}[{key!r}]", member))
+        return members
+
+    def _attributes(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        path = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+        if not path.startswith(self._folder) or is_stateful(value):
+            return []
+        attributes = list(getattr(value, "__dict__", {}).items())
+        return [(f"{name}.{key}", attribute) for key, attribute in attributes]
 
     def _after(self, optimizer: Any, *_: Any) -> None:
         if optimizer is not self._optimizer:
             return
-        self._step = self._step + 1
+        self._step += 1
         self._record = {}
         job = getattr(sys.modules.get("ebbflow.training.attach.job"), "current", None)
         if job is not None and job._saved_step != self._saved:
@@ -321,18 +339,18 @@ def _integers(path: str, value: Any, depth: int) -> Iterator[tuple[str, int]]:
     if type(value) is int:
         yield path, value
     elif depth and isinstance(value, Mapping | list | tuple):
-        if isinstance(value, Mapping):
-            pairs = value.items()
-        else:
-            pairs = enumerate(value)
-        for key, one in list(pairs)[:_MOST_MEMBERS]:
-            yield from _integers(f"{path}/{key}", one, depth - 1)
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, member in list(pairs)[:_MOST_MEMBERS]:
+            yield from _integers(f"{path}/{key}", member, depth - 1)
     elif depth and not callable(value) and type(value).__module__ == "__main__":
         yield from _integers(path, getattr(value, "__dict__", None), depth)
 
 
 def _trained(optimizer: Any) -> list[Any]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    weights = []
+    for group in optimizer.param_groups:
+        weights += group["params"]
+    return weights
 
 
 class TrainedWeights:
@@ -340,67 +358,66 @@ class TrainedWeights:
 
     def __init__(self, trained: list[Any], model: Any) -> None:
         self._torch = sys.modules["torch"]
-        self._ids = {id(one) for one in trained}
-        self._shapes = Counter(tuple(one.shape) for one in trained)
-        if model is None:
-            self._names = set()
-        else:
+        self._ids = {id(weight) for weight in trained}
+        self._shapes = Counter(tuple(weight.shape) for weight in trained)
+        self._names: set[str] = set()
+        if model is not None:
             self._names = {name.removeprefix("module.") for name in model.state_dict()}
-        own = [one for weight in trained for one in (weight, weight.grad) if one is not None]
-        self._storages = {_address(one) for one in own}
+        gradients = [weight.grad for weight in trained if weight.grad is not None]
+        self._storages = {_address(tensor) for tensor in [*trained, *gradients]}
 
     def state_of(self, value: Any) -> Any:
         """Return the state of an object that a resume must restore, or None if it has none."""
-        if isinstance(value, self._torch.nn.Module):
-            own = [id(parameter) for parameter in value.parameters()]
-            if not own or any(one in self._ids for one in own):
-                return None
+        state = None
         if is_stateful(value):
-            try:
-                state = value.state_dict()
-            except Exception:  # such as that of a loader that has not been iterated
-                return None
-            # Without the learning rate, which scripts set anew in each step.
-            if isinstance(value, self._torch.optim.Optimizer):
-                return state["state"] or state
-            return state
-        if callable(getattr(value, "set_epoch", None)):
-            return getattr(value, "epoch", 0), getattr(value, "seed", 0)
-        if isinstance(value, Mapping | list | tuple):
+            if not self._is_trained(value):
+                state = self._state_dict(value)
+        elif callable(getattr(value, "set_epoch", None)):
+            state = getattr(value, "epoch", 0), getattr(value, "seed", 0)
+        elif isinstance(value, Mapping | list | tuple):
             if self._has_copies(value):
-                return value
+                state = value
+        elif type(value).__name__ == "Generator":
+            if hasattr(value, "get_state"):
+                state = value.get_state()
+            else:
+                state = value.bit_generator.state
+        return state
+
+    def _is_trained(self, value: Any) -> bool:
+        """Return whether an object is a module without parameters, or with trained ones."""
+        if not isinstance(value, self._torch.nn.Module):
+            return False
+        parameters = list(value.parameters())
+        return not parameters or any(id(parameter) in self._ids for parameter in parameters)
+
+    def _state_dict(self, value: Any) -> Any:
+        try:
+            state = value.state_dict()
+        except Exception:  # such as that of a loader that has not been iterated
             return None
-        if type(value).__name__ != "Generator":
-            return None
-        if hasattr(value, "get_state"):
-            return value.get_state()
-        return value.bit_generator.state
+        # Without the learning rate, which scripts set anew in each step
+        if isinstance(value, self._torch.optim.Optimizer):
+            return state["state"] or state
+        return state
 
     def _has_copies(self, value: Any) -> bool:
         """Return whether a dict or list holds copies of weights, such as their moving averages."""
         parts = list(value.values() if isinstance(value, Mapping) else value)
-        if (
-            not parts
-            or not all(map(_is_tensor, parts))
-            or any(_address(part) in self._storages for part in parts)
-        ):
+        if not parts or not all(isinstance(part, self._torch.Tensor) for part in parts):
             return False
-        if (
-            isinstance(value, Mapping)
-            and {str(name).removeprefix("module.") for name in value} <= self._names
-        ):
-            return True
-        return self._shapes <= Counter(
-            tuple(part.shape) for part in parts if part.is_floating_point()
-        )
+        if any(_address(part) in self._storages for part in parts):
+            return False
+        if isinstance(value, Mapping):
+            names = {str(name).removeprefix("module.") for name in value}
+            if names <= self._names:
+                return True
+        shapes = Counter(tuple(part.shape) for part in parts if part.is_floating_point())
+        return self._shapes <= shapes
 
 
 def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, sys.modules["torch"].Tensor)
 
 
 def _address(tensor: Any) -> int:
@@ -408,10 +425,10 @@ def _address(tensor: Any) -> int:
 
 
 def digest(value: Any) -> str:
-    found = hashlib.sha1(usedforsecurity=False)
+    sha1 = hashlib.sha1(usedforsecurity=False)
     for part in _parts(value):
-        found.update(part)
-    return found.hexdigest()[:16]
+        sha1.update(part)
+    return sha1.hexdigest()[:16]
 
 
 def _parts(value: Any) -> Iterator[bytes]:
@@ -426,8 +443,8 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield from _parts(value[key])
     elif isinstance(value, list | tuple):
         yield b"["
-        for item in value:
-            yield from _parts(item)
+        for element in value:
+            yield from _parts(element)
     elif isinstance(value, str | int | float | bytes | None):
         yield repr(value).encode()
     elif hasattr(value, "tobytes"):

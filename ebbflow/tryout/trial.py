@@ -6,13 +6,8 @@ The trial runs on the CPU, as if in a gang of one rank.
 
 import inspect
 import math
-import signal
-import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +23,7 @@ from ebbflow.core.footprint import ModelShape
 from ebbflow.training.engine import tensor_parallel
 from ebbflow.training.engine.optimizer import hidden_matrices
 from ebbflow.training.errors import WorkloadError
+from ebbflow.training.time_limit import TimeIsUp, at_most
 from ebbflow.training.weights.files import abbreviate, find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names
 from ebbflow.training.workload import (
@@ -123,13 +119,6 @@ def _outside(model: nn.Module, units: list[nn.Module]) -> int:
 LONGEST_SECONDS = 20.0
 
 
-class TimeIsUp(BaseException):
-    """Raised when a trial or a reward takes too long.
-
-    Not an `Exception`, which the user's code might catch.
-    """
-
-
 def try_evaluate(
     name: str,
     workload: Workload,
@@ -162,30 +151,6 @@ def try_evaluate(
     if config is not None:
         check_best_metric(config, metrics)
     return f"evaluate gives {', '.join(metrics) or 'no metrics'}"
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeIsUp inside the context after `seconds`.
-
-    This works only in the main thread, which handles signals.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeIsUp
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, stop)
-    begun = time.monotonic()
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        # A limit around this one has lost the time that passed here. 0 would end it.
-        signal.setitimer(signal.ITIMER_REAL, left and max(1e-3, left - (time.monotonic() - begun)))
-        signal.signal(signal.SIGALRM, before)
 
 
 # The limit of weights plus gradients up to which a model is run. For larger models, only shapes are

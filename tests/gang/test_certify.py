@@ -29,10 +29,9 @@ from ebbflow.tryout.certify import (
     config_sha256,
     content_sha256,
     format_certificate,
-    gang_size,
-    small_config,
 )
 from ebbflow.tryout.compare import compare_modes, format_comparison
+from ebbflow.tryout.harness import gang_size, small_config
 from ebbflow.workloads.language.language_model import TextBatch
 from tests.support.timelines import event
 from tests.unit.test_report import interrupted_job

@@ -12,7 +12,7 @@ from ebbflow.core.footprint import HostGang, gpu_host_bytes
 from ebbflow.core.preflight import PreflightContext
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.cost.plan.throughput import memory_fit
-from ebbflow.training.checks import check_workload
+from ebbflow.tryout.examine import check_workload
 from ebbflow.tryout.trial import try_workload
 from ebbflow.workloads import PolicyOptimization
 from tests.support.gpu_configs import load_gpu_config, prepared_context

@@ -31,7 +31,14 @@ from ebbflow.training.attach.state import (
     split_state,
 )
 from ebbflow.training.errors import AttachError
-from ebbflow.tryout.doctor import compare, explain, find_deciding, find_passing, find_unlike
+from ebbflow.tryout.resume_findings import (
+    Finding,
+    compare,
+    find_deciding,
+    find_passing,
+    find_unlike,
+)
+from ebbflow.tryout.resume_patches import Places, explain
 from ebbflow.tryout.script_copy import copy_folder
 from ebbflow.tryout.script_tracer import Tracer, TrainedWeights
 from tests.support.attached_scripts import ROOT
@@ -318,7 +325,9 @@ def test_the_doctor_takes_a_dict_of_moving_averages_for_a_state_and_not_a_batch(
     whole = [record("a", "1"), record("b", "2"), record("c", "3", "s"), record("d", "4", "s")]
     assert compare(whole, [record("c", "1")], 3) == (2, [("dict", "average")])
     assert compare(whole, [record("c", "3")], 3) == (2, [])
-    text = explain("a.py", {"a.py": "average = {}"}, "dict", "average", "a.py:7", "a.py:5")
+    text = explain(
+        {"a.py": "average = {}"}, Finding("dict", "average"), Places("a.py", "a.py:7", "a.py:5")
+    )
     assert text[1:3] == [
         "      fix: line 7 saves:  'average': average",
         "           line 5 loads:  average = checkpoint['average']",

@@ -33,12 +33,11 @@ from ebbflow.training.engine.guards.guards import Action, Guards, make_guards
 from ebbflow.training.engine.trainer_setup import make_rehearsal
 from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang, at_end_of_backward, time_waits
-from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.launch.messages import PROBE_VARIABLE, WorkerSpec
 from ebbflow.training.limits import Limits, Position
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.step_sync import StepSync, find_slowest
 from ebbflow.training.weights.load import weights_sha256
-from ebbflow.tryout.examine import PROBE_VARIABLE
 
 # In a step beyond the last one of another rank, which may be about to end by a break
 _UNEQUAL_SECONDS = 4.0

@@ -34,6 +34,8 @@ from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 SPEC_VARIABLE = "EBBFLOW_SPEC"
 # Unknown fields are refused: all processes of a gang run the same code
 WIRE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
+# Names the file into which an attached job writes the size of its first steps
+PROBE_VARIABLE = "EBBFLOW_PROBE"
 _LONGEST_SILENCE_SECONDS = 20.0
 # Errors of networks, services and files, which may go even where the rest of the message speaks of
 # a mistake.

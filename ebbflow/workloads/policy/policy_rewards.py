@@ -21,8 +21,8 @@ from typing import Any, cast
 import torch
 
 from ebbflow.training.errors import WorkloadError
+from ebbflow.training.time_limit import TimeIsUp, at_most
 from ebbflow.training.workload_loader import describe_mistake
-from ebbflow.tryout.trial import TimeIsUp, at_most
 from ebbflow.workloads.policy import sandbox
 from ebbflow.workloads.policy.policy_prompts import Prompt
 

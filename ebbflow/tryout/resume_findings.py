@@ -1,0 +1,328 @@
+"""What a resumed script has lost: records of its steps compared, and its source read for the counts
+that matter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ebbflow.tryout.script_tracer import Record
+
+# Kinds of variables that the tracer takes for a copy of the weights
+AVERAGES = ("dict", "list", "tuple")
+_COMPARED = {"batch": "the batch", "params": "the weights", "rng": "the random states"}
+_SCHEDULE = re.compile(r"\blr\b|learning_rate|param_groups|requires_grad|weight_decay")
+_SAVES = re.compile(r"save|dump|checkpoint|state", re.IGNORECASE)
+# The tracer sees only what torch.save is given
+_OTHER_FILES = re.compile(r"\b(json|pickle|yaml)\.dump$")
+_EXITS = ("exit", "quit", "sys.exit")
+
+
+class Finding(NamedTuple):
+    """A lost state: its kind, and the variable that holds it, or "" if no variable is known."""
+
+    kind: str
+    variable: str
+
+
+UNEXPLAINED = Finding("unknown", "")
+
+
+def why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
+    """Return what differs first between two equal starts, or ""."""
+    for step, (record, other) in enumerate(zip(whole, killed, strict=False), start=1):
+        for key, name in _COMPARED.items():
+            if key in other and record.get(key) != other[key]:
+                return f"{name} of step {step}"
+    return ""
+
+
+def find_unlike(whole: list[Record], killed: list[Record]) -> frozenset[str]:
+    """Return the counters that differ between two equal starts, such as a time in microseconds."""
+    unlike: set[str] = set()
+    for record, other in zip(whole, killed, strict=False):
+        counters = record["counters"]
+        others = other["counters"]
+        for name in counters.keys() & others.keys():
+            if counters[name] != others[name]:
+                unlike.add(name)
+    return frozenset(unlike)
+
+
+def compare(
+    whole: list[Record],
+    resumed: list[Record],
+    kill: int,
+    *,
+    passing: frozenset[str] = frozenset(),
+    deciding: frozenset[str] = frozenset(),
+    unlike: frozenset[str] = frozenset(),
+) -> tuple[int, list[Finding]]:
+    """Return the step from which a resumed run continued, and the state that it had lost.
+
+    `whole` has the records of the uninterrupted run, `resumed` those of the resumed run, both of
+    one rank. A run has one record of the beginning of each step, and one of the run's end.
+    `passing`, `deciding` and `unlike` are names from the functions `find_...`. A lost count that
+    decides nothing is "unused" if no weight differs.
+    """
+    if not resumed:
+        return 0, [Finding("start", "")]
+    first = resumed[0]
+    same = [
+        step for step, record in enumerate(whole[: kill + 1]) if record["params"] == first["params"]
+    ]
+    if not same:
+        return 0, [Finding("weights", "")]
+    at = same[-1]
+    if at == 0:
+        kind = "weights" if _some_count_went_on(whole, first, unlike) else "start"
+        return 0, [Finding(kind, "")]
+    before = whole[at]
+    lost_counters = [name for name in _lost_counters(whole, at, first) if name not in unlike]
+    findings = _lost_objects(whole, at, first)
+    findings += _lost_counts(whole, lost_counters, passing=passing, deciding=deciding)
+    if before.get("buffers") != first.get("buffers"):
+        findings.append(Finding("buffers", ""))
+    pairs = list(zip(whole[at:], resumed, strict=False))
+    if all(record["params"] == other["params"] for record, other in pairs):
+        return at, [_mark_unused(finding, deciding) for finding in findings]
+    drawn = _lost_generators(whole, before, first)
+    findings += drawn
+    if any(record.get("batch") != other.get("batch") for record, other in pairs[:-1]):
+        findings.append(Finding("drawn data" if drawn else "data", ""))
+    if not findings:
+        # Such as that of enumerate, for accumulated gradients
+        findings = [Finding("index", name) for name in lost_counters]
+    return at, findings or [UNEXPLAINED]
+
+
+def find_passing(sources: Iterable[str]) -> frozenset[str]:
+    """Return the names of numbers that begin anew in each epoch: indices of `enumerate`, and sums
+    set in a loop.
+    """
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    loops = [node for node in nodes if isinstance(node, ast.For | ast.While)]
+    inside: list[ast.AST] = []
+    for loop in loops:
+        inside += _walk_all(loop.body)
+    called = {
+        ast.unparse(node.func).removeprefix("self.")
+        for node in inside
+        if isinstance(node, ast.Call)
+    }
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and node.name in called:
+            inside += _walk_all(node.body)
+    targets: list[ast.expr] = []
+    for node in inside:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                targets += _targets(target)
+    for loop in loops:
+        if isinstance(loop, ast.For) and "enumerate(" in ast.unparse(loop.iter):
+            targets += _targets(loop.target)[:1]
+    return frozenset(last_name(ast.unparse(target)) for target in targets)
+
+
+def find_deciding(
+    sources: Iterable[str], in_file: set[tuple[str, str]] | None = None
+) -> frozenset[str]:
+    """Return the names of counts that a resume must restore even if the weights of the first steps
+    do not show it.
+
+    These count a loop, are in the condition of a loop or of its end, set a learning rate, or are
+    saved.
+
+    Args:
+        in_file: variables whose value each saved file has in one place, and this place; None if no
+            save was seen. Because small numbers can be equal by chance, the place must have the
+            variable's name, or the script must put the variable into a dict, list or tuple, or hand
+            it to a function that saves.
+    """
+    deciding: set[str] = set()
+    put: set[str] = set()
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            deciding |= _read_all(_deciding_expressions(node))
+            put |= _read_all(_saved_expressions(node))
+    if in_file is None:
+        return frozenset(deciding | put)
+    for variable, place in in_file:
+        name = last_name(variable)
+        if name == place.rpartition("/")[2] or name in put:
+            deciding.add(name)
+    return frozenset(deciding)
+
+
+def last_name(variable: str) -> str:
+    """Return the name by which a variable is assigned: that of `a.b` is "b", and that of `a['b']`
+    is "a".
+    """
+    return variable.partition("[")[0].rpartition(".")[2]
+
+
+def _some_count_went_on(whole: list[Record], first: Record, unlike: frozenset[str]) -> bool:
+    """Return whether a count of the resumed run begins higher than that of the whole run."""
+    begun = whole[0]["counters"]
+    return any(
+        name in begun and name not in unlike and value > begun[name]
+        for name, value in first["counters"].items()
+    )
+
+
+def _mark_unused(finding: Finding, deciding: frozenset[str]) -> Finding:
+    if finding.kind == "counter" and last_name(finding.variable) not in deciding:
+        return Finding("unused", finding.variable)
+    return finding
+
+
+def _histories(whole: list[Record]) -> dict[str, list[int]]:
+    """Return the values of each number that the first step knows, by name."""
+    histories: dict[str, list[int]] = {}
+    for name in whole[0]["counters"]:
+        histories[name] = [
+            record["counters"][name] for record in whole if name in record["counters"]
+        ]
+    return histories
+
+
+def _lost_counters(whole: list[Record], at: int, first: Record) -> list[str]:
+    known = whole[at]["counters"]
+    histories = _histories(whole)
+    changed = [name for name, values in histories.items() if len(set(values)) > 2 and name in known]
+    return [name for name in changed if first["counters"].get(name) != known[name]]
+
+
+def _lost_counts(
+    whole: list[Record], lost: list[str], *, passing: frozenset[str], deciding: frozenset[str]
+) -> list[Finding]:
+    """Return those of the lost numbers that count, each value once: first those that decide.
+
+    A number that repeats another one, such as the steps since the start, needs no saving.
+    """
+    histories = _histories(whole)
+    kept = {tuple(values) for name, values in histories.items() if name not in lost}
+    findings = []
+    for name in sorted(histories, key=lambda name: last_name(name) not in deciding):
+        values = histories[name]
+        counts = values == sorted(values) and tuple(values) not in kept
+        if name in lost and counts and last_name(name) not in passing:
+            kept.add(tuple(values))
+            findings.append(Finding("counter", name))
+    return findings
+
+
+def _lost_objects(whole: list[Record], at: int, first: Record) -> list[Finding]:
+    """Return the objects whose state differs, each once.
+
+    A copy of the weights counts if it has changed since step 1.
+
+    A script makes other copies too, such as for a save. These are not there at the first step.
+    """
+    findings: dict[str | int, Finding] = {}
+    for name, (kind, state, *identity) in whole[at]["objects"].items():
+        now = first["objects"].get(name, [])
+        if list(now[:2]) == [kind, state]:
+            continue
+        begun = whole[0]["objects"].get(name) or whole[1]["objects"].get(name)
+        if kind not in AVERAGES or (begun is not None and begun[1] != state):
+            key = identity[0] if identity else name
+            findings.setdefault(key, Finding(kind, name))
+    return list(findings.values())
+
+
+def _lost_generators(whole: list[Record], before: Record, first: Record) -> list[Finding]:
+    """Return the random generators that draw in the whole run and have another state."""
+    if before.get("rng") == first.get("rng"):
+        return []
+    findings = []
+    for name, state in before["rng"].items():
+        states = {record["rng"].get(name) for record in whole[:-1]}
+        if len(states) > 1 and first["rng"].get(name) != state:
+            findings.append(Finding("random", name))
+    return findings
+
+
+def _deciding_expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the expressions of a node whose variables decide how long or how the script trains."""
+    match node:
+        case ast.While():
+            yield node.test
+            yield from _ending_conditions(node)
+        case ast.For():
+            # Unlike the target of `range(total - done)`, which counts the steps of this start
+            subtracts = any(isinstance(part, ast.Sub) for part in ast.walk(node.iter))
+            if not subtracts and isinstance(node.target, ast.Name | ast.Attribute):
+                yield node.target
+            yield from _ending_conditions(node)
+        case ast.If() | ast.IfExp() if _SCHEDULE.search(ast.unparse(node)):
+            yield node.test
+        case ast.Assign() if _sets_schedule(node):
+            yield node.value
+        case ast.Call() if _OTHER_FILES.search(ast.unparse(node.func)):
+            yield from node.args[:1]
+
+
+def _sets_schedule(assignment: ast.Assign) -> bool:
+    return any(_SCHEDULE.search(ast.unparse(target)) for target in assignment.targets)
+
+
+def _ending_conditions(loop: ast.For | ast.While) -> Iterator[ast.AST]:
+    for node in _walk_all(loop.body):
+        if isinstance(node, ast.If) and _ends_loop(node):
+            yield node.test
+
+
+def _saved_expressions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a node puts into a dict, list or tuple, or hands to a function that saves."""
+    match node:
+        case ast.Dict():
+            yield from node.values
+        case ast.List() | ast.Tuple():
+            yield from node.elts
+        case ast.Call() if _SAVES.search(ast.unparse(node.func)):
+            yield from node.args
+            for keyword in node.keywords:
+                yield keyword.value
+
+
+def _ends_loop(node: ast.If) -> bool:
+    for part in _walk_all(node.body):
+        if isinstance(part, ast.Break | ast.Return):
+            return True
+        if isinstance(part, ast.Call) and ast.unparse(part.func) in _EXITS:
+            return True
+    return False
+
+
+def _walk_all(nodes: Iterable[ast.AST]) -> list[ast.AST]:
+    walked: list[ast.AST] = []
+    for node in nodes:
+        walked.extend(ast.walk(node))
+    return walked
+
+
+def _read_all(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the last names of the variables and attributes that expressions read, without those of
+    their texts.
+    """
+    names = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        if not isinstance(node, ast.JoinedStr):
+            waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def _targets(target: ast.expr) -> list[ast.expr]:
+    if isinstance(target, ast.Tuple | ast.List):
+        return target.elts
+    return [target]
