@@ -77,7 +77,7 @@ def _committing(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(trainer: Any, *given: Any, **options: Any) -> Any:
-        callback = importlib.import_module(f"ebbflow.integrations.{library}").CommitCallback
+        callback = _commit_callback(library)
         if library == "transformers":
             callbacks = trainer.callback_handler.callbacks
         else:
@@ -95,3 +95,12 @@ def _committing(
         return original(trainer, *given, **options)
 
     return train
+
+
+def _commit_callback(library: str) -> Any:
+    """Import the callback of a library. Each adapter needs its own library."""
+    if library == "transformers":
+        from ebbflow.integrations.transformers import CommitCallback
+    else:
+        from ebbflow.integrations.lightning import CommitCallback
+    return CommitCallback

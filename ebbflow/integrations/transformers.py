@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from ebbflow.training.attach.folder import FolderJob, attach_folder
+from ebbflow.training.attach.attach import attach_folder
+from ebbflow.training.attach.folder import FolderJob
 from ebbflow.training.attach.job import refuse
 from ebbflow.training.errors import AttachError
 

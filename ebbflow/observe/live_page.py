@@ -7,13 +7,13 @@ notification channels.
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import KnownJob, remember_job, write_atomically
+from ebbflow.core.process import OwnProgram, own_program_line
 from ebbflow.core.program import python_path
 from ebbflow.flows.job import RUNS
 from ebbflow.observe.tracking_process import start_tracking
@@ -117,19 +117,10 @@ class LivePageWriter:
 
     def _start(self, job: str) -> subprocess.Popen[bytes]:
         self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
-        words = [
-            sys.executable,
-            "-m",
-            "ebbflow",
-            "watch",
-            job,
-            "--store",
-            self._store,
-            "--write",
-            str(self._page),
-        ]
+        words = ["watch", job, "--store", self._store, "--write", str(self._page)]
+        words += ["--parent", str(os.getpid())]
         return subprocess.Popen(
-            [*words, "--parent", str(os.getpid())],
+            own_program_line(OwnProgram.COMMAND, *words),
             env={**os.environ, "PYTHONPATH": python_path()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -3,11 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ebbflow.core.process import OwnProgram, own_program_line
 from ebbflow.core.program import python_path
 
 _END_SECONDS = 20.0  # the process ends its last requests within a shorter time
@@ -23,17 +23,8 @@ class TrackingProcess:
     def __init__(
         self, job: str, store: str, config: Mapping[str, Any], tell: Callable[[str], None]
     ) -> None:
-        self._words = [
-            sys.executable,
-            "-m",
-            "ebbflow",
-            "track",
-            job,
-            "--store",
-            store,
-            "--parent",
-            str(os.getpid()),
-        ]
+        words = ["track", job, "--store", store, "--parent", str(os.getpid())]
+        self._words = own_program_line(OwnProgram.COMMAND, *words)
         self._config = json.dumps(config)
         self._tell = tell
         self._process: subprocess.Popen[str] | None = None

@@ -14,7 +14,6 @@ It exchanges lines of JSON with its node's agent over stdin and stdout:
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import select
@@ -26,16 +25,6 @@ from ebbflow.core.process import die_with_parent
 
 _PR_SET_NAME = 15  # <linux/prctl.h>
 _LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM)  # the agent decides how its ranks end
-# Modules that are imported only when a rank trains, not by importing `ebbflow.training.worker`.
-_LATER = (
-    "numpy.random",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.tensor",
-    "torch.nn.parallel",
-    "torch.nn.attention",
-    "ebbflow.workloads.language.language_model",
-)
 
 
 def serve(agent_pid: int) -> None:
@@ -46,14 +35,24 @@ def serve(agent_pid: int) -> None:
     die_with_parent(agent_pid)
     for number in _LEFT_TO_THE_AGENT:
         signal.signal(number, signal.SIG_IGN)
-    import ebbflow.training.worker  # noqa: F401 - loaded here for all forked ranks
-
-    for name in _LATER:
-        importlib.import_module(name)
+    _import_for_ranks()
     gc.collect()
     gc.freeze()  # the collector does not write to these pages, so they remain shared
     own_pid = os.getpid()
     _become(_await_request(), own_pid)
+
+
+def _import_for_ranks() -> None:
+    """Import once, for all forked ranks, what a rank imports before its first step."""
+    import numpy.random  # noqa: F401
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import torch.nn.attention
+    import torch.nn.parallel  # noqa: F401
+
+    import ebbflow.training.worker
+    import ebbflow.workloads.language.language_model  # noqa: F401
 
 
 def _await_request() -> dict[str, Any]:

@@ -4,7 +4,6 @@
 `Workload` of `training`, and never prices or Metaflow.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,19 +20,32 @@ __all__ = [
     "PointCloudDiffusion",
     "PolicyOptimization",
 ]
-_MODULES = {
-    "HuggingFace": "language.hugging_face",
-    "ImageClassifier": "vision.classifier",
-    "ImageModel": "vision.timm_models",
-    "PointCloudDiffusion": "points.point_clouds",
-    "PolicyOptimization": "policy.policy_optimization",
-}
 
 
 def __getattr__(name: str) -> Any:
     """Import a workload on first use, since each needs libraries that the others do not."""
-    if name not in _MODULES:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
-        )
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    match name:
+        case "HuggingFace":
+            from ebbflow.workloads.language.hugging_face import HuggingFace
+
+            return HuggingFace
+        case "ImageClassifier":
+            from ebbflow.workloads.vision.vision import ImageClassifier
+
+            return ImageClassifier
+        case "ImageModel":
+            from ebbflow.workloads.vision.timm_models import ImageModel
+
+            return ImageModel
+        case "PointCloudDiffusion":
+            from ebbflow.workloads.points.point_clouds import PointCloudDiffusion
+
+            return PointCloudDiffusion
+        case "PolicyOptimization":
+            from ebbflow.workloads.policy.policy_optimization import PolicyOptimization
+
+            return PolicyOptimization
+        case _:
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+            )

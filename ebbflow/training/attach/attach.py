@@ -2,7 +2,6 @@
 training loop.
 """
 
-import importlib
 import multiprocessing
 import os
 import sys
@@ -21,6 +20,7 @@ from ebbflow.core.errors import InfraError
 from ebbflow.core.layout import job_of_script, job_prefix
 from ebbflow.core.store import Store
 from ebbflow.training.attach import job as attached_job
+from ebbflow.training.attach.folder import FolderJob
 from ebbflow.training.attach.job import AttachedJob, Stateful, refuse
 from ebbflow.training.attach.standalone import claim_for_ranks, open_job, share_from_rank_0
 from ebbflow.training.checkpoint.signing import use_signing_key
@@ -31,8 +31,6 @@ from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 
-# Class of the model: integration
-_SHARDING = {"DeepSpeedEngine": "deepspeed", "FullyShardedDataParallel": "fsdp1"}
 Job = TypeVar("Job", bound=AttachedJob)
 
 
@@ -72,11 +70,7 @@ def attach(
         if isinstance(inner, Optimizer):
             optimizer = inner  # accelerate's wrapper runs no hooks
         _check_arguments(model, optimizer, states)
-        kind = AttachedJob
-        if library := _sharding_library(model):
-            kind = importlib.import_module(
-                f"ebbflow.integrations.{library}"
-            ).Job  # no room imports it when it is loaded
+        kind = _job_class(model)
         return open_attached(
             lambda spec, gang: kind(spec, gang, model, optimizer, states),
             store=store,
@@ -87,10 +81,39 @@ def attach(
         refuse(error)
 
 
-def _sharding_library(model: nn.Module) -> str:
-    """Return the integration for a model whose state only its library can save, else ""."""
+def attach_folder(
+    into: Path | str,
+    *,
+    store: str | None = None,
+    name: str | None = None,
+    config: str | Path | None = None,
+) -> FolderJob:
+    """Attach this process to a job whose commits are folders, and restore the newest commit into
+    the folder `into`.
+
+    Call it on every rank. The other arguments are those of `ebbflow.attach`.
+    """
+    try:
+        folder = Path(into)
+        return open_attached(
+            lambda spec, gang: FolderJob(spec, gang, folder), store=store, name=name, config=config
+        )
+    except (TrainingError, InfraError) as error:
+        refuse(error)
+
+
+def _job_class(model: nn.Module) -> type[AttachedJob]:
+    """Return the class of the job: that of an integration if only a library can save the model."""
     kinds = {type(module).__name__ for module in model.modules()}
-    return next((library for kind, library in _SHARDING.items() if kind in kinds), "")
+    if "DeepSpeedEngine" in kinds:
+        from ebbflow.integrations.deepspeed import Job as DeepSpeedJob
+
+        return DeepSpeedJob
+    if "FullyShardedDataParallel" in kinds:
+        from ebbflow.integrations.fsdp1 import Job as ShardedJob
+
+        return ShardedJob
+    return AttachedJob
 
 
 def _check_arguments(
@@ -117,7 +140,7 @@ def _check_arguments(
                 f"attach: {name} has type {type(one).__name__}, without state_dict and "
                 "load_state_dict; fix: give it both, or leave it out"
             )
-    if _sharding_library(model):
+    if _job_class(model) is not AttachedJob:
         return
     try:
         named_state(model, optimizer)

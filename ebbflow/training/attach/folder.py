@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ebbflow.core.errors import InfraError
-from ebbflow.training.attach.attach import open_attached
 from ebbflow.training.attach.guards import describe_resize
 from ebbflow.training.attach.job import AttachedJob, refuse
 from ebbflow.training.checkpoint.manifest import TensorEntry
@@ -31,27 +29,6 @@ from ebbflow.training.limits import Position, Stop
 from ebbflow.training.step_sync import StepSync
 
 _PREFIX = f"{SHARED_PREFIX}file."
-
-
-def attach_folder(
-    into: Path | str,
-    *,
-    store: str | None = None,
-    name: str | None = None,
-    config: str | Path | None = None,
-) -> FolderJob:
-    """Attach this process to a job whose commits are folders, and restore the newest commit into
-    the folder `into`.
-
-    Call it on every rank. The other arguments are those of `ebbflow.attach`.
-    """
-    try:
-        folder = Path(into)
-        return open_attached(
-            lambda spec, gang: FolderJob(spec, gang, folder), store=store, name=name, config=config
-        )
-    except (TrainingError, InfraError) as error:
-        refuse(error)
 
 
 class FolderJob(AttachedJob):

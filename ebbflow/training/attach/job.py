@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import math
 import signal
 import sys
@@ -54,8 +53,8 @@ from ebbflow.training.checkpoint.restore import Place, RestoreResult
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name, to_bytes
 from ebbflow.training.engine.parallel import Spread, refuse_unused_parameters
+from ebbflow.training.engine.profiler import make_profiler
 from ebbflow.training.engine.trainer_setup import (
-    PROFILER,
     make_limits,
     make_save_schedule,
     meet_others,
@@ -161,9 +160,7 @@ class AttachedJob:
             save_schedule=schedule,
         )
         self._guards = ScriptGuards(spec, config, gang, self._reporter)
-        self._profiler = importlib.import_module(PROFILER).make_profiler(
-            spec, config, gang, self._reporter
-        )
+        self._profiler = make_profiler(spec, config, gang, self._reporter)
         self._seed = torch.initial_seed()
         # Samples of the job, and of this epoch on all ranks
         self.batch = self._samples = self._epoch_samples = 0

@@ -7,7 +7,6 @@ other script starts from the beginning.
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import runpy
@@ -15,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ebbflow.core.config.load import load_config, values_with_sources
@@ -26,9 +26,11 @@ from ebbflow.core.launchers import claim_job
 from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.integrations import switch_on
 from ebbflow.observe.tracking_process import start_tracking
 from ebbflow.training.attach.script_folder import find_script
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
+from ebbflow.training.engine.profiler import profile_script
 from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.launch.agent import run_gang
 from ebbflow.training.launch.heartbeat import Heartbeat
@@ -175,6 +177,10 @@ def run_script(spec: WorkerSpec) -> LoopResult:
 
     Return its attached job's result, or COMPLETED at step 0 if it never attached.
     """
+    # With torch, which the launcher does not import
+    from ebbflow.training.attach import job as attached_job
+    from ebbflow.training.attach.standalone import write_result
+
     script = find_script(
         spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri)
     )
@@ -185,23 +191,21 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     if spec.heartbeat_path:
         heartbeat = Heartbeat(Path(spec.heartbeat_path))
         threading.Thread(
-            target=_beat_while_working, args=(heartbeat,), name="heartbeat", daemon=True
+            target=_beat_while_working,
+            args=(heartbeat, lambda: attached_job.current is not None),
+            name="heartbeat",
+            daemon=True,
         ).start()
-    importlib.import_module(
-        "ebbflow.integrations"
-    ).switch_on()  # no room imports it when it is loaded itself
+    switch_on()
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
     try:
         try:
-            with importlib.import_module("ebbflow.training.engine.profiler").profile_script(spec):
+            with profile_script(spec, lambda: attached_job.current is not None):
                 runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0) and not result.is_file():
                 raise
-        from ebbflow.training.attach import job as attached_job
-        from ebbflow.training.attach.standalone import write_result
-
         if attached_job.current is not None:
             attached_job.current.close_at_exit()
     except SystemExit as end:
@@ -219,13 +223,12 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     return ending
 
 
-def _beat_while_working(heartbeat: Heartbeat) -> None:
+def _beat_while_working(heartbeat: Heartbeat, is_attached: Callable[[], bool]) -> None:
     """Send heartbeats while this process uses CPU time, as long as no attached job sends its own."""
     used = 0.0
     while True:
         time.sleep(_LOOK_SECONDS)
-        attached = sys.modules.get("ebbflow.training.attach.job")
         now = time.process_time() - time.thread_time()
-        if now - used >= _LEAST_CPU_SECONDS and getattr(attached, "current", None) is None:
+        if now - used >= _LEAST_CPU_SECONDS and not is_attached():
             heartbeat.beat(0, "evaluation")
         used = now

@@ -4,29 +4,61 @@ Therefore the package and its torch-free modules, such as lineage, uploader and 
 imported without torch.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOME = {
-    "Checkpointer": "ebbflow.training.checkpoint.checkpointer",
-    "CommitReader": "ebbflow.training.checkpoint.dcp_reader",
-    "CommitRef": "ebbflow.training.checkpoint.lineage",
-    "Generation": "ebbflow.training.checkpoint.lineage",
-    "RejectedCommit": "ebbflow.training.checkpoint.restore",
-    "RestoreResult": "ebbflow.training.checkpoint.restore",
-    "RetentionPolicy": "ebbflow.training.checkpoint.retention",
-    "FROM_SCRATCH": "ebbflow.training.checkpoint.lineage",
-    "newest_commits": "ebbflow.training.checkpoint.lineage",
-    "open_generation": "ebbflow.training.checkpoint.lineage",
-    "record_permits": "ebbflow.training.checkpoint.rollback",
-    "read_generation": "ebbflow.training.checkpoint.lineage",
-    "reachable_commits": "ebbflow.training.checkpoint.lineage",
-    "trace_lineage": "ebbflow.training.checkpoint.lineage",
-    "verify_commit": "ebbflow.training.checkpoint.reader",
-}
+if TYPE_CHECKING:
+    from ebbflow.training.checkpoint.checkpointer import Checkpointer
+    from ebbflow.training.checkpoint.dcp_reader import CommitReader
+    from ebbflow.training.checkpoint.lineage import (
+        FROM_SCRATCH,
+        CommitRef,
+        Generation,
+        newest_commits,
+        open_generation,
+        reachable_commits,
+        read_generation,
+        trace_lineage,
+    )
+    from ebbflow.training.checkpoint.reader import verify_commit
+    from ebbflow.training.checkpoint.restore import RejectedCommit, RestoreResult
+    from ebbflow.training.checkpoint.retention import RetentionPolicy
+    from ebbflow.training.checkpoint.rollback import record_permits
+
+__all__ = [
+    "FROM_SCRATCH",
+    "Checkpointer",
+    "CommitReader",
+    "CommitRef",
+    "Generation",
+    "RejectedCommit",
+    "RestoreResult",
+    "RetentionPolicy",
+    "newest_commits",
+    "open_generation",
+    "reachable_commits",
+    "read_generation",
+    "record_permits",
+    "trace_lineage",
+    "verify_commit",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    match name:
+        case "Checkpointer":
+            from ebbflow.training.checkpoint import checkpointer as module
+        case "CommitReader":
+            from ebbflow.training.checkpoint import dcp_reader as module
+        case "RejectedCommit" | "RestoreResult":
+            from ebbflow.training.checkpoint import restore as module
+        case "RetentionPolicy":
+            from ebbflow.training.checkpoint import retention as module
+        case "record_permits":
+            from ebbflow.training.checkpoint import rollback as module
+        case "verify_commit":
+            from ebbflow.training.checkpoint import reader as module
+        case _ if name in __all__:
+            from ebbflow.training.checkpoint import lineage as module
+        case _:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)

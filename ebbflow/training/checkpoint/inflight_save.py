@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ebbflow.core.errors import StoreFull
 from ebbflow.core.events import COMMIT, COMMIT_FAILED
+from ebbflow.core.process import OwnProgram, own_program_line
 from ebbflow.core.program import python_path
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId
@@ -64,7 +65,7 @@ class UploaderClient:
         """
         arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ebbflow.training.checkpoint.uploader", *arguments],
+            own_program_line(OwnProgram.UPLOADER, *arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -34,7 +34,7 @@ from ebbflow.core.errors import (
     StoreUnavailable,
 )
 from ebbflow.core.layout import data_key, data_prefix, index_key, index_prefix, parse_commit_key
-from ebbflow.core.process import die_with_parent
+from ebbflow.core.process import OwnProgram, die_with_parent, own_program_line
 from ebbflow.core.program import python_path
 from ebbflow.core.retry import backoff_pauses, retry
 from ebbflow.core.store import Store
@@ -445,7 +445,7 @@ def find_problem_in_new_process(
             arguments += [object_key, str(chunk)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ebbflow.training.checkpoint.reader", *arguments],
+            own_program_line(OwnProgram.PART_READER, *arguments),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_READ_SECONDS,

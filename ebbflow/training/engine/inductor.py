@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 
 import torch
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import ObjectNotFound
@@ -41,6 +40,9 @@ def open_compile_cache(config: RunConfig, gang: Gang, store: Store) -> Callable[
     if on_gpu:
         kind = torch.cuda.get_device_name(gang.device)
     else:
+        # The compiler, which takes a second to import
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
         kind = f"{platform.machine()} {pick_vec_isa()}"
     instructions = torch.backends.cpu.get_cpu_capability()
     settings = config.model_dump(mode="json", include=_MODEL)

@@ -10,7 +10,6 @@ on the parallel mode. Units of one class share one subclass, so they are compile
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import re
 import sys
@@ -38,6 +37,7 @@ from ebbflow.core.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.core.footprint import SMALL_MODEL_BYTES, shard_ranks
 from ebbflow.training.compat import HashStore, compile_module, set_group_timeout
 from ebbflow.training.engine import tensor_parallel
+from ebbflow.training.engine.float8 import convert_units
 from ebbflow.training.engine.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.errors import ParallelError, WorkloadError
 from ebbflow.training.gang import Gang
@@ -172,7 +172,6 @@ def compress_gradients(model: DistributedDataParallel, kind: str) -> Callable[[]
     return functools.partial(state.__init__, *settings)
 
 
-FLOAT8 = "ebbflow.training.engine.float8"  # no room imports it when it is loaded itself
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -459,7 +458,7 @@ def spread_model(
     if config.fsdp.float8 != "off":
         names = {id(part): name for name, part in module.named_modules()}
         named = [(names[id(unit)], unit) for unit in units]
-        importlib.import_module(FLOAT8).convert_units(named, config.fsdp.float8, gang.device)
+        convert_units(named, config.fsdp.float8, gang.device)
     blank = copy.deepcopy(module)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     place = RankLayout(gang.world_size, gang.ranks_per_node, gang.device.type == "cuda", parameters)

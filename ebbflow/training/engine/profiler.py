@@ -175,7 +175,7 @@ class StepProfiler:
 
 
 @contextmanager
-def profile_script(spec: WorkerSpec) -> Iterator[None]:
+def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterator[None]:
     """Profile the configured steps of a script in this context, unless it attaches: then its job
     profiles them.
 
@@ -188,7 +188,6 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
 
     from ebbflow.core.event_log import EventLog
     from ebbflow.core.events import Origin
-    from ebbflow.training.attach import job as attached_job
     from ebbflow.training.gang import Gang
     from ebbflow.training.reporter import Clock, Reporter
 
@@ -206,7 +205,7 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
     counted: list[Any] = []  # the optimizer that stepped first, once for each step
 
     def count(optimizer: Any, *_: Any) -> None:
-        if attached_job.current is None and optimizer in (counted or [optimizer]):
+        if not is_attached() and optimizer in (counted or [optimizer]):
             counted.append(optimizer)
             profiler.reach(len(counted) + 1)
 
@@ -220,7 +219,7 @@ def profile_script(spec: WorkerSpec) -> Iterator[None]:
             yield
         finally:
             hook.remove()
-            if attached_job.current is None:
+            if not is_attached():
                 reporter.close()
 
 

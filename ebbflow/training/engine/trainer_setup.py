@@ -4,7 +4,6 @@ The trainer has data, model, optimizer, saver, limits and progress.
 """
 
 import contextlib
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +32,10 @@ from ebbflow.training.checkpoint import (
 from ebbflow.training.checkpoint.hugging_face import check_settings
 from ebbflow.training.engine.guards.guards import apply_overrides, fit_micro_batch, make_guards
 from ebbflow.training.engine.guards.overrides import Overrides
+from ebbflow.training.engine.inductor import open_compile_cache
 from ebbflow.training.engine.optimizer import Muon, keep_average, make_optimizer
 from ebbflow.training.engine.parallel import DTYPES, report_compilation, spread_model
+from ebbflow.training.engine.profiler import make_profiler, record_memory
 from ebbflow.training.engine.trainer import Rehearsal, Trainer
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.gang import Gang, time_waits
@@ -56,8 +57,6 @@ from ebbflow.training.workload_loader import (
     wrap_user_workload,
 )
 
-PROFILER = "ebbflow.training.engine.profiler"  # no room imports it when it is loaded itself
-COMPILE_CACHE = "ebbflow.training.engine.inductor"
 _RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 
 
@@ -86,14 +85,13 @@ def build_trainer(
         time_waits(clock.exclude)
     spread = spread_model(workload, config, gang, overwritten=overwritten, progress=alive)
     reporter.on_close(report_compilation(lambda: reporter.enter_temporarily("compile")))
-    on_step = [importlib.import_module(COMPILE_CACHE).open_compile_cache(config, gang, store)]
+    on_step = [open_compile_cache(config, gang, store)]
     optimizer = _optimizer(workload, spread.module, config)
     if config.training.ema is not None:
         keep_average(optimizer, config.training.ema)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
-    tracking: Any = importlib.import_module(PROFILER)
-    guards.keep_snapshot = tracking.record_memory(spec, config, gang, reporter)
-    profiler = tracking.make_profiler(spec, config, gang, reporter)
+    guards.keep_snapshot = record_memory(spec, config, gang, reporter)
+    profiler = make_profiler(spec, config, gang, reporter)
     if profiler is not None:
         on_step.append(profiler.reach)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ebbflow.core.errors import InfraError, Outcome
-from ebbflow.core.process import die_with_parent
+from ebbflow.core.process import OwnProgram, die_with_parent, own_program_line
 from ebbflow.core.program import begin_program, python_path
 from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.training.checkpoint.signing import use_signing_key
@@ -140,14 +140,8 @@ class LocalGang:
             spec_path.write_text(node_spec.to_json())
             prefix = command(node) if command is not None else []
             with open(output, "ab") as log:
-                agent = [
-                    *prefix,
-                    sys.executable,
-                    "-m",
-                    "ebbflow.training.launch.agent",
-                    str(spec_path),
-                    str(result),
-                ]
+                program = own_program_line(OwnProgram.AGENT, str(spec_path), str(result))
+                agent = [*prefix, *program]
                 process = subprocess.Popen(
                     agent, env=environment, stdout=log, stderr=subprocess.STDOUT
                 )

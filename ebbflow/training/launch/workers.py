@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -30,9 +29,11 @@ from pydantic import TypeAdapter, ValidationError
 from ebbflow.core.keeper import Keeper, RemoteChild, kill_until_none
 from ebbflow.core.process import (
     MessageReader,
+    OwnProgram,
     ProcessStat,
     all_processes,
     descendants,
+    own_program_line,
     process_stat,
     process_state,
     signal_name,
@@ -73,7 +74,7 @@ class Standby:
         self._answers, its_output = os.pipe()
         try:
             with open(log, "wb") as errors:
-                command = [sys.executable, "-m", "ebbflow.training", "--standby"]
+                command = own_program_line(OwnProgram.RANK, "--standby")
                 self._process = start_process(
                     command, environment, (its_input, its_output, errors.fileno()), keeper
                 )
@@ -375,7 +376,7 @@ class WorkerGroup:
                 forked = None
             if forked is not None:
                 return forked
-            command = [sys.executable, "-m", "ebbflow.training"]
+            command = own_program_line(OwnProgram.RANK)
             with open(log, "ab") as output, open(os.devnull, "rb") as nothing:
                 return start_process(
                     command,

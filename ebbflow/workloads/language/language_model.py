@@ -6,7 +6,6 @@ computes the model's size with `ebbflow.core.footprint.causal_lm_shape`.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,6 @@ from ebbflow.training.engine import tensor_parallel as tensor
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
-DOCUMENTS = "ebbflow.workloads.language.documents"  # no room imports it when it is loaded itself
 _INITIAL_STD = 0.02
 _STEPS_AHEAD = 4  # of a token stream
 
@@ -87,6 +85,48 @@ class KeyValues:
         self.length = self.length + key.shape[2]
         self._both[:, :, :, start : self.length] = torch.stack((key, value))
         return self._both[0, :, :, : self.length], self._both[1, :, :, : self.length]
+
+
+class Documents(KeyValues):
+    """The documents of a batch, as the context of its tokens. No earlier tokens are kept.
+
+    Args:
+        tokens: `[batch, length]`.
+        end: the token that is the last one of a document.
+    """
+
+    def __init__(self, tokens: Tensor, end: int) -> None:
+        super().__init__(0)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        starts = (places * F.pad(tokens[:, :-1] == end, (1, 0))).cummax(dim=1).values
+        self._positions = places - starts
+
+    def positions(self, length: int) -> Tensor:
+        """Return the position of each token in its document, `[batch, length]`."""
+        return self._positions
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def make_mask(self, x: Tensor) -> None:
+        """Make the mask of causal attention in each document, `[batch, 1, length, length]`, for all
+        blocks.
+
+        It is 0 or -inf and has the dtype of the queries that are computed from `x`, because
+        attention would make such a copy of a mask of bools in each block.
+        """
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = x.dtype
+        places = torch.arange(self._positions.shape[1], device=self._positions.device)
+        behind = places[:, None] - places  # how many places a token is behind another
+        hidden = (behind < 0) | (behind > self._positions[:, :, None])
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, -math.inf
+        )
+        self.mask = mask[:, None]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -> Tensor:
@@ -344,7 +384,7 @@ class CausalLM(nn.Module):
         end = self.config.end_of_document
         documents = None
         if end is not None and not past:
-            documents = importlib.import_module(DOCUMENTS).Documents(tokens, end)
+            documents = Documents(tokens, end)
         context = past or [documents] * len(self.blocks)
         x = self.embeddings(tokens, context[0])
         if documents is not None:
