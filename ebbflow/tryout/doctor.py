@@ -26,7 +26,7 @@ from typing import Any
 from ebbflow.tryout.harness import torchrun_variables
 from ebbflow.tryout.resume_findings import (
     UNEXPLAINED,
-    Finding,
+    LostState,
     compare,
     find_deciding,
     find_passing,
@@ -35,7 +35,7 @@ from ebbflow.tryout.resume_findings import (
 )
 from ebbflow.tryout.resume_patches import Places, explain, find_assignment
 from ebbflow.tryout.script_copy import copy_folder
-from ebbflow.tryout.script_tracer import Record, run_traced
+from ebbflow.tryout.script_tracer import StepRecord, run_traced
 
 _RUN_SECONDS = 180.0
 _LAST_SECONDS = 10.0  # for the other ranks after one has ended
@@ -114,7 +114,7 @@ class _Run:
         lines_by_rank: list[list[Any]] = []
         for trace in traces:
             lines_by_rank.append([json.loads(line) for line in trace.read_text().splitlines()])
-        self.records: list[list[Record]] = []
+        self.records: list[list[StepRecord]] = []
         lines: list[Any] = []
         for lines_of_rank in lines_by_rank:
             self.records.append([line for line in lines_of_rank if "params" in line])
@@ -206,13 +206,13 @@ def _wait(running: set[int]) -> None:
 class _Verdict:
     """What the resumed runs of a script have lost."""
 
-    ranks_by_finding: dict[Finding, set[int]] = field(default_factory=dict)
+    ranks_by_finding: dict[LostState, set[int]] = field(default_factory=dict)
     # Lost variables on which no weight depends, in the order in which they were found
     unused: dict[str, None] = field(default_factory=dict)
     points: list[str] = field(default_factory=list)  # the kills, and the steps of the resumes
     load_place: str = ""  # file and line that loads; "" if it was not seen
 
-    def add(self, rank: int, findings: list[Finding]) -> None:
+    def add(self, rank: int, findings: list[LostState]) -> None:
         for finding in findings:
             if finding.kind == "unused":
                 self.unused[finding.variable] = None
@@ -316,7 +316,7 @@ def _print_verdict(runs: _Runs, whole: _Run, sources: dict[str, str], verdict: _
             only = f" on rank {', '.join(map(str, sorted(where)))}"
         print("\n".join(explain(sources, finding, places, only=only)))
     for variable in verdict.unused:
-        if Finding("counter", variable) not in lost:
+        if LostState("counter", variable) not in lost:
             place = find_assignment(sources, variable) or name
             print(
                 "  remark: not restored, and no weight depends on it in these steps: "

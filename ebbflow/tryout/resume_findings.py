@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ebbflow.tryout.script_tracer import Record
+from ebbflow.tryout.script_tracer import StepRecord
 
 # Kinds of variables that the tracer takes for a copy of the weights
 AVERAGES = ("dict", "list", "tuple")
@@ -21,17 +21,17 @@ _OTHER_FILES = re.compile(r"\b(json|pickle|yaml)\.dump$")
 _EXITS = ("exit", "quit", "sys.exit")
 
 
-class Finding(NamedTuple):
+class LostState(NamedTuple):
     """A lost state: its kind, and the variable that holds it, or "" if no variable is known."""
 
     kind: str
     variable: str
 
 
-UNEXPLAINED = Finding("unknown", "")
+UNEXPLAINED = LostState("unknown", "")
 
 
-def why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
+def why_not_repeatable(whole: list[StepRecord], killed: list[StepRecord]) -> str:
     """Return what differs first between two equal starts, or ""."""
     for step, (record, other) in enumerate(zip(whole, killed, strict=False), start=1):
         for key, name in _COMPARED.items():
@@ -40,7 +40,7 @@ def why_not_repeatable(whole: list[Record], killed: list[Record]) -> str:
     return ""
 
 
-def find_unlike(whole: list[Record], killed: list[Record]) -> frozenset[str]:
+def find_unlike(whole: list[StepRecord], killed: list[StepRecord]) -> frozenset[str]:
     """Return the counters that differ between two equal starts, such as a time in microseconds."""
     unlike: set[str] = set()
     for record, other in zip(whole, killed, strict=False):
@@ -53,14 +53,14 @@ def find_unlike(whole: list[Record], killed: list[Record]) -> frozenset[str]:
 
 
 def compare(
-    whole: list[Record],
-    resumed: list[Record],
+    whole: list[StepRecord],
+    resumed: list[StepRecord],
     kill: int,
     *,
     passing: frozenset[str] = frozenset(),
     deciding: frozenset[str] = frozenset(),
     unlike: frozenset[str] = frozenset(),
-) -> tuple[int, list[Finding]]:
+) -> tuple[int, list[LostState]]:
     """Return the step from which a resumed run continued, and the state that it had lost.
 
     `whole` has the records of the uninterrupted run, `resumed` those of the resumed run, both of
@@ -69,33 +69,33 @@ def compare(
     decides nothing is "unused" if no weight differs.
     """
     if not resumed:
-        return 0, [Finding("start", "")]
+        return 0, [LostState("start", "")]
     first = resumed[0]
     same = [
         step for step, record in enumerate(whole[: kill + 1]) if record["params"] == first["params"]
     ]
     if not same:
-        return 0, [Finding("weights", "")]
+        return 0, [LostState("weights", "")]
     at = same[-1]
     if at == 0:
         kind = "weights" if _some_count_went_on(whole, first, unlike) else "start"
-        return 0, [Finding(kind, "")]
+        return 0, [LostState(kind, "")]
     before = whole[at]
     lost_counters = [name for name in _lost_counters(whole, at, first) if name not in unlike]
     findings = _lost_objects(whole, at, first)
     findings += _lost_counts(whole, lost_counters, passing=passing, deciding=deciding)
     if before.get("buffers") != first.get("buffers"):
-        findings.append(Finding("buffers", ""))
+        findings.append(LostState("buffers", ""))
     pairs = list(zip(whole[at:], resumed, strict=False))
     if all(record["params"] == other["params"] for record, other in pairs):
         return at, [_mark_unused(finding, deciding) for finding in findings]
     drawn = _lost_generators(whole, before, first)
     findings += drawn
     if any(record.get("batch") != other.get("batch") for record, other in pairs[:-1]):
-        findings.append(Finding("drawn data" if drawn else "data", ""))
+        findings.append(LostState("drawn data" if drawn else "data", ""))
     if not findings:
         # Such as that of enumerate, for accumulated gradients
-        findings = [Finding("index", name) for name in lost_counters]
+        findings = [LostState("index", name) for name in lost_counters]
     return at, findings or [UNEXPLAINED]
 
 
@@ -164,7 +164,7 @@ def last_name(variable: str) -> str:
     return variable.partition("[")[0].rpartition(".")[2]
 
 
-def _some_count_went_on(whole: list[Record], first: Record, unlike: frozenset[str]) -> bool:
+def _some_count_went_on(whole: list[StepRecord], first: StepRecord, unlike: frozenset[str]) -> bool:
     """Return whether a count of the resumed run begins higher than that of the whole run."""
     begun = whole[0]["counters"]
     return any(
@@ -173,13 +173,13 @@ def _some_count_went_on(whole: list[Record], first: Record, unlike: frozenset[st
     )
 
 
-def _mark_unused(finding: Finding, deciding: frozenset[str]) -> Finding:
+def _mark_unused(finding: LostState, deciding: frozenset[str]) -> LostState:
     if finding.kind == "counter" and last_name(finding.variable) not in deciding:
-        return Finding("unused", finding.variable)
+        return LostState("unused", finding.variable)
     return finding
 
 
-def _histories(whole: list[Record]) -> dict[str, list[int]]:
+def _histories(whole: list[StepRecord]) -> dict[str, list[int]]:
     """Return the values of each number that the first step knows, by name."""
     histories: dict[str, list[int]] = {}
     for name in whole[0]["counters"]:
@@ -189,7 +189,7 @@ def _histories(whole: list[Record]) -> dict[str, list[int]]:
     return histories
 
 
-def _lost_counters(whole: list[Record], at: int, first: Record) -> list[str]:
+def _lost_counters(whole: list[StepRecord], at: int, first: StepRecord) -> list[str]:
     known = whole[at]["counters"]
     histories = _histories(whole)
     changed = [name for name, values in histories.items() if len(set(values)) > 2 and name in known]
@@ -197,8 +197,8 @@ def _lost_counters(whole: list[Record], at: int, first: Record) -> list[str]:
 
 
 def _lost_counts(
-    whole: list[Record], lost: list[str], *, passing: frozenset[str], deciding: frozenset[str]
-) -> list[Finding]:
+    whole: list[StepRecord], lost: list[str], *, passing: frozenset[str], deciding: frozenset[str]
+) -> list[LostState]:
     """Return those of the lost numbers that count, each value once: first those that decide.
 
     A number that repeats another one, such as the steps since the start, needs no saving.
@@ -211,18 +211,18 @@ def _lost_counts(
         counts = values == sorted(values) and tuple(values) not in kept
         if name in lost and counts and last_name(name) not in passing:
             kept.add(tuple(values))
-            findings.append(Finding("counter", name))
+            findings.append(LostState("counter", name))
     return findings
 
 
-def _lost_objects(whole: list[Record], at: int, first: Record) -> list[Finding]:
+def _lost_objects(whole: list[StepRecord], at: int, first: StepRecord) -> list[LostState]:
     """Return the objects whose state differs, each once.
 
     A copy of the weights counts if it has changed since step 1.
 
     A script makes other copies too, such as for a save. These are not there at the first step.
     """
-    findings: dict[str | int, Finding] = {}
+    findings: dict[str | int, LostState] = {}
     for name, (kind, state, *identity) in whole[at]["objects"].items():
         now = first["objects"].get(name, [])
         if list(now[:2]) == [kind, state]:
@@ -230,11 +230,13 @@ def _lost_objects(whole: list[Record], at: int, first: Record) -> list[Finding]:
         begun = whole[0]["objects"].get(name) or whole[1]["objects"].get(name)
         if kind not in AVERAGES or (begun is not None and begun[1] != state):
             key = identity[0] if identity else name
-            findings.setdefault(key, Finding(kind, name))
+            findings.setdefault(key, LostState(kind, name))
     return list(findings.values())
 
 
-def _lost_generators(whole: list[Record], before: Record, first: Record) -> list[Finding]:
+def _lost_generators(
+    whole: list[StepRecord], before: StepRecord, first: StepRecord
+) -> list[LostState]:
     """Return the random generators that draw in the whole run and have another state."""
     if before.get("rng") == first.get("rng"):
         return []
@@ -242,7 +244,7 @@ def _lost_generators(whole: list[Record], before: Record, first: Record) -> list
     for name, state in before["rng"].items():
         states = {record["rng"].get(name) for record in whole[:-1]}
         if len(states) > 1 and first["rng"].get(name) != state:
-            findings.append(Finding("random", name))
+            findings.append(LostState("random", name))
     return findings
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ebbflow.tryout.resume_findings import AVERAGES, Finding, last_name
+from ebbflow.tryout.resume_findings import AVERAGES, LostState, last_name
 
 
 class _Loss(NamedTuple):
@@ -87,7 +87,7 @@ class Places:
 
 
 def explain(
-    sources: dict[str, str], finding: Finding, places: Places, *, only: str = ""
+    sources: dict[str, str], finding: LostState, places: Places, *, only: str = ""
 ) -> list[str]:
     """Return lines of text: the lost state, the line that assigns it, and the smallest patch.
 
@@ -137,7 +137,7 @@ def _line(place: str, places: Places) -> str:
     return f"line {place.removeprefix(f'{places.script}:')}"
 
 
-def _describe(finding: Finding) -> str:
+def _describe(finding: LostState) -> str:
     kind, variable = finding
     if kind in AVERAGES:
         return f"{variable} ({kind} of tensors): it is not restored"
@@ -148,7 +148,7 @@ def _describe(finding: Finding) -> str:
     return _LOSSES[kind].what
 
 
-def _find_patch(finding: Finding, *, only: bool) -> _Patch | None:
+def _find_patch(finding: LostState, *, only: bool) -> _Patch | None:
     kind, variable = finding
     key = re.sub(r"\W+", "_", variable.rpartition(".")[2]).strip("_") or "state"
     if kind == "random":

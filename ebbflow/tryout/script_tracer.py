@@ -33,7 +33,7 @@ _MOST_MEMBERS = 64  # of a list or dict whose members are looked at
 _SETTLE_SECONDS = 20.0  # for the other ranks, and for a commit of `ebbflow.attach`
 
 
-class Record(TypedDict):
+class StepRecord(TypedDict):
     """What a step begins with. The record of a run's end has weights only, and no counters."""
 
     batch: str

@@ -32,7 +32,7 @@ from ebbflow.training.attach.state import (
 )
 from ebbflow.training.errors import AttachError
 from ebbflow.tryout.resume_findings import (
-    Finding,
+    LostState,
     compare,
     find_deciding,
     find_passing,
@@ -326,7 +326,7 @@ def test_the_doctor_takes_a_dict_of_moving_averages_for_a_state_and_not_a_batch(
     assert compare(whole, [record("c", "1")], 3) == (2, [("dict", "average")])
     assert compare(whole, [record("c", "3")], 3) == (2, [])
     text = explain(
-        {"a.py": "average = {}"}, Finding("dict", "average"), Places("a.py", "a.py:7", "a.py:5")
+        {"a.py": "average = {}"}, LostState("dict", "average"), Places("a.py", "a.py:7", "a.py:5")
     )
     assert text[1:3] == [
         "      fix: line 7 saves:  'average': average",
