@@ -4,6 +4,7 @@
 This module calls the reference job sound, because it ran as expected.
 """
 
+import itertools
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -109,10 +110,7 @@ class Comparison:
     missing: tuple[str, ...]  # names of events that only the reference job has, such as commits
 
     def to_json(self) -> dict[str, Any]:
-        names = ("generation", "node", "rank", "step", "t", "text")
-        return asdict(self) | {
-            "new_lines": [{name: getattr(line, name) for name in names} for line in self.new_lines]
-        }
+        return {**asdict(self), "new_lines": [_line_to_json(line) for line in self.new_lines]}
 
     def render(self) -> str:
         parts = [
@@ -143,14 +141,15 @@ def compare_jobs(
         form = _form(line.text)
         if form and form not in known:
             new.setdefault(form, line)
-    have, had = ({event.name for event in each} for each in (events, sound))
+    names = {event.name for event in events}
+    sound_names = {event.name for event in sound}
     slower = sorted(
         _slower(events, sound),
-        key=lambda one: (one.since_step is None, one.sound_seconds - one.seconds),
+        key=lambda part: (part.since_step is None, part.sound_seconds - part.seconds),
     )
     # The other ranks wait for this one
-    if any(each.part in ("compute", LedgerClass.DATA_WAIT) for each in slower):
-        slower = [each for each in slower if each.part != _WAIT]
+    if any(slow.part in ("compute", LedgerClass.DATA_WAIT) for slow in slower):
+        slower = [slow for slow in slower if slow.part != _WAIT]
     straggler = _straggler(events)
     usual = _straggler(sound)
     if (
@@ -165,7 +164,7 @@ def compare_jobs(
         straggler=straggler,
         slower=tuple(slower[:_MOST_LINES]),
         new_lines=tuple(list(new.values())[:_MOST_LINES]),
-        missing=tuple(sorted(had - have)),
+        missing=tuple(sorted(sound_names - names)),
     )
 
 
@@ -173,16 +172,29 @@ def _form(text: str) -> str:
     return _DIGITS.sub("0", text).strip()
 
 
+def _line_to_json(line: LogLine) -> dict[str, Any]:
+    return {
+        "generation": line.generation,
+        "node": line.node,
+        "rank": line.rank,
+        "step": line.step,
+        "t": line.t,
+        "text": line.text,
+    }
+
+
+def _configured_values(events: Sequence[Event]) -> dict[str, Any]:
+    values = {}
+    for event in events:
+        if event.name == CONFIGURED:
+            for entry in event.data["settings"]:
+                values[entry["key"]] = entry.get("value")
+    return values
+
+
 def _settings(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[tuple[str, Any, Any]]:
-    mine, theirs = (
-        {
-            entry["key"]: entry.get("value")
-            for event in each
-            if event.name == CONFIGURED
-            for entry in event.data["settings"]
-        }
-        for each in (events, sound)
-    )
+    mine = _configured_values(events)
+    theirs = _configured_values(sound)
     for key in sorted(mine.keys() & theirs.keys()):
         if mine[key] != theirs[key] and key != "store":
             yield key, mine[key], theirs[key]
@@ -217,22 +229,23 @@ def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerP
         (_operations(events), _operations(sound)),
     ):
         for part in dict.fromkeys(part for part, _ in mine):
-            reference = [
-                second
-                for (name, _), each in theirs.items()
-                if name == part
-                for _, _, second in each
-            ]
-            ranks = {rank: each for (name, rank), each in mine.items() if name == part}
-            slow = {
-                rank: found for rank, each in ranks.items() if (found := _compare(each, reference))
-            }
+            reference = []
+            for (name, _), timed in theirs.items():
+                if name == part:
+                    reference += [seconds for _, _, seconds in timed]
+            ranks = {rank: timed for (name, rank), timed in mine.items() if name == part}
+            slow = {}
+            for rank, timed in ranks.items():
+                found = _compare(timed, reference)
+                if found:
+                    slow[rank] = found
             if len(slow) == len(ranks) > 1:  # ranks wait for each other
                 everyone = sorted(
-                    (value for each in ranks.values() for value in each),
-                    key=lambda one: one[0] or 0,
+                    itertools.chain.from_iterable(ranks.values()),
+                    key=lambda timed: timed[0] or 0,
                 )
-                if found := _compare(everyone, reference):
+                found = _compare(everyone, reference)
+                if found:
                     yield from _part(part, None, everyone, found)
                 continue
             for rank, found in slow.items():
@@ -313,9 +326,8 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     for event in events:
-        if event.name in (COMMIT, PHASE) and isinstance(
-            seconds := event.data.get("seconds"), int | float
-        ):
+        seconds = event.data.get("seconds")
+        if event.name in (COMMIT, PHASE) and isinstance(seconds, int | float):
             found[str(event.data.get("class", event.name)), event.rank].append(
                 (None, event.node, seconds)
             )
@@ -333,18 +345,16 @@ def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
     beyond = 0
     begin = None
     for step, slow in steps:
-        if beyond > 0:
-            beyond, begin = (beyond, begin)
-        else:
-            beyond, begin = (0, step)
+        if beyond <= 0:
+            beyond = 0
+            begin = step
         if slow:
             beyond += 1
         else:
-            beyond += -2
+            beyond -= 2
         if beyond > most:
-            most, found = (beyond, begin)
-        else:
-            most, found = (most, found)
+            most = beyond
+            found = begin
     count = len({step for step, _ in steps})
     least = max(_LEAST_SLOW, min(count // 2, max(count // 4, _LONGER_THAN_A_BURST), _MOST_NEEDED))
     if most >= least * len(steps) / max(count, 1):

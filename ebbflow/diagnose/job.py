@@ -31,7 +31,7 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     )
     if last is not None and outcome not in (
         None,
-        *(str(one) for one in (Outcome.COMPLETED, Outcome.INTERRUPTED)),
+        *(str(outcome) for outcome in (Outcome.COMPLETED, Outcome.INTERRUPTED)),
     ):
         events = [event for event in events if event.generation == last]
         lines = (line for line in lines if line.generation == last)

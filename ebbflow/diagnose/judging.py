@@ -12,7 +12,8 @@ from ebbflow.core.untrusted_text import one_line
 from ebbflow.diagnose.matching import Seen, load_matcher
 from ebbflow.diagnose.reading import FileScan, LogText, candidates, rank_of_path
 from ebbflow.diagnose.rules import SymptomRule, load_rules
-from ebbflow.diagnose.series import Series, judge_series
+from ebbflow.diagnose.series import Series
+from ebbflow.diagnose.series_symptoms import judge_series
 from ebbflow.diagnose.vocabulary import MARGIN, TRIGGERS, confidence_of, guess_family
 
 THIN = 0.5  # a root below this confidence is not named
@@ -170,7 +171,8 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
         )
     findings = []
     if root is not None:
-        ranks = {rank for scan in scans if (rank := rank_of_path(Path(scan.file))) is not None}
+        ranks_of_files = {rank_of_path(Path(scan.file)) for scan in scans}
+        ranks = {rank for rank in ranks_of_files if rank is not None}
         accused = _accuse(root, ranks.union(*(found.ranks for found in suspects)))
         findings.append(replace(_finding(root, "root", suspects), **accused))
         rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
@@ -252,9 +254,11 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
         return _earliest(effects)
     # A nearby match of a more specific rule usually describes the same exception.
     if chosen.rule.rank == 1:
-        margin, reach = (1, _SAME_FAILURE)
+        margin = 1
+        reach = _SAME_FAILURE
     else:
-        margin, reach = (2, 8)
+        margin = 2
+        reach = 8
     near = [found for found in top if found.rule.rank >= chosen.rule.rank + margin]
     return _earliest(
         [found for found in near if abs(found.order - chosen.order) <= reach] or [chosen]
@@ -279,38 +283,36 @@ def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen |
     family = series.raised_in(at)
     if family is not None and (vague or family in _BY_PLACE.get(root.rule.id, ())):
         rule = load_rules().find(_symptom_of_code(family, at.text))
-        if rule:
-            return replace(root, rule=rule, strong=True)
-        return root
+        return replace(root, rule=rule, strong=True) if rule else root
     lines = list(series.severe.values())
     if vague:  # the lines of other failures would drown the exception's
-        lines = [
-            at,
-            *(
-                line
-                for line in lines
-                if line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES
-            ),
-        ]
+        lines = [line for line in lines if _is_just_before(line, at)]
+        lines.insert(0, at)
     guess = guess_family(line.text for line in lines)
     if guess is None:
         return root
     family, margin = guess
     if vague and family != "program" and margin >= 1.5 * MARGIN:
         return _unknown_failure(family, margin, at, series) or root
+    rivals = []
     if margin >= _OVERRULING_MARGIN and family != root.rule.family:
-        level = _level(root)
-        rivals = [each for each in suspects if each.rule.family == family and _level(each) == level]
-        rivals = [
-            each
-            for each in rivals
-            if root.rule.id not in each.rule.follows and _lasted(each, series)
-        ]
-        rivals = [each for each in rivals if _confidence(each) >= THIN]
-        if rivals:
-            return _earliest(rivals)
-        return root
-    return root
+        rivals = [suspect for suspect in suspects if _may_overrule(suspect, root, family, series)]
+    return _earliest(rivals) if rivals else root
+
+
+def _is_just_before(line: LogText, at: LogText) -> bool:
+    return line.file == at.file and 0 <= at.number - line.number <= _NEAR_LINES
+
+
+def _may_overrule(suspect: Seen, root: Seen, family: str, series: Series) -> bool:
+    """Return whether a suspect of the family may be the root in place of `root`."""
+    return (
+        suspect.rule.family == family
+        and _level(suspect) == _level(root)
+        and root.rule.id not in suspect.rule.follows
+        and _lasted(suspect, series)
+        and _confidence(suspect) >= THIN
+    )
 
 
 def _by_words_alone(series: Series) -> Seen | None:
@@ -410,10 +412,18 @@ def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
     """
     lines = [*found.lines, *found.ranks.values()]
     rule = found.rule
-    hits = (hit for line in lines for text in rule.accuses if (hit := re.search(text, line.text)))
-    named = {int(number) for hit in hits for number in re.findall(r"\d+", hit[1])}
-    reached = {int(hit[1]): int(hit[2]) for line in lines if (hit := _ENQUEUED.search(line.text))}
-    named = named or {rank for rank, work in reached.items() if work < max(reached.values())}
+    named: set[int] = set()
+    reached: dict[int, int] = {}  # the last enqueued work, by rank
+    for line in lines:
+        for pattern in rule.accuses:
+            hit = re.search(pattern, line.text)
+            if hit:
+                named.update(map(int, re.findall(r"\d+", hit[1])))
+        enqueued = _ENQUEUED.search(line.text)
+        if enqueued:
+            reached[int(enqueued[1])] = int(enqueued[2])
+    if not named:
+        named = {rank for rank, work in reached.items() if work < max(reached.values())}
     if not (found.verdict or named or rule.suspects) and _are_alike(found, known):
         return {"note": _NOTES["alike"]}
     if found.verdict or named or not rule.suspects:

@@ -120,33 +120,36 @@ def _object_of(line: LogText) -> str:
     return ""
 
 
+def _compile_all(texts: Iterable[str]) -> list[re.Pattern[str]]:
+    return [re.compile(text, re.IGNORECASE) for text in texts]
+
+
 class Matcher:
     """Index of all rules' expressions, which finds the rules that match a line."""
 
     def __init__(self, rules: Sequence[SymptomRule]) -> None:
         self.rules = rules
-        self._patterns = [
-            Pattern(compiled, number, role, required_literals(compiled.pattern))
-            for number, rule in enumerate(rules)
-            for role in ("look", "hint", "need", "cleared")
-            for compiled in (re.compile(text, re.IGNORECASE) for text in getattr(rule, role))
-        ]
-        self._unless = [[re.compile(text, re.IGNORECASE) for text in rule.unless] for rule in rules]
+        patterns: list[Pattern] = []
+        self._unless: list[list[re.Pattern[str]]] = []
+        for number, rule in enumerate(rules):
+            for role in ("look", "hint", "need", "cleared"):
+                for regex in _compile_all(getattr(rule, role)):
+                    patterns.append(Pattern(regex, number, role, required_literals(regex.pattern)))
+            self._unless.append(_compile_all(rule.unless))
         self._by_literal: dict[str, list[Pattern]] = defaultdict(list)
-        for pattern in self._patterns:
+        for pattern in patterns:
             for literal in pattern.literals:
                 self._by_literal[literal].append(pattern)
         words = choose_triggers(self._by_literal)
         self.triggers = tuple(word.encode() for word in words)
-        self._literals_of = {
-            word: [each for each in self._by_literal if word in each] for word in words
-        }
-        self._counts_digits = {
-            id(pattern): bool(
-                re.search(r"\\d|[0-9]", re.sub(r"\{[\d,]+\}", "", pattern.regex.pattern))
-            )
-            for pattern in self._patterns
-        }
+        self._literals_of: dict[str, list[str]] = {}
+        for word in words:
+            self._literals_of[word] = [literal for literal in self._by_literal if word in literal]
+        self._counts_digits: dict[int, bool] = {}
+        for pattern in patterns:
+            without_repetitions = re.sub(r"\{[\d,]+\}", "", pattern.regex.pattern)
+            counts = re.search(r"\\d|[0-9]", without_repetitions) is not None
+            self._counts_digits[id(pattern)] = counts
         self._cache: dict[str, tuple[tuple[int, str, str], ...] | None] = {}
 
     def match(self, text: str) -> tuple[tuple[int, str, str], ...]:
@@ -164,26 +167,27 @@ class Matcher:
         if _NOISE.search(text):
             return ()
         low = text.lower()
-        tried = {
-            id(pattern): pattern
-            for word, literals in self._literals_of.items()
-            if word in low
-            for literal in literals
-            if literal in low
-            for pattern in self._by_literal[literal]
-        }
+        tried: dict[int, Pattern] = {}
+        for word, literals in self._literals_of.items():
+            if word not in low:
+                continue
+            for literal in literals:
+                if literal in low:
+                    tried.update((id(pattern), pattern) for pattern in self._by_literal[literal])
         digits = any(self._counts_digits[key] for key in tried)
-        found = [pattern for pattern in tried.values() if pattern.regex.search(text)]
         found = [
-            each for each in found if not any(no.search(text) for no in self._unless[each.rule])
+            pattern
+            for pattern in tried.values()
+            if pattern.regex.search(text) and not self._is_excused(pattern.rule, text)
         ]
         highest = max(
-            (self.rules[each.rule].rank for each in found if each.role == "look"), default=0
+            (self.rules[pattern.rule].rank for pattern in found if pattern.role == "look"),
+            default=0,
         )
         result = tuple(
-            (each.rule, each.role, each.regex.pattern)
-            for each in found
-            if each.role != "look" or self.rules[each.rule].rank == highest
+            (pattern.rule, pattern.role, pattern.regex.pattern)
+            for pattern in found
+            if pattern.role != "look" or self.rules[pattern.rule].rank == highest
         )
         if len(self._cache) < _MOST_CACHED and cached is False:
             if digits:
@@ -191,6 +195,9 @@ class Matcher:
             else:
                 self._cache[skeleton] = result
         return result
+
+    def _is_excused(self, rule: int, text: str) -> bool:
+        return any(regex.search(text) for regex in self._unless[rule])
 
     def collect(self, lines: Iterable[LogText], seen: dict[str, Seen], order: int = 0) -> int:
         """Add the matches in `lines` to `seen`, by rule id.
@@ -201,7 +208,8 @@ class Matcher:
         column = 0  # where its `File` begins
         for line in lines:
             order += 1
-            if found := _FRAME.search(line.text):
+            found = _FRAME.search(line.text)
+            if found:
                 frame = line
                 column = found.start()
             elif (
@@ -212,7 +220,8 @@ class Matcher:
                 rule = self.rules[number]
                 if role == "cleared":
                     mine = seen.pop(rule.id, None)
-                    if mine and (rest := mine.without(_object_of(line))):
+                    rest = mine and mine.without(_object_of(line))
+                    if rest:
                         seen[rule.id] = rest
                     continue
                 mine = seen.get(rule.id) or seen.setdefault(rule.id, Seen(rule))

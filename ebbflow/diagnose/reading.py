@@ -349,7 +349,8 @@ def time_of(text: str) -> float | None:
     """
     head = text[:120]
     try:
-        if match := next((found for one in _STAMPS if (found := one.search(head))), None):
+        match = next(filter(None, (stamp.search(head) for stamp in _STAMPS)), None)
+        if match:
             parts = match.groupdict()
             if "name" in parts:
                 month = _MONTHS.index(parts["name"]) // 3 + 1

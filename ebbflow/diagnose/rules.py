@@ -31,6 +31,7 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -76,8 +77,8 @@ class SymptomRule:
 
     def matches(self, text: str) -> bool:
         """Return whether any `look` pattern and no `unless` pattern matches the text."""
-        found = any(re.search(one, text, re.IGNORECASE) for one in self.look)
-        return found and not any(re.search(one, text, re.IGNORECASE) for one in self.unless)
+        found = any(re.search(pattern, text, re.IGNORECASE) for pattern in self.look)
+        return found and not any(re.search(pattern, text, re.IGNORECASE) for pattern in self.unless)
 
     def to_json(self) -> dict[str, Any]:
         names = (
@@ -193,7 +194,8 @@ def load_rules() -> RuleBook:
                 rules.append(_rule({**document.get("defaults", {}), **entry}, document["family"]))
             except (TypeError, ValueError, KeyError, re.error) as error:
                 raise ValueError(f"{path.name}: {entry.get('id', entry)}: {error}") from error
-    doubled = {rule.id for rule in rules if sum(other.id == rule.id for other in rules) > 1}
+    counts = Counter(rule.id for rule in rules)
+    doubled = {identifier for identifier, count in counts.items() if count > 1}
     if doubled:
         raise ValueError(f"two rules have the id {', '.join(sorted(doubled))}")
     families.sort(key=lambda family: family.letter)
@@ -207,9 +209,9 @@ def load_rules() -> RuleBook:
 
 
 def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
-    if unknown := entry.keys() - {
-        field.name for field in fields(SymptomRule) if field.name != "family"
-    }:
+    known = {field.name for field in fields(SymptomRule) if field.name != "family"}
+    unknown = entry.keys() - known
+    if unknown:
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
     kind = entry.get("kind", "cause")
     if kind not in KINDS:

@@ -1,45 +1,39 @@
-"""Losses and step times in a log: signs of progress, and symptoms that only a whole series of
-values shows.
+"""Losses and step times in a log, recorded while its lines are read, and signs of progress.
+
+`series_symptoms` judges them.
 """
 
-import itertools
 import math
 import re
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
 
 from ebbflow.diagnose.matching import Seen
 from ebbflow.diagnose.reading import LogText
 from ebbflow.diagnose.rules import VALUES, load_rules
 from ebbflow.diagnose.vocabulary import is_severe
 
-_NAMES = (
-    "loss",
-    "norm",
-    "score",
-    "finished",
-    "step_seconds",
-    "duration",
-    "step",
-    "rate",
-    "workers",
-    "measured",
-)
-(
-    _LOSS,
-    _NORM,
-    _SCORE,
-    _FINISHED,
-    _STEP_SECONDS,
-    _DURATION,
-    _STEP,
-    _RATE,
-    _WORKERS,
-    _MEASURED,
-    _DATA_SHARE,
-) = (re.compile("|".join(VALUES[name]), re.IGNORECASE) for name in (*_NAMES, "data_share"))
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile("|".join(VALUES[name]), re.IGNORECASE)
+
+
+MOST_SCALES = 8  # a log with more lines of rates is no comparison
+EVALUATION = re.compile(r"(?<![a-z])(?:eval|val(?:id)?(?![a-z])|validat|test)", re.IGNORECASE)
+_LOSS = _pattern("loss")
+_NORM = _pattern("norm")
+_SCORE = _pattern("score")
+_FINISHED = _pattern("finished")
+_STEP_SECONDS = _pattern("step_seconds")
+_DURATION = _pattern("duration")
+_STEP = _pattern("step")
+_RATE = _pattern("rate")
+_WORKERS = _pattern("workers")
+_MEASURED = _pattern("measured")
+_DATA_SHARE = _pattern("data_share")
 _FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
 # Frames of a launcher, which only reports what its children raised.
 _LAUNCHER = re.compile(
@@ -48,29 +42,87 @@ _LAUNCHER = re.compile(
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
 _MOST_POINTS = 20_000
-_DIVERGED = 1e9  # magnitude of a loss that has diverged
-_STALL = 20  # a stalled step takes this many times the median
 _MOST_SEVERE = 12
-_SINCE = "since "  # label of durations that may count from the start of the run
-_PER = "per "  # label of rates, which vary more than step times
-_MOST_SCALES = 8  # a log with more lines of rates is no comparison
+_SKELETON_LENGTH = 200
+_FEWEST_LOSSES = 10  # of a run that made progress
+_FEWEST_LATER_LOSSES = 3  # of a run that went on after a failure
 _NUMBERS = {"one": 1.0, "single": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "eight": 8.0}
-_APART = 2.0  # seconds between clocks that are worth a finding
-_SAME_STEPS = 0.9  # share of the steps that two ranks of one run have in common
-_ATTEMPT = re.compile(r"(?:attempt|generation|retry|restart|try|run)[-_. ]?\d+", re.IGNORECASE)
-_EVALUATION = re.compile(r"(?<![a-z])(?:eval|val(?:id)?(?![a-z])|validat|test)", re.IGNORECASE)
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
+
+
+class Point(NamedTuple):
+    """One value of a series."""
+
+    order: int  # position of its line among all lines read
+    line: LogText
+    value: float
 
 
 @dataclass
 class Track:
-    """One series of values: (position among all lines read, line, value)."""
+    """One series of values."""
 
-    points: list[tuple[int, LogText, float]] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
 
     def add(self, order: int, line: LogText, value: float) -> None:
         if len(self.points) < _MOST_POINTS:
-            self.points.append((order, line, value))
+            self.points.append(Point(order, line, value))
+
+    @property
+    def values(self) -> list[float]:
+        return [point.value for point in self.points]
+
+    @property
+    def finite_values(self) -> list[float]:
+        return [point.value for point in self.points if math.isfinite(point.value)]
+
+
+class LogSource(NamedTuple):
+    """A rank's lines in one file."""
+
+    file: str
+    rank: int | None
+
+
+class TrackKey(NamedTuple):
+    """A rank's values of one name in one file."""
+
+    file: str
+    rank: int | None
+    name: str
+
+
+class Timing(Enum):
+    """How a log measures the seconds of a step."""
+
+    PLAIN = auto()  # seconds per step or steps per second, without a label
+    LABELLED = auto()
+    ELAPSED = auto()  # may count from the start of the run
+    PER_UNIT = auto()  # from a rate such as tokens per second, which varies more than step times
+
+
+class TimingKey(NamedTuple):
+    """A rank's step times of one kind and label in one file."""
+
+    file: str
+    rank: int | None
+    timing: Timing
+    label: str
+
+
+class _Frame(NamedTuple):
+    number: int  # of the line
+    rank: int | None
+    place: str  # path and function
+
+
+class Scale(NamedTuple):
+    """A rate that was measured with a number of GPUs or nodes."""
+
+    order: int
+    line: LogText
+    workers: float
+    rate: float
 
 
 class Series:
@@ -79,123 +131,44 @@ class Series:
     triggers = tuple(text.encode() for text in VALUES["triggers"])
 
     def __init__(self) -> None:
-        self.losses: dict[
-            tuple[str, int | None, str], Track
-        ] = {}  # the last part of a key: the loss's name
-        self.norms: dict[tuple[str, int | None, str], Track] = {}
-        self.scores: dict[tuple[str, int | None, str], Track] = {}  # accuracies
-        self.seconds: dict[
-            tuple[str, int | None, str], Track
-        ] = {}  # the last part of a key: the value's label
-        self.data_shares: dict[tuple[str, int | None], Track] = {}
-        self.data_totals: dict[
-            tuple[str, int | None], Track
-        ] = {}  # the steps' seconds, with those of the data
-        self.frames: dict[
-            str, list[tuple[int, int | None, str]]
-        ] = {}  # file: (line, rank, path and function)
-        self.severe: dict[
-            str, LogText
-        ] = {}  # the first lines that tell of a failure, by their text without digits
+        self.losses: dict[TrackKey, Track] = defaultdict(Track)
+        self.norms: dict[LogSource, Track] = defaultdict(Track)
+        self.scores: dict[LogSource, Track] = defaultdict(Track)  # accuracies
+        self.seconds: dict[TimingKey, Track] = defaultdict(Track)
+        self.data_shares: dict[LogSource, Track] = defaultdict(Track)
+        # The steps' seconds, with those of the data
+        self.data_totals: dict[LogSource, Track] = defaultdict(Track)
+        # The first lines that tell of a failure, by their text without digits
+        self.severe: dict[str, LogText] = {}
         self.last_frame: LogText | None = None
-        self.scales: list[
-            tuple[int, LogText, float, float]
-        ] = []  # rates measured with numbers of GPUs or nodes
+        self.scales: list[Scale] = []
         # First line of each step
-        self.moments: dict[tuple[str, int | None], dict[str, LogText]] = defaultdict(dict)
+        self.moments: dict[LogSource, dict[str, LogText]] = defaultdict(dict)
         self.finished: LogText | None = None
-        self._steps = 0
+        self._frames: dict[str, list[_Frame]] = defaultdict(list)  # by file
+        self._last_frame_number = 0
+        self._finite_losses = 0
 
     @property
     def sound(self) -> bool:
         """Whether the run printed a completion message, or at least 10 finite losses."""
-        return self.finished is not None or self._steps >= 10
+        return self.finished is not None or self._finite_losses >= _FEWEST_LOSSES
 
     def watch(self, lines: Iterable[LogText]) -> Iterator[LogText]:
         """Yield the lines unchanged, and record the losses, step times and completion messages in
         them.
         """
-        framed = 0  # the line of the last frame
+        self._last_frame_number = 0
         for order, line in enumerate(lines, start=1):
-            low = line.text.lower()
-            if 'file "' in low and (match := _FRAME.search(line.text)):
-                framed = line.number
-                if not _LAUNCHER.search(match[1]):
-                    self.last_frame = line
-                frames = self.frames.setdefault(line.file, [])
-                if len(frames) < _MOST_POINTS:
-                    frames.append(
-                        (
-                            line.number,
-                            line.rank,
-                            f"/{match[1].replace(chr(92), '/')} {match[2] or ''}",
-                        )
-                    )
-            if "loss" in low and (match := _LOSS.search(line.text)):
-                value = float(match[1])
-                name = match[0].lower().partition(match[1].lower())[0].strip(" :=|'\"")
-                self.losses.setdefault((line.file, line.rank, name), Track()).add(
-                    order, line, value
-                )
-                self._steps += math.isfinite(value)
-            if "acc" in low and (match := _SCORE.search(line.text)):
-                self.scores.setdefault((line.file, line.rank, "accuracy"), Track()).add(
-                    order, line, float(match[1])
-                )
-            if "norm" in low and (match := _NORM.search(line.text)):
-                self.norms.setdefault((line.file, line.rank, "norm"), Track()).add(
-                    order, line, float(match[1])
-                )
-            if ("time" in low or "data_s" in low) and (match := _DATA_SHARE.search(line.text)):
-                data = float(match[2] or match[3] or match[6])
-                if match[1]:
-                    total = float(match[1])
-                else:
-                    total = data + float(match[4] or match[5])
-                if total:
-                    self.data_shares.setdefault((line.file, line.rank), Track()).add(
-                        order, line, data / total
-                    )
-                    self.data_totals.setdefault((line.file, line.rank), Track()).add(
-                        order, line, total
-                    )
-            if ("time" in low or "sec/" in low or "s/it" in low) and (
-                match := _STEP_SECONDS.search(line.text)
-            ):
-                if match[1]:
-                    label = match[0].lower().partition(match[1])[0].strip(" =:'\"")
-                else:
-                    label = ""
-                track = self.seconds.setdefault((line.file, line.rank, label), Track())
-                track.add(order, line, float(match[1] or match[2]))
-            elif (match := _DURATION.search(line.text)) and _STEP.search(line.text):
-                track = self.seconds.setdefault(
-                    (line.file, line.rank, f"{_SINCE}{match[1].lower()}"), Track()
-                )
-                track.add(order, line, float(match[2]))
-            elif "/s" in low and (match := _RATE.search(line.text)) and float(match[1]):
-                if match[2].lower() in ("it", "steps"):
-                    unit = ""
-                else:
-                    unit = f"{_PER}{match[2].lower()}"
-                self.seconds.setdefault((line.file, line.rank, unit), Track()).add(
-                    order, line, 1 / float(match[1])
-                )
-            match = _MEASURED.search(low)
-            if match and len(self.scales) < _MOST_SCALES and (match := _WORKERS.search(low)):
-                workers = _NUMBERS.get(match[1]) or float(match[1])
-                self.scales.append((order, line, workers, float(match[2])))
-            dated = line.time and line.number < _MOST_POINTS
-            # A separate evaluator follows the training at any distance.
-            if dated and (match := _STEP.search(line.text)) and not _EVALUATION.search(line.text):
-                self.moments[line.file, line.rank].setdefault(match[0].lower(), line)
-            quoted = framed and line.number == framed + 1  # the frame's source line
-            if quoted or len(self.severe) >= _MOST_SEVERE:
-                skeleton = ""
-            else:
-                skeleton = line.text[:200].translate(_NO_DIGITS)
-            if skeleton and skeleton not in self.severe and is_severe(line.text):
-                self.severe[skeleton] = line
+            lower = line.text.lower()
+            self._record_frame(line, lower)
+            self._record_loss(order, line, lower)
+            self._record_score_and_norm(order, line, lower)
+            self._record_data_share(order, line, lower)
+            self._record_seconds(order, line, lower)
+            self._record_scale(order, line, lower)
+            self._record_moment(line)
+            self._record_failure(line)
             if _FINISHED.search(line.text):
                 self.finished = line
             yield line
@@ -217,13 +190,14 @@ class Series:
 
         The area follows from the innermost stack frames before `line`.
         """
-        frames = [
-            place
-            for number, rank, place in self.frames.get(line.file, ())
-            if line.number - _TRACEBACK_LINES <= number <= line.number and rank == line.rank
-            if "/multiprocessing/" not in place  # how processes talk does not tell what about
-        ]
-        for place in frames[: -_INNERMOST - 1 : -1]:
+        places = []
+        for frame in self._frames.get(line.file, ()):
+            is_near = line.number - _TRACEBACK_LINES <= frame.number <= line.number
+            # How processes talk does not tell what about
+            talks = "/multiprocessing/" in frame.place
+            if is_near and frame.rank == line.rank and not talks:
+                places.append(frame.place)
+        for place in reversed(places[-_INNERMOST:]):
             for family in load_rules().families:
                 if family.frames and re.search(family.frames, place):
                     return family.name
@@ -241,222 +215,135 @@ class Series:
         """Return whether training continued after the line: at least 3 finite losses follow it in
         the same file.
         """
-        return sum(map(math.isfinite, _values_after(line, self.losses))) >= 3
+        later = _values_after(line, self.losses)
+        return sum(map(math.isfinite, later)) >= _FEWEST_LATER_LOSSES
+
+    def _record_frame(self, line: LogText, lower: str) -> None:
+        if 'file "' not in lower:
+            return
+        match = _FRAME.search(line.text)
+        if match is None:
+            return
+        path, function = match.groups(default="")
+        self._last_frame_number = line.number
+        if not _LAUNCHER.search(path):
+            self.last_frame = line
+        frames = self._frames[line.file]
+        if len(frames) < _MOST_POINTS:
+            posix = path.replace("\\", "/")
+            frames.append(_Frame(line.number, line.rank, f"/{posix} {function}"))
+
+    def _record_loss(self, order: int, line: LogText, lower: str) -> None:
+        if "loss" not in lower:
+            return
+        match = _LOSS.search(line.text)
+        if match is None:
+            return
+        value = float(match[1])
+        name = match[0].lower().partition(match[1].lower())[0].strip(" :=|'\"")
+        self.losses[TrackKey(line.file, line.rank, name)].add(order, line, value)
+        if math.isfinite(value):
+            self._finite_losses += 1
+
+    def _record_score_and_norm(self, order: int, line: LogText, lower: str) -> None:
+        source = LogSource(line.file, line.rank)
+        if "acc" in lower and (match := _SCORE.search(line.text)):
+            self.scores[source].add(order, line, float(match[1]))
+        if "norm" in lower and (match := _NORM.search(line.text)):
+            self.norms[source].add(order, line, float(match[1]))
+
+    def _record_data_share(self, order: int, line: LogText, lower: str) -> None:
+        if "time" not in lower and "data_s" not in lower:
+            return
+        match = _DATA_SHARE.search(line.text)
+        if match is None:
+            return
+        # Three formats: all and data, data and the rest, the rest and data
+        total, data, data_first, rest, rest_first, data_last = match.groups()
+        if total:
+            data_seconds = float(data)
+            seconds = float(total)
+        elif data_first:
+            data_seconds = float(data_first)
+            seconds = data_seconds + float(rest)
+        else:
+            data_seconds = float(data_last)
+            seconds = data_seconds + float(rest_first)
+        if seconds:
+            source = LogSource(line.file, line.rank)
+            self.data_shares[source].add(order, line, data_seconds / seconds)
+            self.data_totals[source].add(order, line, seconds)
+
+    def _record_seconds(self, order: int, line: LogText, lower: str) -> None:
+        timing = _find_seconds(line.text, lower)
+        if timing is not None:
+            kind, label, seconds = timing
+            key = TimingKey(line.file, line.rank, kind, label)
+            self.seconds[key].add(order, line, seconds)
+
+    def _record_scale(self, order: int, line: LogText, lower: str) -> None:
+        if len(self.scales) == MOST_SCALES or not _MEASURED.search(lower):
+            return
+        match = _WORKERS.search(lower)
+        if match is not None:
+            workers = _NUMBERS.get(match[1]) or float(match[1])
+            self.scales.append(Scale(order, line, workers, float(match[2])))
+
+    def _record_moment(self, line: LogText) -> None:
+        if not line.time or line.number >= _MOST_POINTS:
+            return
+        match = _STEP.search(line.text)
+        # A separate evaluator follows the training at any distance
+        if match is not None and not EVALUATION.search(line.text):
+            moments = self.moments[LogSource(line.file, line.rank)]
+            moments.setdefault(match[0].lower(), line)
+
+    def _record_failure(self, line: LogText) -> None:
+        # The source line of a frame, which may quote any word
+        is_quoted = self._last_frame_number and line.number == self._last_frame_number + 1
+        if is_quoted or len(self.severe) >= _MOST_SEVERE:
+            return
+        skeleton = line.text[:_SKELETON_LENGTH].translate(_NO_DIGITS)
+        if skeleton and skeleton not in self.severe and is_severe(line.text):
+            self.severe[skeleton] = line
+
+
+def _find_seconds(text: str, lower: str) -> tuple[Timing, str, float] | None:
+    """Return the kind, label and seconds of the step time in a line."""
+    if "time" in lower or "sec/" in lower or "s/it" in lower:
+        match = _STEP_SECONDS.search(text)
+        if match is not None and match[1]:
+            label = match[0].lower().partition(match[1])[0].strip(" =:'\"")
+            return Timing.LABELLED, label, float(match[1])
+        if match is not None:
+            return Timing.PLAIN, "", float(match[2])
+    match = _DURATION.search(text)
+    if match is not None and _STEP.search(text):
+        return Timing.ELAPSED, match[1].lower(), float(match[2])
+    if "/s" in lower:
+        return _find_rate(text)
+    return None
+
+
+def _find_rate(text: str) -> tuple[Timing, str, float] | None:
+    match = _RATE.search(text)
+    if match is None or not float(match[1]):
+        return None
+    unit = match[2].lower()
+    seconds = 1 / float(match[1])
+    if unit in ("it", "steps"):
+        return Timing.PLAIN, "", seconds
+    return Timing.PER_UNIT, unit, seconds
 
 
 def _values_after(
-    line: LogText | None, tracks: Mapping[tuple[str, int | None, str], Track]
+    line: LogText | None, tracks: Mapping[TrackKey, Track] | Mapping[LogSource, Track]
 ) -> list[float]:
     """Return the values that come after a line in the same file."""
-    return [
-        value
-        for (file, *_), track in tracks.items()
-        if line is not None and file == line.file
-        for _, point, value in track.points
-        if point.number > line.number
-    ]
-
-
-def judge_series(series: Series) -> dict[str, list[tuple[int, LogText]]]:
-    """Return the symptoms that the series show: for each rule id, the (position, line) pairs that
-    are its evidence.
-    """
-    found: dict[str, list[tuple[int, LogText]]] = {}
-    for track in (*series.losses.values(), *series.norms.values()):
-        bad = [point for point in track.points if not math.isfinite(point[2])]
-        if bad and not math.isfinite(track.points[-1][2]):
-            found.setdefault("F01", [(point[0], point[1]) for point in bad[:3]])
-    for (_, _, name), track in series.losses.items():
-        values = [point[2] for point in track.points if math.isfinite(point[2])]
-        if len(values) < len(track.points):
-            continue
-        ends = [
-            (track.points[0][0], track.points[0][1]),
-            (track.points[-1][0], track.points[-1][1]),
-        ]
-        if (_stuck(track) and not name.startswith(("best", "min", "lowest"))) or abs(
-            values[-1]
-        ) > _DIVERGED:
-            found.setdefault("F02", ends)
-        if len(values) < 20:
-            if (
-                len(values) >= 4
-                and values[-1] > values[-2] > values[-3]
-                and values[-1] > 3 * min(values)
-            ):
-                found.setdefault("F02", ends)
-            continue
-        head = values[: len(values) // 5]
-        tail = values[-(len(values) // 5) :]
-        noise = statistics.pstdev(values[len(values) // 2 :]) + 1e-12
-        start = statistics.median(head)
-        end = statistics.median(tail)
-        low = min(values)
-        if end > 2 * abs(low) + 1e-9 and end > start * 1.2 and end - start > noise:
-            found.setdefault("F02", ends)
-    for (file, _, _), track in series.scores.items():
-        values = [point[2] for point in track.points]
-        # Other values may be those of a test at the end
-        same = values.count(usual := statistics.mode(values))
-        falls = _falls(series, file)
-        if series.finished is not None or falls:
-            continue  # the accuracy is of few examples, or at its best
-        if falls is False or "train" in track.points[0][1].text.lower():
-            least = 5
-        else:
-            least = 10
-        if same >= least and same > 0.8 * len(values) and usual < 0.9:
-            found.setdefault("F02", [(point[0], point[1]) for point in track.points[:3]])
-    for track in series.norms.values():
-        values = [point[2] for point in track.points if math.isfinite(point[2])]
-        if len(values) >= 3 and not any(values[-3:]):
-            found.setdefault("F05", [(point[0], point[1]) for point in track.points[-3:]])
-        if (
-            len(values) >= 4
-            and max(values) > 1000
-            and max(values) > 100 * statistics.median(values)
-        ):
-            found.setdefault(
-                "F05",
-                [(point[0], point[1]) for point in track.points if point[2] == max(values)][:1],
-            )
-    for key, track in series.data_shares.items():
-        high = [point for point in track.points if point[2] > 0.5]
-        totals = series.data_totals[key].points
-        usual = statistics.median_low(point[2] for point in totals)
-        # The first step of an epoch waits for the start of the workers.
-        stalls = [
-            each
-            for each in totals[1:]
-            if each[2] > _STALL * usual and not re.search(r"\b0+/\d", each[1].text)
-        ]
-        if len(totals) >= 4 and 2 * sum(point[2] for point in stalls) > sum(
-            point[2] for point in totals[1:]
-        ):
-            found.setdefault("G11", [(point[0], point[1]) for point in stalls[:3]])
-        elif len(high) >= 2 and 2 * len(high) >= len(track.points):
-            found.setdefault("E06", [(point[0], point[1]) for point in high[:3]])
-    for (_, _, label), track in series.seconds.items():
-        values = [point[2] for point in track.points]
-        half = len(values) // 2
-        if label.startswith(_SINCE) and any(
-            part == sorted(part) for part in (values[:half], values[half:])
-        ):
-            continue  # seconds since the start of the run or epoch
-        if half >= 10:
-            base = statistics.median(values[:half])
-            tail = statistics.median(values[-len(values) // 4 :])
-        elif label and len(values) >= (6 if label.startswith(_PER) else 3):
-            # Rates without a label may be those of evaluation
-            if len(values) >= 6:
-                usual = statistics.median
-            else:
-                usual = min
-            base = usual(values[: max(half, 1)])
-            tail = usual(values[max(half, 1) :])
-        elif len(values) >= 4 and values == sorted(values):
-            base = values[0]
-            tail = values[0]
-        else:
-            continue
-        grows = (
-            values == sorted(values)
-            and values[-1] > (1.5 if label and not label.startswith(_PER) else 3) * values[0]
-        )
-        # Steps that stall again and again take most of the time
-        quick = sorted(values)[len(values) // 4]
-        stalls = [value for value in values[1:] if value > 5 * quick > 0]
-        if not (len(stalls) >= 3 and 2 * sum(stalls) > sum(values[1:])):
-            stalls = []
-        if base > 0 and (tail > 2 * base or grows or stalls):
-            at = next((point for point in track.points if point[2] > 1.4 * base), track.points[-1])
-            found.setdefault("G02", [(at[0], at[1])])
-    if len(series.scales) < _MOST_SCALES:
-        scales = sorted(series.scales, key=lambda each: each[2])
-    else:
-        scales = []
-    if scales and scales[-1][2] > scales[0][2] and scales[-1][3] < 0.8 * scales[0][3]:
-        found.setdefault("G05", [(each[0], each[1]) for each in (scales[0], scales[-1])])
-    if lines := _clocks_apart(series):
-        found["A32"] = lines
-    return found
-
-
-def _falls(series: Series, file: str) -> bool | None:
-    """Return whether some loss in the file falls by at least 5 %, or None if there are too few
-    losses.
-    """
-    losses = (
-        [point[2] for point in track.points]
-        for (place, *_), track in series.losses.items()
-        if place == file
-    )
-    halves = [
-        (values[: len(values) // 2], values[len(values) // 2 :])
-        for values in losses
-        if len(values) >= 4
-    ]
-    if not halves:
-        return None
-    return any(
-        statistics.median(later) < 0.95 * statistics.median(first) for first, later in halves
-    )
-
-
-def _clocks_apart(series: Series) -> list[tuple[int, LogText]]:
-    """Return two lines of one step, if a rank or node stamps all steps seconds before or after the
-    first one does.
-
-    Ranks wait for each other in each step, so their times differ by less than a step, unless their
-    clocks differ.
-    """
-    firsts: dict[
-        tuple[str, ...], tuple[int | None, dict[str, LogText]]
-    ] = {}  # the first rank of each attempt
-    for (file, rank), other in series.moments.items():
-        if len(other) < 5 or _EVALUATION.search(file.rpartition("/")[2]):
-            continue
-        first_rank, base = firsts.setdefault(tuple(_ATTEMPT.findall(file)), (rank, other))
-        shared = [step for step in other if step in base]
-        same_rank = rank is not None and rank == first_rank  # of two attempts
-        if (
-            base is other
-            or same_rank
-            or len(shared) < max(5, _SAME_STEPS * max(len(base), len(other)))
-        ):
-            continue
-        times = [base[step].time or 0.0 for step in shared]
-        gaps = [(other[step].time or 0.0) - time for step, time in zip(shared, times, strict=True)]
-        # An attempt that repeats the steps of another one begins after the end of it.
-        if _APART < abs(gap := statistics.median(gaps)) < max(times) - min(times):
-            length = statistics.median(later - time for time, later in itertools.pairwise(times))
-            if abs(gap) > 2 * length and max(abs(each - gap) for each in gaps) < max(1.0, length):
-                first = base[shared[0]]
-                second = other[shared[0]]
-                if gap > 0:
-                    side = "ahead of"
-                else:
-                    side = "behind"
-                text = (
-                    f"{second.text}  [clock {abs(gap):,.1f} s {side} the line above, in "
-                    f"{len(gaps)} steps]"
-                )
-                return [(first.number, first), (second.number, replace(second, text=text))]
-    return []
-
-
-def _stuck(track: Track) -> bool:
-    """Return whether the loss is stuck at one value other than 0.
-
-    Either the last 4 losses are equal and have at least 4 decimals, or all of at least 20 losses
-    are equal.
-    """
-    values = [point[2] for point in track.points]
-    if values[-1] == 0 or len(values) < 4 or len(set(values[-4:])) > 1:
-        return False
-    last = [point[1] for point in track.points[-4:]]
-    if last[-1].number - last[0].number == 3 and len({line.text for line in last}) == 1:
-        return False  # each rank printed the same value
-    return len(str(values[-1]).partition(".")[2]) >= 4 or (
-        len(values) >= 20 and len(set(values)) == 1
-    )
+    if line is None:
+        return []
+    values = []
+    for key, track in tracks.items():
+        if key.file == line.file:
+            values += [point.value for point in track.points if point.line.number > line.number]
+    return values

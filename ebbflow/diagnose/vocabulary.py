@@ -51,10 +51,9 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
     if not severe:
         return None
     terms = {"*"}.union(*map(split_terms, severe))
-    scores = {
-        family: sum(weights.get(term, 0.0) for term in terms)
-        for family, weights in _load_table().items()
-    }
+    scores = {}
+    for family, weights in _load_table().items():
+        scores[family] = sum(weights.get(term, 0.0) for term in terms)
     (best, first), (_, second) = sorted(scores.items(), key=lambda item: -item[1])[:2]
     if first - second >= MARGIN and best != "none":
         return (best, first - second)
