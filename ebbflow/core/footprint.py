@@ -111,10 +111,11 @@ def causal_lm_shape(model: ModelConfig, tensor_size: int = 1) -> ModelShape:
     vocab = model.vocab_size
     gated = model.architecture == "llama"
     masked = model.end_of_document is not None  # with one mask for all blocks
+    q = d
+    k = d
     if gated:
-        q, k = (heads * model.head_width, model.kv_heads * model.head_width)
-    else:
-        q, k = (d, d)
+        q = heads * model.head_width
+        k = model.kv_heads * model.head_width
     matrices = 2 * d * (q + k) + (3 if gated else 2) * d * m
     biases = (q + 2 * k if model.qkv_bias else 0) + (2 * model.head_width if model.qk_norm else 0)
     block = matrices + 2 * d + biases  # with the weights of two RMSNorms
@@ -343,11 +344,11 @@ def rank_bytes(
     # recompute full keeps the block's input only
     kept_floats = {"none": shape.block_floats, "selective": shape.product_floats, "full": 1.0}
     kept = whole * kept_floats[config.parallel.recompute] / shape.block_floats
-    one = whole / blocks
-    again = one - kept / blocks  # activations of the recomputed block
+    block_bytes = whole / blocks
+    again = block_bytes - kept / blocks  # activations of the recomputed block
     if config.parallel.recompute != "none":
         # The inputs of the head and of the recomputed block
-        kept += one * STREAM_FLOATS / shape.block_floats
+        kept += block_bytes * STREAM_FLOATS / shape.block_floats
     logits = shape.logits_bytes_per_sample
     chunk = config.training.loss_chunk_tokens
     first = early
@@ -361,7 +362,7 @@ def rank_bytes(
     moments = [
         (first, samples * kept, float(samples * logits)),
         (early, samples * (kept + again + backward), 0.0),
-        (gradients, samples * (one + backward), 0.0),
+        (gradients, samples * (block_bytes + backward), 0.0),
     ]
     # Its activations include the loss; the parts of backward are unknown
     if shape.kind == "measured":

@@ -301,21 +301,21 @@ def kill_until_none(
         found = find()
         passed = time.monotonic() - begun
         stuck = passed > _STUCK_SECONDS and all(
-            one.state == "D" and one.pid in known for one in found
+            process.state == "D" and process.pid in known for process in found
         )
         if (not found and done) or (found and stuck) or passed > seconds:
-            return sorted(one.pid for one in found)
-        spreading = rounds > 1 and any(one.pid not in known for one in found)
-        known.update(one.pid for one in found)
+            return sorted(process.pid for process in found)
+        spreading = rounds > 1 and any(process.pid not in known for process in found)
+        known.update(process.pid for process in found)
         rounds += 1
         if spreading:
-            for group in {one.group for one in found}.difference(spare_groups):
+            for group in {process.group for process in found}.difference(spare_groups):
                 _send(os.killpg, group, signal.SIGKILL)
-            for one in found:
-                _send(os.kill, one.pid, signal.SIGSTOP)
-        for one in found:
-            if spreading or passed > _LINGER_SECONDS or not _cleans_up(one.pid):
-                _send(os.kill, one.pid, signal.SIGKILL)
+            for process in found:
+                _send(os.kill, process.pid, signal.SIGSTOP)
+        for process in found:
+            if spreading or passed > _LINGER_SECONDS or not _cleans_up(process.pid):
+                _send(os.kill, process.pid, signal.SIGKILL)
         if not spreading:
             time.sleep(0.01 if passed > 0.1 else 0.001)
 

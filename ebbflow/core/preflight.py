@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,7 +124,7 @@ def run_checks(
     running = [
         _Running(check, context) for check in checks if not quick_only or check.tier == "quick"
     ]
-    return [one.result() for one in running]
+    return [check.result() for check in running]
 
 
 def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
@@ -136,8 +137,11 @@ def render_results(results: Sequence[CheckResult]) -> str:
     status.
     """
     width = max((len(result.id) for result in results), default=0)
-    lines = [line for result in results for line in _lines(result, width)]
-    return "\n".join([*lines, _summary(results)])
+    lines = []
+    for result in results:
+        lines += _lines(result, width)
+    lines.append(_summary(results))
+    return "\n".join(lines)
 
 
 def render_checks(checks: Sequence[Check]) -> str:
@@ -225,8 +229,6 @@ def _summary(results: Sequence[CheckResult]) -> str:
         "warning": "warned",
         "skipped": "skipped",
     }
-    counts = {
-        name: sum(result.status == status for result in results) for status, name in names.items()
-    }
-    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"preflight: {said or 'no checks'}"
+    counts = Counter(result.status for result in results)
+    parts = [f"{counts[status]} {name}" for status, name in names.items() if counts[status]]
+    return f"preflight: {', '.join(parts) or 'no checks'}"

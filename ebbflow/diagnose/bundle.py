@@ -117,11 +117,10 @@ def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
         parts = [text]
     lines = parts[::2]
     for at, line in enumerate(lines):
-        if (
-            "Secret" in line
-            and "kind" in line
-            and (kinds := list(_MANIFEST["kind"].finditer(line)))
-        ):
+        kinds = []
+        if "Secret" in line and "kind" in line:
+            kinds = list(_MANIFEST["kind"].finditer(line))
+        if kinds:
             count += _redact_object(lines, at, kinds[0].start())
             if ends == _ENDS[0]:
                 count += _redact_flat(lines, at, {kind["quote"] for kind in kinds})
@@ -384,8 +383,13 @@ def _log_tails(lines: list[LogLine], own: tuple[str, ...]) -> Iterator[BundleFil
 
 def _stored_files(store: Store) -> dict[str, tuple[bytes, int]]:
     found: dict[str, tuple[bytes, int]] = {}
-    metas = [meta for prefix in _STORE_PREFIXES for meta in store.list(prefix)]
-    metas += [meta for name in _STORE_FILES if (meta := store.head(name)) is not None]
+    metas = []
+    for prefix in _STORE_PREFIXES:
+        metas += store.list(prefix)
+    for name in _STORE_FILES:
+        meta = store.head(name)
+        if meta is not None:
+            metas.append(meta)
     for meta in metas:
         start = max(0, meta.size - _LARGEST_FILE_BYTES)
         found[meta.key] = (

@@ -103,7 +103,7 @@ def find_passing(sources: Iterable[str]) -> frozenset[str]:
     """Return the names of numbers that begin anew in each epoch: indices of `enumerate`, and sums
     set in a loop.
     """
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    nodes = _walk_all(map(ast.parse, sources))
     loops = [node for node in nodes if isinstance(node, ast.For | ast.While)]
     inside: list[ast.AST] = []
     for loop in loops:

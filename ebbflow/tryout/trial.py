@@ -110,7 +110,9 @@ def _outside(model: nn.Module, units: list[nn.Module]) -> int:
 
     FSDP2 shards these together, as the root module.
     """
-    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    inside: set[int] = set()
+    for unit in units:
+        inside.update(map(id, unit.parameters()))
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
 
 
@@ -315,19 +317,19 @@ def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: Run
         with torch.no_grad(), FirstCrossEntropy() as first:
             _loss(trial.name, workload, model, batch)
         trial.notes += [remark for remark in (first.remark, find_bypassed_rules(blank)) if remark]
-    one = _draw(trial.name, workload, model, 1)
+    single = _draw(trial.name, workload, model, 1)
     with user_code(f"{trial.name}.loss"):
-        trial.shape, loss = measure_shape(workload, model, one)
+        trial.shape, loss = measure_shape(workload, model, single)
     _check_flops(trial.name, trial.shape)
     _check_backward(trial, model, loss, config)
 
 
 def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
-    one = _draw(trial.name, workload, model, 1)
+    single = _draw(trial.name, workload, model, 1)
     # Shapes, but no data
     with user_code(f"{trial.name}.loss"), FakeTensorMode(allow_non_fake_inputs=True):
         materialise(model, "cpu")
-        trial.shape, _ = measure_shape(workload, model, one)
+        trial.shape, _ = measure_shape(workload, model, single)
     _check_flops(trial.name, trial.shape)
     trial.done.append(
         "one sample's shapes; no numbers, because weights and gradients of "
@@ -401,8 +403,8 @@ def find_bypassed_rules(model: nn.Module) -> str:
         )
         found = [
             name
-            for name, one in part.named_modules()
-            if ".lora_" not in name and _is_filled_by_torch(one)
+            for name, child in part.named_modules()
+            if ".lora_" not in name and _is_filled_by_torch(child)
         ]
         if library and found:
             return (

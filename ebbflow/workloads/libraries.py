@@ -14,36 +14,17 @@ def describe_import_failure(library: str, error: BaseException) -> str:
     A torchvision that was built for another torch breaks the import of timm, and of transformers,
     which hides the cause in an exception of its own.
     """
-    causes = [error]
-    while (
-        cause := causes[-1].__cause__ or causes[-1].__context__
-    ) is not None and cause not in causes:
+    causes = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
         causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     root = causes[-1]
     text = " ".join(str(root).split())[:200] or type(root).__name__
     frames = traceback.extract_tb(root.__traceback__)
     missing = isinstance(root, ModuleNotFoundError) and (root.name or "").partition(".")[0]
     if missing:
-        if missing == library == "timm":
-            with_its_own = " torchvision"
-        else:
-            with_its_own = ""
-        if library == "timm" or missing == "torchvision":
-            keeps = "-c constraints.txt "
-        else:
-            keeps = ""
-        if keeps:
-            why = f", with torch=={torch.__version__} in that file to keep your torch"
-        else:
-            why = ""
-        if missing == library:
-            needs = ""
-        else:
-            needs = f", which {library} imports"
-        return (
-            f"{missing} is not installed{needs}; fix: pip install "
-            f"{keeps}{missing}{with_its_own}{why}"
-        )
+        return _describe_missing(library, missing)
     if "torchvision" in text or any("/torchvision/" in frame.filename for frame in frames):
         try:
             version = importlib.metadata.version("torchvision").partition("+")[0]
@@ -62,4 +43,17 @@ def describe_import_failure(library: str, error: BaseException) -> str:
     return (
         f"{library} cannot be imported ({type(root).__name__}: {text}); fix: pip install "
         f"--upgrade {library}"
+    )
+
+
+def _describe_missing(library: str, missing: str) -> str:
+    packages = missing
+    if missing == library == "timm":
+        packages = "timm torchvision"
+    needs = "" if missing == library else f", which {library} imports"
+    if library != "timm" and missing != "torchvision":
+        return f"{missing} is not installed{needs}; fix: pip install {packages}"
+    return (
+        f"{missing} is not installed{needs}; fix: pip install -c constraints.txt {packages}, with "
+        f"torch=={torch.__version__} in that file to keep your torch"
     )

@@ -133,28 +133,23 @@ class Given:
         if short is not None and isinstance(node, ScalarNode):
             key = f"{section}.{short}"
             self.entries[key] = Entry(key, node, source.span_of(node), origin, source, section)
-            return None
+            return
         if not isinstance(node, MappingNode):
             what = (
                 f"{section or source.name} must be a section of 'key: value' lines, not "
                 f"{describe_node(node)}"
             )
-            return self.complain(what, section, source.span_of(node), _what_goes_into(section))
+            self.complain(what, section, source.span_of(node), _what_goes_into(section))
+            return
         first: dict[str, SourceSpan] = {}
         for key_node, value in node.value:
             place = source.span_of(key_node)
             if not isinstance(key_node, ScalarNode):
                 self.complain("a key must be a name", section, place)
                 continue
-            if section:
-                given = f"{section}.{key_node.value}"
-            else:
-                given = key_node.value
+            given = f"{section}.{key_node.value}" if section else key_node.value
             key = RENAMED_KEYS.get(given, given)
-            if key != given:
-                name = key.rpartition(".")[2]
-            else:
-                name = key_node.value
+            name = key_node.value if key == given else key.rpartition(".")[2]
             if name in first:
                 what = f"{key} is given twice; the first is at {first[name]}"
                 self.complain(what, key, place, "keep one of the two")
@@ -168,7 +163,6 @@ class Given:
                 )
             else:
                 self.add_unknown(key, place)
-        return None
 
     def add_unknown(self, key: str, place: SourceSpan) -> None:
         """Report a key that the schema does not have, with a hint such as the most similar key."""
@@ -239,7 +233,7 @@ def _what_goes_into(section: str) -> str:
     return f"known keys: {', '.join(sections()[section].model_fields)}"
 
 
-def _meant(key: str) -> str:
+def _meant(key: str) -> str:  # noqa: PLR0911 (one return for each mistake, in the order of their precedence)
     """Return a hint for an unknown key: a similar key, the section that has such a key, or the list
     of known keys.
     """

@@ -162,6 +162,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "training.initial_weights": (),
     "cost.prices": (),
 }
+_WIDEST_COLUMN = 60  # of a key or value in a list of all keys
 
 
 @dataclass(frozen=True)
@@ -214,17 +215,11 @@ def load_config(
     Raises:
         ConfigError: the configuration has problems; the error lists all of them.
     """
-    if cwd is None:
-        cwd = Path.cwd()
-    else:
-        cwd = Path(cwd)
-    if isinstance(path, str) and path.lstrip().startswith("{"):
-        inline = path
-    else:
-        inline = None
-    if path is None or inline:
-        file = cwd
-    else:
+    cwd = Path.cwd() if cwd is None else Path(cwd)
+    is_inline = isinstance(path, str) and path.lstrip().startswith("{")
+    inline = str(path) if is_inline else None
+    file = cwd
+    if path is not None and not is_inline:
         file = Path(os.path.abspath(cwd / Path(path).expanduser()))
     given = Given()
     entries = given.entries
@@ -248,9 +243,8 @@ def load_config(
     # Values that could not be read are unknown: rules about them would judge defaults that the user
     # did not choose.
     unknown = {key for key in leaf_fields() if not readable and key not in entries}
-    unknown |= {
-        key for problem in problems for key in leaf_fields() if _hides(problem.key, key, values)
-    }
+    for problem in problems:
+        unknown |= {key for key in leaf_fields() if _hides(problem.key, key, values)}
     config = _validate(values, given, unknown)
     if problems:
         raise ConfigError(_in_reading_order(problems, overrides))
@@ -412,12 +406,23 @@ def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) 
     that were not set.
     """
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
-    texts = [(row["key"], value_text(row["value"]), row["source"]) for row in shown]
-    # A long list overflows its column instead of widening it for every line.
-    widths = [min(60, max((len(text[column]) for text in texts), default=0)) for column in range(2)]
-    lines = [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {source}" for key, value, source in texts]
+    keys = [row["key"] for row in shown]
+    values = [value_text(row["value"]) for row in shown]
+    key_width = _column_width(keys)
+    value_width = _column_width(values)
+    lines = [
+        f"{key:<{key_width}}  {value:<{value_width}}  {row['source']}"
+        for key, value, row in zip(keys, values, shown, strict=True)
+    ]
     left_out = len(rows) - len(shown)
-    return "\n".join([*lines, *([f"… and {left_out} defaults"] if left_out else [])])
+    if left_out:
+        lines.append(f"… and {left_out} defaults")
+    return "\n".join(lines)
+
+
+def _column_width(texts: Sequence[str]) -> int:
+    """Return the width of a column. A long list overflows it instead of widening every line."""
+    return min(_WIDEST_COLUMN, max(map(len, texts), default=0))
 
 
 def value_text(value: Any) -> str:

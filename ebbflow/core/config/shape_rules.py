@@ -83,10 +83,11 @@ def _batch_divides_evenly(config: RunConfig) -> Breach:
     batch = config.training.batch_size
     parts = config.training.gradient_accumulation_steps
     tensor = config.parallel.tensor_size
+    over = ""
+    value = ""
     if tensor > 1:
-        over, value = (" / parallel.tensor_size", f" / {tensor}")
-    else:
-        over, value = ("", "")
+        over = " / parallel.tensor_size"
+        value = f" / {tensor}"
     world_size = max(1, world_size // tensor)
     unit = world_size * parts
     if batch % unit == 0 or batch < unit:  # less than 1: reported as a derived quantity
@@ -178,7 +179,7 @@ class Derived:
     why: str  # consequence if the quantity is 0
     spare: int = 1  # quantity that results from the values in the hint, such as 4 commits of a job
     # Returns whether the quantity exists in a configuration
-    applies: Callable[[RunConfig], bool] = lambda config: True
+    applies: Callable[[RunConfig], bool] = lambda config: True  # noqa: ARG005 (takes the configuration, as others do)
 
     def value(self, config: RunConfig) -> int:
         return self._product(config, self.top) // self._product(config, self.bottom)
@@ -189,9 +190,10 @@ class Derived:
         """
         top = self._known(config, self.top)
         bottom = self._known(config, self.bottom)
-        values = [product([value_of(config, key) for key in keys]) for keys in (top, bottom)]
+        top_values = product([value_of(config, key) for key in top])
+        bottom_values = product([value_of(config, key) for key in bottom])
         exact = self._product(config, self.top) / self._product(config, self.bottom)
-        return f"{product(top)} / {product(bottom)} = {' / '.join(values)} = {exact:.4g}"
+        return f"{product(top)} / {product(bottom)} = {top_values} / {bottom_values} = {exact:.4g}"
 
     def check(self, config: RunConfig) -> Breach:
         if not self.applies(config) or self.value(config) >= 1:
@@ -327,7 +329,7 @@ def _only_with(
         value = value_of(config, key)
         if selected in values or value == default:
             return None
-        shown, given, *others = (_write(one) for one in (default, selected, *values))
+        shown, given, *others = (_write(value) for value in (default, selected, *values))
         if values == (True,):
             condition = f"without {selector}"
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -79,10 +80,11 @@ class SourceText:
             stop = end.column
         else:
             stop = len(line.rstrip())
+        shift = 0
+        before = ""
         if start.line == 0:
-            shift, before = (self.first_column, self.before)
-        else:
-            shift, before = (0, "")
+            shift = self.first_column
+            before = self.before
         return SourceSpan(
             source=self.name,
             line=start.line + 1,
@@ -322,24 +324,33 @@ def _convert_scalar(node: ScalarNode, expected: Expected) -> Any:
     if isinstance(value, bool):
         if bool in types:
             return value
-    elif isinstance(value, int) and types & {int, float}:
-        if abs(value) > _LARGEST:
-            raise MismatchError(f"is too large: more than {_LARGEST:.0e}")
-        if int in types:
-            return value
-        return float(value)
+    elif isinstance(value, int):
+        if types & {int, float}:
+            return _check_integer(value, types)
     elif float in types:
-        if not math.isfinite(value):
-            raise MismatchError(f"must be a finite number, not {text}")
-        if abs(value) > _LARGEST_FLOAT:
-            raise MismatchError(f"is too large: more than {_LARGEST_FLOAT:.0e}")
-        return value
+        return _check_float(value, text)
     hint = None
     if isinstance(value, float) and int in types and value.is_integer() and abs(value) <= _LARGEST:
         hint = f"write {int(value)}"
     if str in types:
         hint = f'put it in quotes: "{text}"'
     raise MismatchError(f"must be {expected}, not {_describe_value(value)}", hint)
+
+
+def _check_integer(value: int, types: Collection[type]) -> int | float:
+    if abs(value) > _LARGEST:
+        raise MismatchError(f"is too large: more than {_LARGEST:.0e}")
+    if int in types:
+        return value
+    return float(value)
+
+
+def _check_float(value: float, text: str) -> float:
+    if not math.isfinite(value):
+        raise MismatchError(f"must be a finite number, not {text}")
+    if abs(value) > _LARGEST_FLOAT:
+        raise MismatchError(f"is too large: more than {_LARGEST_FLOAT:.0e}")
+    return value
 
 
 def _convert_text(node: ScalarNode, text: str, expected: Expected) -> Any:
@@ -358,7 +369,9 @@ def _convert_text(node: ScalarNode, text: str, expected: Expected) -> Any:
     raise MismatchError(f"must be {expected}, not {given}", _text_hint(text, expected, plain))
 
 
-def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
+def _text_hint(  # noqa: PLR0911 (one return for each mistake, in the order of their precedence)
+    text: str, expected: Expected, plain: bool
+) -> str | None:
     numeric = bool(expected.types & {int, float})
     if not plain and (numeric or bool in expected.types) and _is_value_unquoted(text):
         return f"remove the quotes: {text}"

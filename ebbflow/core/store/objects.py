@@ -8,6 +8,7 @@ Objects with data, indexes or commits are never overwritten; reports are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import secrets
 import time
@@ -235,7 +236,8 @@ class Store:
             yield first
             yield from given
             return
-        whole = sorted([*first, *(meta for page in given for meta in page)], key=attrgetter("key"))
+        whole = first + list(itertools.chain.from_iterable(given))
+        whole.sort(key=attrgetter("key"))
         pages = [whole[start : start + _PAGE] for start in range(0, len(whole), _PAGE)]
         yield from pages or [[]]
 

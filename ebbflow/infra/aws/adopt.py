@@ -110,15 +110,13 @@ class _Account:
 
 def _stacks(client: Any, deadline: RequestDeadline) -> dict[str, dict[str, str]]:
     listed = paginate(client, "describe_stacks", "Stacks", deadline, token="NextToken")
-    found = {
-        one["StackName"]: {
-            pair["OutputKey"]: pair["OutputValue"] for pair in one.get("Outputs") or []
-        }
-        for one in listed
-    }
-    return {
-        name: outputs for name, outputs in found.items() if any(mark in outputs for mark in _MARKS)
-    }
+    stacks = {}
+    for stack in listed:
+        pairs = stack.get("Outputs") or []
+        outputs = {pair["OutputKey"]: pair["OutputValue"] for pair in pairs}
+        if not outputs.keys().isdisjoint(_MARKS):
+            stacks[stack["StackName"]] = outputs
+    return stacks
 
 
 def _buckets(client: Any, deadline: RequestDeadline) -> list[str]:

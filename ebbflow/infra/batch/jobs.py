@@ -147,7 +147,9 @@ def describe_attempts(
     deadline = RequestDeadline.after(deadline_seconds)
     jobs = _describe(list(dict.fromkeys(job_ids)), client, deadline)
     gangs = [job for job in jobs.values() if job.get("status") in FINISHED and _nodes(job) > 1]
-    children = [f"{job['jobId']}#{index}" for job in gangs for index in range(_nodes(job))]
+    children = []
+    for job in gangs:
+        children += _child_ids(job)
     parts: dict[str, Mapping[str, Any]] = {}
     with contextlib.suppress(CloudError):  # the job's own description is enough
         parts = _describe(
@@ -155,16 +157,17 @@ def describe_attempts(
         )
     found = {}
     for job_id, job in jobs.items():
-        own = [
-            parts[name]
-            for name in (f"{job_id}#{index}" for index in range(_nodes(job)))
-            if name in parts
-        ]
+        own = [parts[name] for name in _child_ids(job) if name in parts]
         found[job_id] = _attempt(job, own)
     return found
 
 
-def classify_cause(
+def _child_ids(job: Mapping[str, Any]) -> list[str]:
+    """Return the ids of the nodes of a job, which are jobs of their own."""
+    return [f"{job['jobId']}#{index}" for index in range(_nodes(job))]
+
+
+def classify_cause(  # noqa: PLR0911 (one return for each cause, in the order of their precedence)
     status: str,
     reasons: Sequence[str],
     exit_code: int | None,
@@ -217,7 +220,10 @@ def _describe(
 
 
 def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> BatchAttempt:
-    reasons = list(dict.fromkeys(text for one in (job, *parts) for text in _reasons(one)))
+    reasons = _reasons(job)
+    for part in parts:
+        reasons += _reasons(part)
+    reasons = list(dict.fromkeys(reasons))
     code = _exit_code(job)
     if code is None and parts:  # the exit code of the main node is the job's
         main = (job.get("nodeProperties") or {}).get("mainNode", 0)
@@ -262,20 +268,16 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
 
 def _reasons(job: Mapping[str, Any]) -> list[str]:
     last = (job.get("attempts") or [{}])[-1]
-    texts = [
-        (one.get("statusReason"), (one.get("container") or {}).get("reason")) for one in (job, last)
-    ]
     reasons = []
-    for pair in texts:
-        for text in pair:
-            if text:
-                reasons.append(text)
-    return reasons
+    for description in (job, last):
+        reasons.append(description.get("statusReason"))
+        reasons.append((description.get("container") or {}).get("reason"))
+    return [reason for reason in reasons if reason]
 
 
 def _exit_code(job: Mapping[str, Any]) -> int | None:
     last = (job.get("attempts") or [{}])[-1]
-    codes = [(one.get("container") or {}).get("exitCode") for one in (job, last)]
+    codes = [(state.get("container") or {}).get("exitCode") for state in (job, last)]
     return next((code for code in codes if code is not None), None)
 
 

@@ -134,12 +134,15 @@ def describe_queues(
     else:
         wanted = list(dict.fromkeys(names))
     details = _queues(wanted, client, deadline)
-    arns = [arn for detail in details for arn in _environment_arns(detail)]
-    environments = _environments(list(dict.fromkeys(arns)), client, deadline)
+    arns: dict[str, None] = {}  # in order, each once
+    for detail in details:
+        arns.update(dict.fromkeys(_environment_arns(detail)))
+    environments = _environments(list(arns), client, deadline)
     states = [_state(detail, environments) for detail in details]
     if wanted is None:
         return {state.name: state for state in sorted(states, key=lambda state: state.name)}
-    known = {key: state for state in states for key in (state.name, state.arn)}
+    known = {state.name: state for state in states}
+    known |= {state.arn: state for state in states}
     region = client.meta.region_name
     missing = {
         name: _unseen(
@@ -199,47 +202,50 @@ def _environments(
         client, "describe_compute_environments", "computeEnvironments", arns, deadline
     )
     for detail in listed:
-        one = parse_environment(detail)
-        if set(AUTO_INSTANCE_TYPES) & set(one.instance_types) and not is_amazons(client):
-            one = replace(one, instance_types=())  # which types a Batch emulator chooses is unknown
-        found |= {detail.get("computeEnvironmentArn", one.name): one, one.name: one}
+        environment = parse_environment(detail)
+        if set(AUTO_INSTANCE_TYPES) & set(environment.instance_types) and not is_amazons(client):
+            # Which types a Batch emulator chooses is unknown
+            environment = replace(environment, instance_types=())
+        found[detail.get("computeEnvironmentArn", environment.name)] = environment
+        found[environment.name] = environment
     return found
 
 
 def _environment_arns(detail: Mapping[str, Any]) -> list[str]:
-    order = sorted(detail.get("computeEnvironmentOrder") or [], key=lambda one: one.get("order", 0))
-    return [one["computeEnvironment"] for one in order]
+    order = sorted(
+        detail.get("computeEnvironmentOrder") or [], key=lambda entry: entry.get("order", 0)
+    )
+    return [entry["computeEnvironment"] for entry in order]
 
 
 def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -> QueueState:
     environments = tuple(known[arn] for arn in _environment_arns(detail) if arn in known)
     usable = tuple(environment for environment in environments if environment.usable)
     considered = usable or environments
-    markets: set[Market | None] = {_MARKETS.get(one.kind) for one in considered}
+    markets: set[Market | None] = {_MARKETS.get(environment.kind) for environment in considered}
     if len(markets) == 1:
         market = markets.pop()
     else:
         market = None
     problem = _problem(detail, environments, usable, market)
-    limits = [one.max_vcpus for one in considered]
+    limits = [environment.max_vcpus for environment in considered]
     actions = {
-        one["reason"]: one["maxTimeSeconds"] for one in detail.get("jobStateTimeLimitActions") or []
+        action["reason"]: action["maxTimeSeconds"]
+        for action in detail.get("jobStateTimeLimitActions") or []
     }
     return QueueState(
         name=detail["jobQueueName"],
         arn=detail.get("jobQueueArn", ""),
         market=market,
-        instance_types=tuple(
-            dict.fromkeys(kind for one in considered for kind in one.instance_types)
-        ),
+        instance_types=_all_types(considered),
         # "Multi-node parallel jobs aren't supported on compute environments that use Spot
         # Instances", nor on unmanaged ones or Fargate:
         # https://docs.aws.amazon.com/batch/latest/userguide/mnp-ce.html
         multi_node=bool(considered)
-        and all(one.kind == "EC2" and one.managed for one in considered),
+        and all(environment.kind == "EC2" and environment.managed for environment in considered),
         usable=not problem,
         problem=problem,
-        fargate=any(one.fargate for one in considered),
+        fargate=any(environment.fargate for environment in considered),
         max_vcpus=None
         if None in limits or not limits
         else max(limit for limit in limits if limit is not None),
@@ -460,11 +466,18 @@ def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
     then chooses types without GPUs.
     """
     return not listed or any(
-        instance_type == one
-        or instance_type.startswith(f"{one}.")
-        or ("." in one and instance_type.startswith(one.removesuffix("*")))
-        for one in listed
+        instance_type == entry
+        or instance_type.startswith(f"{entry}.")
+        or ("." in entry and instance_type.startswith(entry.removesuffix("*")))
+        for entry in listed
     )
+
+
+def _all_types(environments: Iterable[ComputeEnvironment]) -> tuple[str, ...]:
+    types: dict[str, None] = {}  # in order, each once
+    for environment in environments:
+        types.update(dict.fromkeys(environment.instance_types))
+    return tuple(types)
 
 
 def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
@@ -479,7 +492,7 @@ def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
         for environment in queue.compute_environments
         if environment.usable and accepts_type(environment.instance_types, instance_type)
     ]
-    limits = [one.max_vcpus for one in able] or [queue.max_vcpus]
+    limits = [environment.max_vcpus for environment in able] or [queue.max_vcpus]
     if None in limits:
         return None
     return max(limit for limit in limits if limit is not None)
@@ -496,8 +509,12 @@ def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
     if not declared or not offered:
         return tuple(declared or offered)
     narrow = [kind for kind in declared if kind in offered or not _lists_types_of(offered, kind)]
-    listed = [one for one in offered if any(_lists_types_of([one], kind) for kind in declared)]
+    listed = [entry for entry in offered if _is_of_a_family(entry, declared)]
     return tuple(dict.fromkeys([*narrow, *listed])) or tuple(declared)
+
+
+def _is_of_a_family(entry: str, families: Iterable[str]) -> bool:
+    return any(_lists_types_of([entry], family) for family in families)
 
 
 def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
@@ -505,9 +522,8 @@ def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
     for g5.
     """
     whole = kind.rstrip(".")
-    return any(
-        one != whole and one.startswith(whole if "." in whole else f"{whole}.") for one in offered
-    )
+    prefix = whole if "." in whole else f"{whole}."
+    return any(entry != whole and entry.startswith(prefix) for entry in offered)
 
 
 def _offered(kind: str, offered: Sequence[str]) -> bool:
@@ -515,9 +531,9 @@ def _offered(kind: str, offered: Sequence[str]) -> bool:
     family `kind`.
     """
     family, _, size = kind.rstrip(".").partition(".")
-    for one in offered:
-        other, _, its_size = one.partition(".")
-        if one in AUTO_INSTANCE_TYPES and not has_accelerator(kind):
+    for entry in offered:
+        other, _, its_size = entry.partition(".")
+        if entry in AUTO_INSTANCE_TYPES and not has_accelerator(kind):
             return True  # Batch's own choice varies and has never had GPUs
         if family == other and (not size or not its_size or its_size.startswith(size)):
             return True
@@ -590,7 +606,7 @@ def _rank(types: Iterable[str]) -> tuple[int, float]:
     Machines without accelerators come first, and among these the smallest.
     """
     fit = [kind for kind in types if _gib(kind) >= _LEAST_GIB and not is_arm(kind)]
-    found = [(_GPU if has_accelerator(one) else _CPU, _vcpus(one)) for one in fit]
+    found = [(_GPU if has_accelerator(kind) else _CPU, _vcpus(kind)) for kind in fit]
     if found:
         return min(found)
     if list(types):
@@ -636,7 +652,7 @@ def find_marked_jobs(
     listed = paginate(
         client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name
     )
-    named = [one["jobId"] for one in listed if one.get("jobName") == job_name]
+    named = [job["jobId"] for job in listed if job.get("jobName") == job_name]
     jobs = describe_in_parts(client, "describe_jobs", "jobs", named, deadline)
     found = [job for job in jobs if (job.get("parameters") or {}).get(MARK) == mark]
     return [job["jobId"] for job in sorted(found, key=lambda job: job.get("createdAt") or 0)]

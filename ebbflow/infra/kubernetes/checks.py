@@ -98,7 +98,7 @@ def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 
 @_for_cluster
-def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:
+def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that this account may create, read and delete Jobs, JobSets and pods
     (SelfSubjectAccessReview).
     """
@@ -141,7 +141,7 @@ def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
     types = context.config.cluster.instance_types
     label = "node.kubernetes.io/instance-type"
     kinds = [(node["metadata"].get("labels") or {}).get(label, "") for node in nodes]
-    found = [one for one, kind in zip(nodes, kinds, strict=True) if kind.startswith(tuple(types))]
+    found = [node for node, kind in zip(nodes, kinds, strict=True) if kind.startswith(tuple(types))]
     if context.config.cluster.device == "cpu":
         wanted = []
     else:
@@ -150,9 +150,9 @@ def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
         wanted += ["vpc.amazonaws.com/efa"]
     for resource in wanted:
         without = [
-            one["metadata"]["name"]
-            for one in found
-            if resource not in one["status"].get("allocatable", {})
+            node["metadata"]["name"]
+            for node in found
+            if resource not in node["status"].get("allocatable", {})
         ]
         if without:
             return failed(

@@ -174,8 +174,8 @@ class Cluster:
         """
         found = self._list_pods("list pods", job_id)
         pods = [
-            replace(one, labels=self._node_labels(one.machine))
-            for one in map(_pod_state, found["items"])
+            replace(pod, labels=self._node_labels(pod.machine))
+            for pod in map(_pod_state, found["items"])
         ]
         return pods, (found.get("metadata") or {}).get("resourceVersion") or ""
 
@@ -186,7 +186,7 @@ class Cluster:
         """
         since = {"resource_version": version, "watch": True, "timeout_seconds": 1}
         found = self._list_pods("watch pods", job_id, **since)["items"]
-        return [_pod_state(one["object"]) for one in found if one["type"] == "DELETED"]
+        return [_pod_state(change["object"]) for change in found if change["type"] == "DELETED"]
 
     def _list_pods(self, what: str, job_id: str, **options: Any) -> dict[str, Any]:
         space, kind, name = job_id.split("/")
@@ -206,7 +206,9 @@ class Cluster:
         space, _, name = job_id.split("/")
         which = {"field_selector": "reason=FailedCreate,involvedObject.kind=Job"}
         found = self.ask("list events", self._core.list_namespaced_event, space, **which)["items"]
-        mine = [one for one in found if str(one["involvedObject"].get("name")).startswith(name)]
+        mine = [
+            event for event in found if str(event["involvedObject"].get("name")).startswith(name)
+        ]
         if mine:
             return str(mine[-1].get("message") or "")
         return ""
@@ -272,11 +274,12 @@ class Cluster:
             found = self._of_kueue("visibility.kueue.x-k8s.io", space, f"{queue}/pendingworkloads")
         except CloudError:
             return None
-        for one in (found or {}).get("items") or []:
+        for workload in (found or {}).get("items") or []:
             if any(
-                each.get("name") == name for each in one["metadata"].get("ownerReferences") or []
+                each.get("name") == name
+                for each in workload["metadata"].get("ownerReferences") or []
             ):
-                return int(one.get("positionInLocalQueue") or 0)
+                return int(workload.get("positionInLocalQueue") or 0)
         return None
 
     def queue_exists(self, queue: str) -> bool:
@@ -406,7 +409,7 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
     else:
         state = {}
     ended, running, waits = (state.get(name) or {} for name in ("terminated", "running", "waiting"))
-    conditions = {one["type"]: one for one in status.get("conditions") or []}
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     disrupted = conditions.get("DisruptionTarget", {}).get("status") == "True"
     unscheduled = conditions.get("PodScheduled", {})
     reason = str(waits.get("reason") or "")
@@ -458,9 +461,9 @@ class AttemptWatch:
         # Read before the owner, whose deletion removes the pods
         found, version = cluster.pods(self.job_id)
         owner = cluster.owner(self.job_id)
-        present = {one.name for one in found}
+        present = {pod.name for pod in found}
         if self._version and any(
-            one.ended is None and name not in present for name, one in self.pods.items()
+            pod.ended is None and name not in present for name, pod in self.pods.items()
         ):
             # Such as 410: the cluster no longer has these changes
             with contextlib.suppress(CloudError):
@@ -473,35 +476,35 @@ class AttemptWatch:
         self.gone = owner is None or "deletionTimestamp" in owner["metadata"]
         if owner is not None:
             self._read_owner(owner)
-        if len({one.node for one in (*self.pods.values(), *found)}) < self.nodes and not (
+        if len({pod.node for pod in (*self.pods.values(), *found)}) < self.nodes and not (
             self.suspended or self.ended
         ):
             with contextlib.suppress(CloudError):  # such as 403: this account may not list events
                 self._refused = cluster.refused_pods(self.job_id)
-        for one in found:
-            old = self.pods.get(one.name) or one
-            self.pods[one.name] = replace(
-                one,
-                started=one.started or old.started,
-                ended=one.ended or old.ended,
-                labels=one.labels or old.labels,
-                ended_by_cluster=one.ended_by_cluster or old.ended_by_cluster,
-                lost=one.lost or old.lost or (one.leaving and not self.ended),  # deleted by a drain
+        for pod in found:
+            old = self.pods.get(pod.name) or pod
+            self.pods[pod.name] = replace(
+                pod,
+                started=pod.started or old.started,
+                ended=pod.ended or old.ended,
+                labels=pod.labels or old.labels,
+                ended_by_cluster=pod.ended_by_cluster or old.ended_by_cluster,
+                lost=pod.lost or old.lost or (pod.leaving and not self.ended),  # deleted by a drain
             )
-        for name, one in self.pods.items():
-            if one.ended is None:
+        for name, pod in self.pods.items():
+            if pod.ended is None:
                 # A container that is asked to end is paid for until it ends. A lost node's pod may
                 # stay for minutes. A pod that was deleted may leave an empty node behind, which the
                 # cluster removes as well.
                 node_lost = (
                     self.ended
                     and name in present
-                    and bool(one.machine)
-                    and cluster.has_lost(one.machine)
+                    and bool(pod.machine)
+                    and cluster.has_lost(pod.machine)
                 )
-                if name not in present or one.phase == "Failed" or node_lost:
-                    lost = one.lost or node_lost or (name not in present and not self.ended)
-                    self.pods[name] = replace(one, ended=now, lost=lost)
+                if name not in present or pod.phase == "Failed" or node_lost:
+                    lost = pod.lost or node_lost or (name not in present and not self.ended)
+                    self.pods[name] = replace(pod, ended=now, lost=lost)
 
     def end(self, cluster: Cluster, limit: float) -> None:
         """Delete the attempt if it has not ended, and wait until its pods have ended, or `limit`
@@ -516,7 +519,7 @@ class AttemptWatch:
     def _read_owner(self, owner: Mapping[str, Any]) -> None:
         spec = owner.get("spec") or {}
         status = owner.get("status") or {}
-        conditions = {one["type"]: one for one in status.get("conditions") or []}
+        conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
         self.succeeded = any(
             conditions.get(name, {}).get("status") == "True" for name in ("Completed", "Complete")
         )
@@ -524,7 +527,9 @@ class AttemptWatch:
         self.failed = failed.get("status") == "True"
         self.reason = str(failed.get("message") or "")
         self.suspended = bool(spec.get("suspend"))
-        self.nodes = sum(one.get("replicas", 1) for one in spec.get("replicatedJobs") or [{}])
+        self.nodes = sum(
+            replicated.get("replicas", 1) for replicated in spec.get("replicatedJobs") or [{}]
+        )
 
     @property
     def ended(self) -> bool:
@@ -540,10 +545,9 @@ class AttemptWatch:
         """Why a node of the attempt does not run yet: the reason in its pod, or that it has no pod;
         "" if all run.
         """
-        if waiting := next(
-            (f"{pod.name}: {pod.waiting}" for pod in self.pods.values() if pod.waiting), ""
-        ):
-            return waiting
+        for pod in self.pods.values():
+            if pod.waiting:
+                return f"{pod.name}: {pod.waiting}"
         if not self.lacking or len({pod.node for pod in self.pods.values()}) >= self.nodes:
             return ""
         if QUOTA in self._refused:
@@ -571,8 +575,8 @@ class AttemptWatch:
         start at any time.
         """
         begun = [pod for pod in self.pods.values() if pod.started is not None]
-        finished = any(one.node == 0 and one.exit_code == 0 for one in begun)
-        return len({one.node for one in begun if not (finished and one.lost)}) < self.nodes
+        finished = any(pod.node == 0 and pod.exit_code == 0 for pod in begun)
+        return len({pod.node for pod in begun if not (finished and pod.lost)}) < self.nodes
 
     def announced(self, cluster: Cluster) -> list[tuple[PodState, str]]:
         """Return the running pods whose node is about to be taken away, each with the node's taint."""
@@ -580,13 +584,13 @@ class AttemptWatch:
             pod for pod in self.pods.values() if pod.phase == "Running" and pod.ended is None
         ]
         found = [
-            (one, cluster.announced_end(one.machine))
-            for one in running
-            if one.machine and not one.leaving
+            (pod, cluster.announced_end(pod.machine))
+            for pod in running
+            if pod.machine and not pod.leaving
         ]
-        return [(one, taint) for one, taint in found if taint]
+        return [(pod, taint) for pod, taint in found if taint]
 
-    def cause(self, ended_by: Cause | None) -> Cause:
+    def cause(self, ended_by: Cause | None) -> Cause:  # noqa: PLR0911 (one return for each cause, in the order of their precedence)
         """Return why the attempt ended.
 
         If this process ended the attempt, `ended_by` is the cause.
@@ -600,11 +604,12 @@ class AttemptWatch:
             return "reclaimed"
         if any(pod.late for pod in pods) or (self.gone and not self.failed):
             return "terminated"
-        if ran := [
+        ran = [
             (pod.ended - pod.started, pod.ended)
             for pod in pods
             if pod.exit_code and pod.ended and pod.started
-        ]:
+        ]
+        if ran:
             # A missing pod may start on the machine that the failed one leaves
             longest, end = max(ran)
             present = {pod.node for pod in pods if pod.started is not None and pod.started < end}
@@ -651,7 +656,7 @@ class AttemptWatch:
             started_utc=min(begun, default=None),
             stopped_utc=max(over, default=None),
             exit_code=next(
-                (one.exit_code for one in reversed(main) if one.exit_code is not None), None
+                (pod.exit_code for pod in reversed(main) if pod.exit_code is not None), None
             ),
             reason="; ".join(filter(None, texts))[:1000],
             cause=self.cause(ended_by) if self.ended or ended_by else "unknown",
@@ -665,20 +670,18 @@ class AttemptWatch:
         # A lost pod has no end time. Its gang ends within seconds, long before the cluster notices
         # the loss.
         known = [pod.ended for pod in self.pods.values() if pod.ended and pod.ended_by_cluster]
-        ends = [
-            now
-            if one.ended is None
-            else one.ended
-            if one.ended_by_cluster
-            else min(
-                one.ended, max((end for end in known if end >= (one.started or end)), default=now)
-            )
-            for one in mine
-        ]
-        start = min(one.started or now for one in mine)
-        return start, start + sum(
-            end - (one.started or end) for one, end in zip(mine, ends, strict=True)
-        )
+        start = min(pod.started or now for pod in mine)
+        seconds = 0.0
+        for pod in mine:
+            if pod.ended is None:
+                end = now
+            elif pod.ended_by_cluster:
+                end = pod.ended
+            else:
+                later = [other for other in known if other >= (pod.started or other)]
+                end = min(pod.ended, max(later, default=now))
+            seconds += end - (pod.started or end)
+        return start, start + seconds
 
     def given(self) -> dict[str, str]:
         """Return the machines' instance type, market and zone, from node labels.

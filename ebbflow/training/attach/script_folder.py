@@ -126,8 +126,8 @@ def _files(folder: Path) -> list[Path]:
         listed = subprocess.run(command, capture_output=True, check=False)
         if listed.returncode == 0:
             names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
-            kept = (name for name in names if not _SKIPPED.intersection(Path(name).parts))
-            return sorted(path for path in (folder / name for name in kept) if path.is_file())
+            kept = [folder / name for name in names if _SKIPPED.isdisjoint(Path(name).parts)]
+            return sorted(path for path in kept if path.is_file())
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(".")]

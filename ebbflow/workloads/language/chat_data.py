@@ -53,11 +53,13 @@ def prepare_chat(
     with tempfile.TemporaryFile("w+", encoding="utf-8") as rows:
         digest = hashlib.sha256(f"{_FORMAT} {tokenizer.identity} {fraction!r}".encode())
         count = 0
-        for row in (json.dumps(marked) + "\n" for marked in texts):
+        for marked in texts:
+            row = json.dumps(marked) + "\n"
             digest.update(row.encode())
             rows.write(row)
             count += 1
-        shards = store.sub(tokens_prefix(fingerprint := digest.hexdigest()))
+        fingerprint = digest.hexdigest()
+        shards = store.sub(tokens_prefix(fingerprint))
         known = read_description(shards)
         if known is not None:
             return known
@@ -121,14 +123,16 @@ def encode(
     The separator counts if the text ends with a span: it then tells the assistant to stop.
     """
     found = tokenizer._tokenizer.encode(text, add_special_tokens=False)
-    mask = [
-        any(begin < last and end > first for first, last in spans) for begin, end in found.offsets
-    ]
+    mask = [_overlaps(begin, end, spans) for begin, end in found.offsets]
     tokens = list(found.ids)
     if tokenizer.separator is not None:
         tokens.append(tokenizer.separator)
         mask.append(any(last == len(text) for _, last in spans))
     return np.array(tokens, dtype=dtype_of(tokenizer.vocab_size)), np.array(mask, dtype=bool)
+
+
+def _overlaps(begin: int, end: int, spans: Sequence[Sequence[int]]) -> bool:
+    return any(begin < last and end > first for first, last in spans)
 
 
 @dataclass(frozen=True)

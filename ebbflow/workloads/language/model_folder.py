@@ -71,14 +71,14 @@ class ModelFolder:
         known = model.state_dict().keys()
         prefix = f"{model.base_model_prefix}."
         ignored = [
-            re.compile(one)
-            for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+            re.compile(pattern)
+            for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         ]
 
         def translate(name: str) -> str | None:
             if not (name in known or prefix + name not in known):
                 name = prefix + name
-            if name not in known and any(one.search(name) for one in ignored):
+            if name not in known and any(pattern.search(name) for pattern in ignored):
                 return None
             return name
 
@@ -262,10 +262,9 @@ def _use_own_initialisation(model: PreTrainedModel, stored: Mapping[str, StoredT
         else:
             words = []
         above = [parts[".".join(words[:count])] for count in range(len(words), -1, -1)]
-        owners = [
-            next(one for one in above[at:] if isinstance(one, PreTrainedModel))
-            for at in range(len(above))
-        ]
+        owners = []
+        for at in range(len(above)):
+            owners.append(next(part for part in above[at:] if isinstance(part, PreTrainedModel)))
         if name:
             path = f"{name}."
         else:

@@ -74,6 +74,7 @@ def make_offloaded(model: nn.Module, training: TrainingConfig) -> OffloadedAdamW
     """Return an optimizer with the parameter groups and settings of the default one."""
     usual = make_optimizer(model, training)
     groups = [
-        {name: group[name] for name in ("params", "weight_decay")} for group in usual.param_groups
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in usual.param_groups
     ]
     return OffloadedAdamW(groups, lr=training.learning_rate, betas=usual.param_groups[0]["betas"])

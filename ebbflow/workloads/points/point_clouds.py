@@ -131,10 +131,8 @@ class CloudBatch(NamedTuple):
         return float(len(self.clean))
 
     def split(self, parts: int) -> list[CloudBatch]:
-        return [
-            CloudBatch(*part)
-            for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)
-        ]
+        split_tensors = [tensor.tensor_split(parts) for tensor in self]
+        return [CloudBatch(*part) for part in zip(*split_tensors, strict=True)]
 
 
 class PointCloudDiffusion:
@@ -233,7 +231,7 @@ class PointCloudDiffusion:
         assert isinstance(model, PointDenoiser)
         return [model.embedding, *model.blocks, model.head]
 
-    def next_batch(self, model: nn.Module, cursor: Cursor) -> CloudBatch:
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> CloudBatch:  # noqa: ARG002 (the interface of Workload)
         numbers = self._order.window(cursor.first, cursor.count).tolist()
         rows = [
             self._sample(number, (cursor.first + place) // self._count)
@@ -285,17 +283,13 @@ class PointCloudDiffusion:
         generators = [seeded(self._seed, "sampling", number) for number in mine]
         start = draw_normal(generators, options.num_points).to(context.device)
         batch = max(1, context.config.training.batch_size // context.world_size)
-        made = torch.cat(
-            [
-                self._make(
-                    model, start[first : first + batch], truth[first : first + batch], kinds, few
-                )
-                for first, kinds, few in (
-                    (at, category[at : at + batch], generators[at : at + batch])
-                    for at in range(0, share, batch)
-                )
-            ]
-        )
+        clouds = []
+        for first in range(0, share, batch):
+            part = slice(first, first + batch)
+            clouds.append(
+                self._make(model, start[part], truth[part], category[part], generators[part])
+            )
+        made = torch.cat(clouds)
         if not options.known_points:
             noise = start
         else:
@@ -483,7 +477,9 @@ def _draw_cloud(cloud: Tensor, left: int, top: int, known: int) -> list[str]:
     points = cloud[::step].tolist()
     given = -(-known // step)
     groups: dict[str, list[str]] = {_FAR: [], _NEAR: [], _KNOWN: []}
-    reach = max([2.2, *(abs(value) for point in points for value in point if math.isfinite(value))])
+    reach = 2.2
+    for point in points:
+        reach = max([reach, *(abs(value) for value in point if math.isfinite(value))])
     scale = (_SIZE / 2 - _MARGIN) / min(reach, 4.0) / 1.25
     for number, (x, y, z) in enumerate(points):
         if not all(map(math.isfinite, (x, y, z))):

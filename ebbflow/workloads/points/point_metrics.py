@@ -28,7 +28,9 @@ def chamfer(a: Tensor, b: Tensor) -> Tensor:
 def chamfer_rows(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the Chamfer distances `[r, c]` of all pairs of clouds `[r, n, 3]` and `[c, m, 3]`."""
     step = max(1, _CHUNK_ELEMENTS // (rows.shape[1] * columns.shape[1]))
-    parts = [torch.cat([chamfer(row[None], part) for part in columns.split(step)]) for row in rows]
+    parts = []
+    for row in rows:
+        parts.append(torch.cat([chamfer(row[None], part) for part in columns.split(step)]))
     if parts:
         return torch.stack(parts)
     return rows.new_zeros(0, len(columns))

@@ -87,16 +87,18 @@ class Record(nn.Module):
 
     def read(self, *, before_round: int | None = None) -> dict[str, float]:
         """Return the figures; if the last round was `before_round`, those before it."""
-        before, after = (
-            {str(name): x for name, x in zip(self.NAMES, row, strict=True)}
-            for row in self.figures.tolist()
-        )
+        first, last = self.figures.tolist()
+        before: dict[str, float] = dict(zip(self.NAMES, first, strict=True))
+        after: dict[str, float] = dict(zip(self.NAMES, last, strict=True))
         if after["round"] == before_round:
             return before
         return after
 
     def write(self, before: dict[str, float], after: dict[str, float]) -> None:
-        rows = [[one[name] for name in self.NAMES] for one in (before, after)]
+        rows = [
+            [before[name] for name in self.NAMES],
+            [after[name] for name in self.NAMES],
+        ]
         self.figures.copy_(torch.tensor(rows, dtype=torch.float64))
 
 

@@ -98,10 +98,8 @@ class RolloutBatch(NamedTuple):
         return RolloutBatch(*(tensor[first:last] for tensor in self))
 
     def split(self, parts: int) -> list[RolloutBatch]:
-        return [
-            RolloutBatch(*part)
-            for part in zip(*(tensor.tensor_split(parts) for tensor in self), strict=True)
-        ]
+        split_tensors = [tensor.tensor_split(parts) for tensor in self]
+        return [RolloutBatch(*part) for part in zip(*split_tensors, strict=True)]
 
 
 def _find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
@@ -313,7 +311,8 @@ class PolicyOptimization:
         if isinstance(found, tuple):
             logits, values = found
         else:
-            logits, values = (found, None)
+            logits = found
+            values = None
         log_probs = token_log_probs(logits, batch.tokens[:, 1:], options.temperature)
         if options.advantage_estimator == "cpgd":
             losses = math_of.drift_loss(
@@ -523,7 +522,9 @@ class PolicyOptimization:
             min(context.rank * share + place, self._round_prompts - 1) for place in range(share)
         ]
         numbers = self._order.window(number * self._round_prompts, self._round_prompts)
-        prompts = [self._prompts.train[int(numbers[place])] for place in mine for _ in range(group)]
+        prompts = []
+        for place in mine:
+            prompts += [self._prompts.train[int(numbers[place])]] * group
         places = [number * self._round_prompts + place for place in mine]
         draws = [
             torch.rand(group, options.generate_max_len, generator=seeded(self._seed, "rollout", p))
@@ -649,7 +650,8 @@ class PolicyOptimization:
                 if isinstance(found, tuple):
                     logits, values = found
                 else:
-                    logits, values = (found, torch.zeros(part[:, 1:].shape))
+                    logits = found
+                    values = torch.zeros(part[:, 1:].shape)
                 parts.append(
                     (token_log_probs(logits, part[:, 1:], options.temperature), values.float())
                 )
@@ -659,10 +661,8 @@ class PolicyOptimization:
     def _score_by_reference(self, module: nn.Module, tokens: Tensor) -> Tensor:
         if self._reference is None:
             self._reference = self._models.reference(self._context.device, self._kept_dtype)
-            if (
-                self._reference is not None
-                and (tensor_group := find_tensor_group(module)) is not None
-            ):
+            tensor_group = find_tensor_group(module)
+            if self._reference is not None and tensor_group is not None:
                 split_policy(self._reference, tensor_group)
         if self._reference is not None:
             return self._score(self._reference, tokens)[0]

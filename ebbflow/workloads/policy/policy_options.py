@@ -268,17 +268,16 @@ class PolicyOptions:
                 f"parallel.tensor_size {tensor}: only the layers of the built-in policy can be "
                 f"split, not those of {self.model}; fix: parallel.tensor_size: 1"
             )
-        if gang:
-            ranks, ranks_per_node = (gang.ranks, gang.processes_per_node)
-        else:
-            ranks, ranks_per_node = (groups * tensor, groups * tensor)
+        ranks = gang.ranks if gang else groups * tensor
+        ranks_per_node = gang.processes_per_node if gang else ranks
         place = RankLayout(ranks=ranks, ranks_per_node=ranks_per_node, gpu=False)
         plain = config.model_copy(update={"workload": None})
-        if found := [
+        found = [
             option
             for option in find_unsupported_options(plain, place)
             if "tensor_size" in option.message
-        ]:
+        ]
+        if found:
             raise WorkloadError("; and ".join(map(str, found)))
 
     @property

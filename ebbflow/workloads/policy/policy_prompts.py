@@ -127,7 +127,8 @@ def open_prompts(store: Store, fingerprint: str, column: str) -> Prompts:
         )
     split = json.loads(content)
     return Prompts(
-        *([Prompt(row[column], row) for row in split[side]] for side in ("train", "held_out"))
+        [Prompt(row[column], row) for row in split["train"]],
+        [Prompt(row[column], row) for row in split["held_out"]],
     )
 
 

@@ -61,7 +61,7 @@ class Reward:
         self._device = device or torch.device("cpu")
         self.model_bytes = 0  # of the weights of all models
         self._parts: list[tuple[str, float, RewardFunction]] = []
-        for part in filter(None, (one.strip() for one in written.split(","))):
+        for part in filter(None, (word.strip() for word in written.split(","))):
             name, _, weight = part.partition("=")
             self._parts.append((name.strip(), self._weight(part, weight), self._find(name.strip())))
         if not self._parts:

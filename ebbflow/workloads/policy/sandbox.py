@@ -8,6 +8,7 @@ refuses files outside Python's folders and the current one.
 
 import ctypes
 import errno
+import itertools
 import json
 import os
 import platform
@@ -173,8 +174,10 @@ def restrict_system_calls() -> None:
     lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), refuse]
     # The C library then uses clone
     lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
-    refused = [number for numbers in _REFUSED.values() for number in numbers]
-    for number in refused if _landlock_version() >= 3 else [*refused, _PATH_TRUNCATE]:
+    refused = list(itertools.chain.from_iterable(_REFUSED.values()))
+    if _landlock_version() < 3:
+        refused.append(_PATH_TRUNCATE)
+    for number in refused:
         lines += [(_EQUAL, 0, 1, number), refuse]
     for number in _IGNORED:
         lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR)]

@@ -126,7 +126,7 @@ class VllmEngine:
             tokens[row, :end] = torch.tensor([*prompt, *drawn])
             log_probs[row, begin - 1 : end - 1] = torch.tensor(found_log_probs)
             ends[row] = end
-        moved = (one.to(device) for one in (tokens, begins, ends, log_probs))
+        moved = (tensor.to(device) for tensor in (tokens, begins, ends, log_probs))
         return Rollouts(*moved, version=version)
 
     def sleep(self) -> None:

@@ -82,16 +82,20 @@ def _slice(content: Any, first: int, end: int, count: int) -> Any:
         return content[first:end]
     if isinstance(content, dict):
         return {key: _slice(value, first, end, count) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        if any(isinstance(one, (Tensor, dict, list, tuple)) for one in content):
-            parts = [_slice(one, first, end, count) for one in content]
-            if hasattr(content, "_fields"):
-                return type(content)(*parts)
-            return type(content)(parts)
-        if len(content) == count:  # texts, one for each sample
-            return content[first:end]
+    if not isinstance(content, (list, tuple)):
         return content
+    if any(isinstance(part, (Tensor, dict, list, tuple)) for part in content):
+        return _like(content, [_slice(part, first, end, count) for part in content])
+    if len(content) == count:  # texts, one for each sample
+        return content[first:end]
     return content
+
+
+def _like(content: Any, parts: list[Any]) -> Any:
+    """Return the parts as a list, tuple or named tuple, as `content` is."""
+    if hasattr(content, "_fields"):
+        return type(content)(*parts)
+    return type(content)(parts)
 
 
 def _move(content: Any, device: torch.device) -> Any:
@@ -100,10 +104,7 @@ def _move(content: Any, device: torch.device) -> Any:
     if isinstance(content, dict):
         return {key: _move(value, device) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        parts = [_move(one, device) for one in content]
-        if hasattr(content, "_fields"):
-            return type(content)(*parts)
-        return type(content)(parts)
+        return _like(content, [_move(part, device) for part in content])
     return content
 
 
@@ -172,15 +173,15 @@ class _Reader:
             with random_numbers_of(self._seed):
                 return self._collate(
                     [
-                        self._read(*one, None)
-                        for one in enumerate(self.indices(cursor), cursor.first)
+                        self._read(*position, None)
+                        for position in enumerate(self.indices(cursor), cursor.first)
                     ]
                 )
         try:
             return self._collate(
                 [
-                    self._read(*one, worker.id)
-                    for one in enumerate(self.indices(cursor), cursor.first)
+                    self._read(*position, worker.id)
+                    for position in enumerate(self.indices(cursor), cursor.first)
                 ]
             )
         except Exception as error:  # torch would put its traceback into the message
@@ -629,9 +630,9 @@ class DatasetWorkload:
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
         """Return the model's own parts that have parameters."""
-        return [part for part in model.children() if any(True for _ in part.parameters())]
+        return [part for part in model.children() if list(part.parameters())]
 
-    def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:  # noqa: ARG002 (the interface of Workload)
         content = _move(
             self._loader.load(cursor if cursor.count else Cursor(cursor.first, 1)),
             self.context.device,

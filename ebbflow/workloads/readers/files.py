@@ -88,7 +88,7 @@ class DataFile:
                 seconds=_REQUEST_SECONDS,
             ),
             left=lambda: limit - time.monotonic(),
-            curable=lambda error, tries: isinstance(error, StoreUnavailable),
+            curable=lambda error, tries: isinstance(error, StoreUnavailable),  # noqa: ARG005 (the interface of retries)
         )
         if answer.status == 206:
             found = answer.body
@@ -157,14 +157,14 @@ def find_files(path: str | Path, suffixes: Sequence[str] = ()) -> list[DataFile]
     else:
         found = _find_here(Path(path))
     if suffixes:
-        found = [one for one in found if PurePosixPath(one.path).suffix.lower() in suffixes]
+        found = [file for file in found if PurePosixPath(file.path).suffix.lower() in suffixes]
     if not found:
         if suffixes:
             what = f"no file that ends in {', '.join(dict.fromkeys(suffixes))}"
         else:
             what = "no file"
         raise DataError(f"{path}: {what}; fix: name a folder, a file, or a glob of files")
-    return sorted(found, key=lambda one: PurePosixPath(one.path))
+    return sorted(found, key=lambda file: PurePosixPath(file.path))
 
 
 def has_wildcard(path: str | Path) -> bool:
@@ -185,17 +185,17 @@ def _find_here(path: Path) -> list[DataFile]:
     if has_wildcard(path):
         # A pattern with two ** gives files several times
         once = dict.fromkeys(glob.glob(str(path), recursive=True))
-        found = [one for one in map(Path, once) if one.is_file()]
-        named = [(one, one.name) for one in found]
+        found = [place for place in map(Path, once) if place.is_file()]
+        named = [(place, place.name) for place in found]
     elif path.is_dir():
         found = map(Path, glob.glob(f"{glob.escape(str(path))}/**", recursive=True))
-        named = [(one, one.relative_to(path).as_posix()) for one in found if one.is_file()]
+        named = [(place, place.relative_to(path).as_posix()) for place in found if place.is_file()]
     else:
         if path.is_file():
             named = [(path, path.name)]
         else:
             named = []
-    return [DataFile(str(one), name, one.stat().st_size) for one, name in named]
+    return [DataFile(str(place), name, place.stat().st_size) for place, name in named]
 
 
 def _find_in_bucket(uri: str) -> list[DataFile]:
@@ -205,12 +205,17 @@ def _find_in_bucket(uri: str) -> list[DataFile]:
     folder = "/".join(parts[:wild])
     store = Store.open(f"s3://{bucket}/{folder}".rstrip("/"), create=False)
     if wild is not None:
-        found = [one for one in store.list() if _fits(PurePosixPath(one.key).parts, parts[wild:])]
-    elif key and (one := Store.open(f"s3://{bucket}", create=False).head(folder)) is not None:
-        return [DataFile(folder, parts[-1], one.size, bucket)]
+        found = [
+            meta for meta in store.list() if _fits(PurePosixPath(meta.key).parts, parts[wild:])
+        ]
     else:
-        found = [one for one in store.list() if _fits(PurePosixPath(one.key).parts, ("**",))]
-    return [DataFile(f"{folder}/{one.key}".lstrip("/"), one.key, one.size, bucket) for one in found]
+        meta = Store.open(f"s3://{bucket}", create=False).head(folder) if key else None
+        if meta is not None:
+            return [DataFile(folder, parts[-1], meta.size, bucket)]
+        found = [meta for meta in store.list() if _fits(PurePosixPath(meta.key).parts, ("**",))]
+    return [
+        DataFile(f"{folder}/{meta.key}".lstrip("/"), meta.key, meta.size, bucket) for meta in found
+    ]
 
 
 def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
@@ -246,7 +251,7 @@ class ImageFolder:
         path: str | Path,
         transform: Callable[[Any], Any],
         *,
-        keep: Callable[[str], bool] = lambda name: True,
+        keep: Callable[[str], bool] = lambda name: True,  # noqa: ARG005 (takes the name, as others do)
     ) -> None:
         files = find_files(path, IMAGE_SUFFIXES)
         self._transform = transform
@@ -297,7 +302,7 @@ class TarShards:
         for shard, file in enumerate(self._shards):
             self._index(shard, file)
         self.fingerprint = _fingerprint(
-            [(PurePosixPath(one.name).name, one.size) for one in self._shards]
+            [(PurePosixPath(shard.name).name, shard.size) for shard in self._shards]
         )
 
     def _index(self, shard: int, file: DataFile) -> None:
@@ -336,10 +341,10 @@ class TarShards:
         return self._decode(content)
 
 
-_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {
-    "float16",
-    "float32",
-    "float64",
+_SCALARS = {
+    *("int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
 }
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "bytes": bytes,
@@ -532,7 +537,7 @@ class ParquetRows:
             self._groups += [(number, group) for group in range(known.num_row_groups)]
             rows += [known.row_group(group).num_rows for group in range(known.num_row_groups)]
         self._ends = list(accumulate(rows))
-        named = [(PurePosixPath(one.name).name, one.size) for one in self._files]
+        named = [(PurePosixPath(file.name).name, file.size) for file in self._files]
         self.fingerprint = _fingerprint([*named, self._columns])
         self._kept: dict[int, Any] = {}  # tables by row group, the newest last
 

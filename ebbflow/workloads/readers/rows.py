@@ -65,8 +65,11 @@ def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
     if saved := _find_saved(path, {file.name: file for file in files}):
         return saved
     files = [file for file in files if not _SCRATCH.search(file.name)]
-    kinds = {suffix: [file for file in files if _suffix(file) == suffix] for suffix in _READERS}
-    found = {suffix: group for suffix, group in kinds.items() if group}
+    found = {}
+    for suffix in _READERS:
+        group = [file for file in files if _suffix(file) == suffix]
+        if group:
+            found[suffix] = group
     others = [
         file for file in files if _suffix(file) not in _READERS and not _ABOUT.search(file.name)
     ]
@@ -144,7 +147,7 @@ def _find_saved(path: str | Path, files: Mapping[str, DataFile]) -> list[DataFil
         raise DataError(
             f"{path} was saved as a selection of rows; fix: flatten_indices() before save_to_disk"
         )
-    names = [f"{part}{one.get('filename')}" for one in about.get("_data_files") or ()]
+    names = [f"{part}{entry.get('filename')}" for entry in about.get("_data_files") or ()]
     if missing := [name for name in names if name not in files]:
         raise DataError(
             f"{path}/{missing[0]} is missing, but {state} names it; fix: copy the whole folder"
@@ -162,7 +165,7 @@ def _read_about(file: DataFile) -> dict[str, Any]:
     return {}
 
 
-def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:
+def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
     with file.open() as stream:
         yield from _parse_lines(file, stream)
 
@@ -183,7 +186,7 @@ def _parse_lines(file: DataFile, stream: BinaryIO) -> Iterator[Any]:
             ) from error
 
 
-def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:
+def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
     """Yield the objects of a list, or of one line each."""
     with file.open() as stream:
         if not stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):

@@ -160,8 +160,8 @@ class ImageClassifier(ImageWorkload):
                 "norm: sync counts each image twice with parallel.recompute; fix: group, or "
                 "recompute: none"
             )
-        if self._held_out_count and (classes := self._evaluated.classes) != self._train.classes:
-            missing = sorted(set(self._train.classes) ^ set(classes))
+        if self._held_out_count and self._evaluated.classes != self._train.classes:
+            missing = sorted(set(self._train.classes) ^ set(self._evaluated.classes))
             raise DataError(
                 f"{self._root}: the classes {', '.join(missing[:5])} are not in both the "
                 "training and the held-out images; fix: the same subfolders in both"
@@ -343,7 +343,7 @@ class ImageArrays:
         if names:
             count = len(names)
         else:
-            count = 1 + max(int(one.max(initial=0)) for one in every)
+            count = 1 + max(int(targets.max(initial=0)) for targets in every)
         if len(labels) and not 0 <= labels.min() <= labels.max() < count:
             raise DataError(
                 f"{path}: {prefix}labels are {labels.min()} to {labels.max()}; fix: 0 to "
@@ -422,13 +422,13 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over all ranks. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
         total = x.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
         total = gradients[0].clone()
         dist.all_reduce(total)
         return total
