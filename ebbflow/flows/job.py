@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.event_log import EventLog
@@ -20,7 +20,11 @@ from ebbflow.core.store.objects import StoreClock
 from ebbflow.core.store.s3 import STORE_REGION_VARIABLE
 from ebbflow.infra.batch import has_foreign_queues
 
+if TYPE_CHECKING:
+    from ebbflow.cost.job_history import JobHistory
+
 RUNS = runs_folder(PROJECT_ROOT)
+CLOCK_TOLERANCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +76,6 @@ class Job:
         return EventLog(self.store, Origin(job=self.name, run=self.run, process=process))
 
 
-CLOCK_TOLERANCE_SECONDS = 60.0
-
-
 @dataclass(frozen=True)
 class ClockReading:
     """The current time according to the store's clock and to this machine's clock.
@@ -102,3 +103,16 @@ class ClockReading:
         most 60 s.
         """
         return self.utc - self.own_utc
+
+
+def read_job_history(job: Job) -> JobHistory:
+    """Read the store's job history.
+
+    If the store does not answer, print a message and return an empty history.
+    """
+    # Late, since the process of every card imports this module
+    from ebbflow.cost.job_history import load_job_history, load_or_use_priors
+
+    return load_or_use_priors(
+        lambda: load_job_history(job.root_store), lambda text: print(text, flush=True)
+    )

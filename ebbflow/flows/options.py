@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,100 +23,110 @@ from ebbflow.core.program import DEFAULT_CONFIG, IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.flows.checks import check_before_launch
+from ebbflow.flows.command_line import RUN_OPTIONS, CommandLine, option_values
 from ebbflow.flows.job import RUNS
-from ebbflow.flows.remote import option_values, requested_backend
+from ebbflow.flows.remote import requested_backend
 from ebbflow.training.attach.script_folder import pack_script
 from ebbflow.training.checkpoint.rollback import add_permits, record_permits, requested_permits
 from ebbflow.training.rehearse import Fault
 
 _REQUEST_SECONDS = 10.0
+_MOST_ASKED = 8  # jobs that are searched for a run
 # Settings that cannot change once a job has commits: the model, and the numbering of samples.
 _FIXED_FOR_A_JOB = ("script", "workload", "workload_options", "model", "data", "training.seed")
 
 
-def check_run_options(options: list[str]) -> list[str]:
-    """Check the options of `run`, and return them with --config and --set merged into one
-    configuration as JSON.
+@dataclass(frozen=True)
+class CheckedOptions:
+    """Checked options of `run` or `resume`."""
 
-    The result does not contain --from-scratch and --accept-rollback. The launcher records these
-    permissions after it has claimed the job (`parse_permits`, `give_permits`). Exits with 2 for a
+    arguments: list[str]  # for Metaflow's command
+    job: str = ""  # "" if the job has no name yet, or if it is unknown
+    config: RunConfig | None = None  # None if the job to resume is unknown
+    permits: Sequence[str] = ()  # the launcher records them after it has claimed the job
+
+
+def check_run_options(line: CommandLine) -> CheckedOptions:
+    """Check the options of `run`, and merge --config and --set into one configuration as JSON.
+
+    The returned arguments do not contain --from-scratch and --accept-rollback. Exits with 2 for a
     bad configuration, fault or job name, and with 3 if a quick check forbids the run.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=None)
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--rehearse", default="")
-    parser.add_argument("--job", default="")
-    add_permits(parser)
-    known, rest = parser.parse_known_args(options)
-    known.overrides = [override for given in known.overrides for override in parse_overrides(given)]
-    if known.config is None and not any(one.startswith("script=") for one in known.overrides):
-        known.config = str(DEFAULT_CONFIG)
-    if known.config is not None:
-        config = parse_json_option(known.config)
-        if isinstance(config, str):
-            known.config = config
-        else:
-            known.config = json.dumps(config, indent=1)
+    known, rest = _parse_run_options(line.arguments)
+    permits = requested_permits(known)
     try:
-        loaded = _loaded(known)
-        cluster = loaded.config.cluster
-        steps = loaded.config.training.max_steps
-        if known.rehearse and (fault := Fault.parse(known.rehearse)):
-            nodes = cluster.nodes
-            processes = cluster.processes_per_node
-            if isinstance(nodes, int) and isinstance(processes, int):
-                if loaded.config.script:
-                    steps = sys.maxsize  # the steps of a script are not known yet
-                fault.check(max_steps=steps, nodes=nodes, world_size=nodes * processes)
+        loaded = _load(known, line)
+        _check_fault(known.rehearse, loaded.config)
         if known.job:
             check_job_name(known.job)
     except InfraError as error:
         _refuse(str(error), error.outcome)
-    if known.config is None or known.config.startswith("{"):
-        path = ""
-    else:
-        path = known.config
-    if refusal := check_before_launch(loaded.config, path, job=known.job or None, words=sys.argv):
-        _refuse(refusal, Outcome.PREFLIGHT)
-    if requested_permits(known) and not known.job:
+    path = _config_path(known.config)
+    _check_before_launch(loaded.config, path, known.job or None, line)
+    if permits and not known.job:
         _refuse(
             "--from-scratch and --accept-rollback need an existing job; fix: name it with --job",
             Outcome.CONFIG,
         )
     if known.job:
-        _check_place(known.job, loaded.config.store)
-        try:
-            _check_continuation(known.job, loaded.config)
-        except InfraError as error:
-            _refuse(f"--job {known.job}: {error}", Outcome.PREFLIGHT)
-    settings = {
-        "path": path,
-        "config": loaded.config.model_dump(mode="json"),
-        "sources": loaded.sources,
-    }
-    if loaded.config.script is not None:
-        settings["config"] = loaded.script_settings()
-        settings["script_sha256"] = None
-        if requested_backend(sys.argv, loaded.config.cluster.plan_for) is not None:
-            try:
-                settings["script_sha256"] = pack_script(
-                    loaded.config, Store.open(loaded.config.store)
-                )
-            except InfraError as error:
-                _refuse(str(error), error.outcome)
-    return [
-        "--config",
-        json.dumps(settings),
-        "--rehearse",
-        known.rehearse,
-        "--job",
-        known.job,
-        *rest,
-    ]
+        _check_existing_job(known.job, loaded.config)
+    settings = _flow_settings(loaded, path, line)
+    arguments = ["--config", json.dumps(settings), "--rehearse", known.rehearse]
+    return CheckedOptions(
+        arguments=[*arguments, "--job", known.job, *rest],
+        job=known.job,
+        config=RunConfig.model_validate_json(json.dumps(settings["config"])),
+        permits=permits,
+    )
 
 
-def parse_json_option(given: str) -> Any:
+def check_resume(line: CommandLine) -> CheckedOptions:
+    """Find the job to resume, set Metaflow's environment variables for it, and run the same quick
+    checks as `run`.
+
+    If this machine does not know the job, or its store does not answer, prints a message. The
+    returned arguments do not contain --from-scratch and --accept-rollback.
+
+    Exits with 2 if options of `run` are given, since `resume` keeps the settings of the resumed
+    run. Exits with 3 if a check forbids the run.
+    """
+    names = [word.partition("=")[0] for word in line.argv]
+    if given := [name for name in names if name in RUN_OPTIONS]:
+        _refuse(
+            f"resume takes no {' or '.join(dict.fromkeys(given))}: it keeps the settings of the "
+            "resumed run\n  hint: run --job NAME --set KEY=VALUE continues a job with changed "
+            "settings",
+            Outcome.CONFIG,
+        )
+    permits, arguments = _parse_permits(line.arguments)
+    resumed = _find_resumed_job(line)
+    if resumed is None:
+        if permits:
+            _refuse(
+                "resume: unknown job on this machine, so the permit has no effect; fix: run "
+                "--job NAME",
+                Outcome.CONFIG,
+            )
+        return CheckedOptions(arguments)
+    _check_before_launch(resumed.config, resumed.config_path, resumed.name, line)
+    return CheckedOptions(arguments, resumed.name, resumed.config, permits)
+
+
+def give_permits(permits: Sequence[str], job: str, store: str) -> None:
+    """Record in the job's store that the user permits the job to continue although commits are
+    lost.
+
+    Call this only after this process has claimed the job, because a launcher without the claim must
+    not change the job. Raises InfraError.
+    """
+    if permits:
+        record_permits(
+            Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)),
+            *permits,
+        )
+
+
+def parse_json_option(given: str) -> str | list[Any] | dict[str, Any]:
     """Return an option's value, decoded if it is a string, list or dictionary in JSON.
 
     Metaflow's `Runner` passes such values as JSON.
@@ -135,13 +145,38 @@ def parse_overrides(given: str) -> list[str]:
     """
     value = parse_json_option(given)
     if isinstance(value, dict):
-        return [f"{key}={json.dumps(one)}" for key, one in value.items()]
+        return [f"{key}={json.dumps(setting)}" for key, setting in value.items()]
     if isinstance(value, list):
-        return [str(one) for one in value]
+        return [str(override) for override in value]
     return [value]
 
 
-def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
+def _parse_run_options(options: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options of this project, and return them and all other options.
+
+    In `overrides` the result has one "key=value" each. In `config` it has the path of a file, the
+    JSON of a configuration, or None for a script without a file.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=None)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    parser.add_argument("--rehearse", default="")
+    parser.add_argument("--job", default="")
+    add_permits(parser)
+    known, rest = parser.parse_known_args(options)
+    known.overrides = [override for given in known.overrides for override in parse_overrides(given)]
+    if known.config is None and not any(text.startswith("script=") for text in known.overrides):
+        known.config = str(DEFAULT_CONFIG)
+    if known.config is not None:
+        config = parse_json_option(known.config)
+        if isinstance(config, str):
+            known.config = config
+        else:
+            known.config = json.dumps(config, indent=1)
+    return known, rest
+
+
+def _parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
     """Return the permissions that the user gave with the options of `add_permits`, and all other
     options.
     """
@@ -151,42 +186,85 @@ def parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
     return requested_permits(known), rest
 
 
-def give_permits(permits: Sequence[str], job: str, store: str) -> None:
-    """Record in the job's store that the user permits the job to continue although commits are
-    lost.
-
-    Call this only after this process has claimed the job, because a launcher without the claim must
-    not change the job. Raises InfraError.
-    """
-    if permits:
-        record_permits(
-            Store.open(store, request_timeout_seconds=_REQUEST_SECONDS).sub(job_prefix(job)),
-            *permits,
-        )
-
-
-def parse_checked_options(words: list[str]) -> tuple[str, RunConfig]:
-    """Return the job's name ("" if it has none) and its configuration, given the result of
-    `check_run_options`.
-    """
-    values = dict(zip(words[0:6:2], words[1:6:2], strict=True))
-    return values["--job"], RunConfig.model_validate_json(
-        json.dumps(json.loads(values["--config"])["config"])
-    )
-
-
-def _loaded(known: argparse.Namespace) -> LoadedConfig:
+def _load(known: argparse.Namespace, line: CommandLine) -> LoadedConfig:
     """Load the configuration.
 
     The backend that `--with` names becomes cluster.plan_for. Raises ConfigError.
     """
     load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
     loaded = load(known.overrides)
-    backend = requested_backend(sys.argv, loaded.config.cluster.plan_for)
+    backend = requested_backend(line.argv, loaded.config.cluster.plan_for)
     if backend is None or loaded.config.cluster.plan_for == backend:
         return loaded
     loaded = load([*known.overrides, f"cluster.plan_for={backend}"])
     return replace(loaded, sources={**loaded.sources, "cluster.plan_for": f"--with {backend}"})
+
+
+def _config_path(config: str | None) -> str:
+    """Return the path of the configuration file, or "" if the configuration is not in a file."""
+    if config is None or config.startswith("{"):
+        return ""
+    return config
+
+
+def _check_fault(text: str, config: RunConfig) -> None:
+    """Check that the fault to rehearse can occur in this job. Raises InfraError."""
+    if not text:
+        return
+    fault = Fault.parse(text)
+    nodes = config.cluster.nodes
+    processes = config.cluster.processes_per_node
+    if not isinstance(nodes, int) or not isinstance(processes, int):
+        return
+    if config.script:
+        max_steps = sys.maxsize  # the steps of a script are not known yet
+    else:
+        max_steps = config.training.max_steps
+    fault.check(max_steps=max_steps, nodes=nodes, world_size=nodes * processes)
+
+
+def _check_before_launch(
+    config: RunConfig, config_path: str, job: str | None, line: CommandLine
+) -> None:
+    """Exit with 3 if the run must not start."""
+    refusal = check_before_launch(config, config_path, job=job, words=line.argv)
+    if refusal is not None:
+        _refuse(refusal, Outcome.PREFLIGHT)
+
+
+def _check_existing_job(job: str, config: RunConfig) -> None:
+    """Exit with 2 if the job exists and cannot continue with this configuration."""
+    _check_place(job, config.store)
+    try:
+        _check_continuation(job, config)
+    except InfraError as error:
+        _refuse(f"--job {job}: {error}", Outcome.PREFLIGHT)
+
+
+def _flow_settings(loaded: LoadedConfig, path: str, line: CommandLine) -> dict[str, Any]:
+    """Return the value of the flow's parameter `config`.
+
+    The script of a run on other machines is packed into the store.
+    """
+    config = loaded.config
+    if config.script is None:
+        return {
+            "path": path,
+            "config": config.model_dump(mode="json"),
+            "sources": loaded.sources,
+        }
+    script_sha256 = None
+    if requested_backend(line.argv, config.cluster.plan_for) is not None:
+        try:
+            script_sha256 = pack_script(config, Store.open(config.store))
+        except InfraError as error:
+            _refuse(str(error), error.outcome)
+    return {
+        "path": path,
+        "config": loaded.script_settings(),
+        "sources": loaded.sources,
+        "script_sha256": script_sha256,
+    }
 
 
 def _check_place(job: str, store: str) -> None:
@@ -235,11 +313,14 @@ def _check_continuation(job: str, config: RunConfig) -> None:
             Outcome.CONFIG,
         )
     now = config.model_dump(mode="json")
-    changed = [
-        f"  {path}: {json.dumps(_at(before, path))} before, {json.dumps(_at(now, path))} now"
-        for path in _FIXED_FOR_A_JOB
-        if _at(before, path) != _at(now, path)
-    ]
+    changed = []
+    for path in _FIXED_FOR_A_JOB:
+        value_before = _value_at(before, path)
+        value_now = _value_at(now, path)
+        if value_before != value_now:
+            changed.append(
+                f"  {path}: {json.dumps(value_before)} before, {json.dumps(value_now)} now"
+            )
     if changed:
         _refuse(
             f"job {job} exists in {config.store} and cannot continue with another model or other "
@@ -250,13 +331,12 @@ def _check_continuation(job: str, config: RunConfig) -> None:
         )
 
 
-def _at(config: dict, path: str) -> object:
+def _value_at(config: dict, path: str) -> object:
     value: object = config
     for key in path.split("."):
-        if isinstance(value, dict):
-            value = value.get(key)
-        else:
-            value = None
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
     return value
 
 
@@ -265,57 +345,26 @@ def _refuse(text: str, outcome: Outcome) -> NoReturn:
     sys.exit(outcome.exit_code)
 
 
-_MOST_ASKED = 8
+@dataclass(frozen=True)
+class _ResumedJob:
+    name: str
+    config_path: str  # "" if the configuration was not in a file
+    config: RunConfig
 
 
-def check_resume(words: list[str]) -> tuple[str, RunConfig, list[str]] | None:
-    """Find the job to resume, set Metaflow's environment variables for it, and run the same quick
-    checks as `run`.
-
-    Returns (job name, configuration, requested permissions). If this machine does not know the job,
-    or its store does not answer, prints a message and returns None. Removes --from-scratch and
-    --accept-rollback from `words`.
-
-    Exits with 2 if options of `run` are given, since `resume` keeps the settings of the resumed
-    run. Exits with 3 if a check forbids the run.
-    """
-    from ebbflow.flows.launcher import RUN_OPTIONS
-
-    if given := [word.partition("=")[0] for word in words if word.partition("=")[0] in RUN_OPTIONS]:
-        _refuse(
-            f"resume takes no {' or '.join(dict.fromkeys(given))}: it keeps the settings of the "
-            "resumed run\n  hint: run --job NAME --set KEY=VALUE continues a job with changed "
-            "settings",
-            Outcome.CONFIG,
-        )
-    permits, words[1:] = parse_permits(words[1:])
-    found = _job_of(words)
-    if found is None:
-        if permits:
-            unknown = (
-                "resume: unknown job on this machine, so the permit has no effect; fix: run "
-                "--job NAME"
-            )
-            _refuse(unknown, Outcome.CONFIG)
-        return None
-    name, path, config = found
-    if refusal := check_before_launch(config, path, job=name, words=words):
-        _refuse(refusal, Outcome.PREFLIGHT)
-    return name, config, permits
-
-
-def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
-    """Return (name, path of the configuration file, configuration) of the job to resume, or None if
-    it is unknown.
-    """
-    run = (option_values(words, "--origin-run-id") or [""])[-1]
+def _find_resumed_job(line: CommandLine) -> _ResumedJob | None:
+    """Return the job to resume, or None if it is unknown."""
+    runs = option_values(line.argv, "--origin-run-id")
+    run = runs[-1] if runs else ""
     try:
         if run:
             job = known_job(RUNS / run) or _find_job_of_run(run)
+            wanted = f"run {run}"
         else:
             job = known_job(RUNS / "latest")
+            wanted = "an earlier run"
         if job is None:
-            _say(f"{RUNS} has no job of {f'run {run}' if run else 'an earlier run'}")
+            _say(f"{RUNS} has no job of {wanted}")
             return None
         folder = job.uri.removeprefix("file://")
         if "://" not in folder and not Path(folder).is_dir():
@@ -326,11 +375,8 @@ def _job_of(words: Sequence[str]) -> tuple[str, str, RunConfig] | None:
                 Outcome.CONFIG,
             )
         document = json.loads(_store(job).get("config.json"))
-        return (
-            job.name,
-            document["path"],
-            RunConfig.model_validate_json(json.dumps(document["config"])),
-        )
+        config = RunConfig.model_validate_json(json.dumps(document["config"]))
+        return _ResumedJob(job.name, document["path"], config)
     except (InfraError, ValueError, KeyError) as error:
         _say(f"the settings of the job cannot be read: {error}")
         return None
@@ -341,12 +387,17 @@ def _find_job_of_run(run: str) -> KnownJob | None:
 
     Return None if there is none.
     """
-    folders = [
-        RUNS / "latest",
-        *(RUNS / name for name in list_known_jobs(RUNS)[-_MOST_ASKED:][::-1]),
-    ]
-    jobs = dict.fromkeys(job for folder in folders if (job := known_job(folder)) is not None)
-    return next((job for job in jobs if _is_run_of(job, run)), None)
+    newest = list_known_jobs(RUNS)[-_MOST_ASKED:]
+    folders = [RUNS / "latest", *(RUNS / name for name in reversed(newest))]
+    asked = set()
+    for folder in folders:
+        job = known_job(folder)
+        if job is None or job in asked:
+            continue
+        asked.add(job)
+        if _is_run_of(job, run):
+            return job
+    return None
 
 
 def _is_run_of(job: KnownJob, run: str) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError
 from ebbflow.core.store.s3 import aws_settings
+from ebbflow.flows.command_line import option_values
 from ebbflow.infra.aws.account import metaflow_setting
 
 if TYPE_CHECKING:
@@ -50,12 +51,6 @@ def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target |
     if name == "cloud" and plan_for == "kubernetes":
         return "kubernetes"
     return _BACKENDS[name]
-
-
-def option_values(words: Sequence[str], option: str) -> list[str]:
-    """Return all values of an option, given as "--option value" or "--option=value"."""
-    found = [words[at + 1] for at, word in enumerate(words[:-1]) if word == option]
-    return found + [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
 
 
 def set_environment(config: RunConfig, backend: str) -> None:

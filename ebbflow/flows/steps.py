@@ -34,12 +34,11 @@ from ebbflow.core.layout import PLAN_KEY
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows.checks import run_all_checks
 from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import RUNS, ClockReading, Job
+from ebbflow.flows.job import RUNS, ClockReading, Job, read_job_history
 from ebbflow.flows.remote import in_container
 
 if TYPE_CHECKING:
     from ebbflow.core.config.schema import RunConfig
-    from ebbflow.cost.job_history import JobHistory
     from ebbflow.cost.plan.candidates import JobProgress
     from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
@@ -89,16 +88,6 @@ def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | No
     if training_backend(flow) == "batch":
         return queues_to_plan(config.batch, ask=True, notify=say)
     return None
-
-
-def read_job_history(job: Job) -> JobHistory:
-    """Read the store's job history.
-
-    If the store does not answer, print a message and return an empty history.
-    """
-    from ebbflow.cost.job_history import load_job_history, load_or_use_priors
-
-    return load_or_use_priors(lambda: load_job_history(job.root_store), say)
 
 
 def read_progress(job: Job) -> JobProgress:

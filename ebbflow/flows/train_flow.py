@@ -12,6 +12,8 @@ job on Spot. After a failure, Metaflow retries the step from the last commit, an
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportArgumentType=false
+# The last block uses what the first `__main__` block has bound.
+# pyright: reportPossiblyUnboundVariable=false
 
 import sys
 from pathlib import Path
@@ -30,10 +32,11 @@ if __name__ == "__main__":
 
     exit_when_interrupted()  # until the launcher handles signals itself, after a second of imports
 
-from ebbflow.flows import launcher
+    from ebbflow.flows import launcher
 
-# Before Metaflow is imported, because the import reads the environment and is slow.
-launcher.prepare(__name__)
+    # Before Metaflow is imported, because the import reads the environment and is slow.
+    launch = launcher.prepare(sys.argv)
+    sys.argv = launch.line.argv  # Metaflow reads its command line from here
 
 from metaflow import (
     FlowSpec,
@@ -198,4 +201,4 @@ class TrainFlow(FlowSpec):
 
 
 if __name__ == "__main__":
-    launcher.run(TrainFlow)
+    launcher.run(TrainFlow, launch)

@@ -11,8 +11,8 @@ Metaflow's log instead, with the full plan and report.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import enum
 import io
 import json
 import os
@@ -32,7 +32,8 @@ from ebbflow.core.launchers import claim_of_parent
 from ebbflow.core.layout import PLAN_KEY, job_prefix, make_local_folder
 from ebbflow.core.store import Store
 from ebbflow.core.untrusted_text import GuardedStream, one_line, strip_colours, wrap_line
-from ebbflow.flows.remote import option_values, requested_backend
+from ebbflow.flows.command_line import CommandLine, option_values
+from ebbflow.flows.remote import requested_backend
 
 if TYPE_CHECKING:
     from ebbflow.core.config.schema import RunConfig
@@ -74,23 +75,35 @@ class _Training:
     commit: int | None = None
 
 
+class SpendQuestion(enum.Enum):
+    """When to ask the user for permission to spend money."""
+
+    NONE = enum.auto()
+    AFTER_PLAN = enum.auto()
+    AT_START = enum.auto()  # of a resumed run, whose plan is known
+
+
 class RunView:
     """The terminal's view of one run. Its methods may be called from several threads.
 
     Args:
         job: name of the job; "" if it is named after its run.
         fancy: draw a live bar with rich; otherwise print plain lines.
-        ask: whether to ask the user for permission to spend money after the plan is shown. With
-            "resume", show the plan of the resumed run and ask at the start.
+        question: when to ask the user for permission to spend money.
     """
 
     def __init__(
-        self, job: str, config: RunConfig | None, *, fancy: bool, ask: bool | str = False
+        self,
+        job: str,
+        config: RunConfig | None,
+        *,
+        fancy: bool,
+        question: SpendQuestion = SpendQuestion.NONE,
     ) -> None:
         self.job = job
         self.fancy = fancy
         self._config = config
-        self._ask = ask
+        self._question = question
         self._lock = threading.RLock()
         self._steps: dict[str, _Step] = {}
         self._training = _Training()
@@ -167,7 +180,7 @@ class RunView:
             target=self._follow_events, name="events to the terminal", daemon=True
         )
         self._tail.start()
-        if self._ask == "resume":
+        if self._question is SpendQuestion.AT_START:
             self._show_plan()
 
     def _task_line(self, name: str, text: str, *, system: bool) -> None:
@@ -254,17 +267,18 @@ class RunView:
         except (InfraError, ValueError, KeyError, TypeError):
             plan = None  # the plan is in Metaflow's log
         if plan is None:
-            if self._ask:
+            if self._question is not SpendQuestion.NONE:
                 self.say("! the plan could not be read; it is in Metaflow's log")
-                self._ask = False
+                self._question = SpendQuestion.NONE
                 self.require_yes()
             return
         for line in render_brief(plan, width=self.width - 2):
             self.say(f"  {line}")
         if plan.chosen is not None:
             self._usd_per_second = plan.chosen.gang_usd_per_hour / 3600
-        if self._ask and not plan.simulated and plan.refusal is None:
-            self._ask = False
+        asks = self._question is not SpendQuestion.NONE
+        if asks and not plan.simulated and plan.refusal is None:
+            self._question = SpendQuestion.NONE
             self.require_yes()
 
     def require_yes(self, question: str = "start and pay for it?") -> None:
@@ -568,31 +582,12 @@ def _is_shown(key: str) -> bool:
     return name.startswith("0-0-") or "-agent-" in name or "-submit" in name
 
 
-# Flags of `run` and `resume` that Metaflow does not know.
-FLAGS = {
-    "--verbose": "show Metaflow's log, every check, the full plan and the full report on the terminal",
-    "--yes": "do not ask before cloud money is spent",
-    "--compare": "after a rehearsal, run the job once more without the fault, and compare the weights",
-    "--take-over": "take the job from another launcher, which saves and leaves",
-}
-
-
-def describe_flags() -> str:
-    """Return the help of all flags that Ebbflow adds to Metaflow's `run` and `resume`."""
-    from ebbflow.training.checkpoint.rollback import add_permits
-
-    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    for flag, text in FLAGS.items():
-        parser.add_argument(flag, action="store_true", help=text)
-    add_permits(parser)
-    return (
-        "\nFlags of Ebbflow for run and "
-        f"resume:\n{parser.format_help().partition(':')[2].lstrip(chr(10))}"
-    )
-
-
 def open_view(
-    flow_class: type, job: str, config: RunConfig | None, flags: Collection[str]
+    flow_class: type,
+    job: str,
+    config: RunConfig | None,
+    flags: Collection[str],
+    line: CommandLine,
 ) -> RunView | None:
     """Return the view that replaces Metaflow's log on the terminal, or None with --verbose.
 
@@ -602,16 +597,19 @@ def open_view(
     """
     verbose = "--verbose" in flags
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    backend = requested_backend(sys.argv)
-    places = option_values(sys.argv, "--with")
+    backend = requested_backend(line.argv)
+    places = option_values(line.argv, "--with")
     # A supervisor's runs have its terminal, and nobody may be there.
     ask = backend is not None and on_terminal and "--yes" not in flags and claim_of_parent() is None
-    resumed = "resume" in sys.argv  # its plan is known
-    first = ask and (verbose or not (resumed or "cloud" in places))
-    fancy = not verbose and is_terminal()
-    view = RunView(
-        job, config, fancy=fancy, ask=False if first else "resume" if ask and resumed else ask
-    )
+    resumes = line.command == "resume"  # its plan is known
+    first = ask and (verbose or not (resumes or "cloud" in places))
+    if not ask or first:
+        question = SpendQuestion.NONE
+    elif resumes:
+        question = SpendQuestion.AT_START
+    else:
+        question = SpendQuestion.AFTER_PLAN
+    view = RunView(job, config, fancy=not verbose and is_terminal(), question=question)
     shown = False
     try:
         shown = not verbose and show_run(view, flow_class)

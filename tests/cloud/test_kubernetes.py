@@ -574,7 +574,8 @@ import atexit, os, pathlib, signal, sys, time
 from ebbflow.core.process import exit_when_interrupted
 exit_when_interrupted()
 from ebbflow.flows import launcher
-launcher._join_in(["kubernetes", "step"])
+from ebbflow.flows.command_line import CommandLine
+launcher._install_handlers(CommandLine.parse(["train_flow.py", "kubernetes", "step"]))
 def end_pods():
     for again in (signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), again)

@@ -5,12 +5,12 @@ writes nothing.
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from ebbflow.flows.command_line import CommandLine
 from ebbflow.flows.options import check_run_options
 from tests.support.flow import FlowRunner
 
@@ -257,7 +257,7 @@ def test_a_job_that_cannot_be_is_refused(
         monkeypatch.setenv(variable, value)
     words = command_line(tmp_path, kind)
     with pytest.raises(SystemExit) as left:
-        check_run_options(words)
+        check_run_options(CommandLine("train_flow.py", [], "run", words))
     said = capsys.readouterr()
     assert (left.value.code, said.out) == (kind.code, "")
     check_message(kind, said.err)
@@ -292,7 +292,7 @@ def test_the_flow_ends_with_the_same_message_and_code(
 
 
 def test_a_plan_is_made_for_where_with_sends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not for the backend that the file names, which can do what the other one cannot."""
     queue = "{name: jobs, market: on_demand, instance_types: [g5]}"
@@ -301,9 +301,8 @@ def test_a_plan_is_made_for_where_with_sends_the_run(
         f"cluster: {{plan_for: kubernetes, market: spot}}\nbatch: {{queues: [{queue}]}}\n"
     )
     words = ["--with", "batch", "--config", str(path), "--set", "store=s3://bucket/jobs"]
-    monkeypatch.setattr(sys, "argv", ["train_flow.py", "run", *words])
     with pytest.raises(SystemExit) as left:
-        check_run_options(words)
+        check_run_options(CommandLine("train_flow.py", [], "run", words))
     assert left.value.code == 2
     assert (
         "cluster.market spot: none of batch.queues (jobs: on_demand) is spot"

@@ -34,7 +34,8 @@ from ebbflow.core.store import Store
 from ebbflow.cost.report.render_text import describe_rehearsal, render_closing
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import job as flows_job
-from ebbflow.observe.console import RunView, _Lines, describe_flags, open_view
+from ebbflow.flows.command_line import CommandLine, describe_flags
+from ebbflow.observe.console import RunView, SpendQuestion, _Lines, open_view
 from tests.support.console_log import log_of_a_run
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
@@ -167,7 +168,7 @@ def test_money_is_spent_only_after_a_yes(
     (tmp_path / "answer").write_text(answer)
     with open(tmp_path / "answer") as given:
         monkeypatch.setattr(sys, "stdin", given)
-        view = RunView("mine", config, fancy=False, ask=True)
+        view = RunView("mine", config, fancy=False, question=SpendQuestion.AFTER_PLAN)
         if starts:
             view.require_yes()
         else:
@@ -202,7 +203,7 @@ def test_the_user_is_asked_before_cloud_money_is_spent(
     main, side = pty.openpty()
     os.set_blocking(main, False)
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(sys, "argv", ["train_flow.py", "run", *words.split()])
+    line = CommandLine.parse(["train_flow.py", "run", *words.split()])
     terminal = os.ttyname(side)
     with (
         open(main, "r+b", buffering=0) as user,
@@ -215,16 +216,17 @@ def test_the_user_is_asked_before_cloud_money_is_spent(
         monkeypatch.setattr(sys, "stdout", stdout)
         if asked == "first":
             with pytest.raises(KeyboardInterrupt):
-                open_view(TrainFlow, "mine", config, {flags})
+                open_view(TrainFlow, "mine", config, {flags}, line)
             shown = b"".join(iter(lambda: user.read(4096), None))
             assert (
                 b"and pay for it, for at most $5.00? `ebbflow plan` shows the estimate. [y/N]"
                 in shown
             )
         else:
-            view = open_view(TrainFlow, "mine", config, {flags})
+            view = open_view(TrainFlow, "mine", config, {flags}, line)
             assert (view is None) == (flags == "--verbose")
-            assert view is None or view._ask == (asked == "after the plan")
+            question = SpendQuestion.AFTER_PLAN if asked == "after the plan" else SpendQuestion.NONE
+            assert view is None or view._question is question
 
 
 def test_the_help_of_run_names_the_flags_that_metaflow_does_not_know() -> None:

@@ -15,6 +15,7 @@ import sys
 from metaflow import FlowSpec, step
 
 from ebbflow.flows import launcher
+from ebbflow.flows.launch import Launch
 from ebbflow.core.config.schema import RunConfig
 
 
@@ -30,7 +31,7 @@ class EarlyFlow(FlowSpec):
 
 
 if __name__ == "__main__":
-    launcher.run(EarlyFlow)
+    launcher.run(EarlyFlow, Launch(sys.argv))
 """
 
 

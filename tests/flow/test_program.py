@@ -15,7 +15,7 @@ import pytest
 
 from ebbflow.core.config import ConfigError, load_config
 from ebbflow.flows import options
-from ebbflow.flows.launcher import reorder_words
+from ebbflow.flows.command_line import CommandLine, reorder_words
 from ebbflow.flows.options import parse_json_option, parse_overrides
 from tests.support.flow import FLOW, ROOT
 
@@ -41,6 +41,10 @@ def run(
         timeout=120,
         preexec_fn=_obey_permissions if drop_privileges else None,
     )
+
+
+def run_command(*arguments: str) -> CommandLine:
+    return CommandLine("train_flow.py", [], "run", [*arguments])
 
 
 def _obey_permissions() -> None:
@@ -165,12 +169,12 @@ def test_a_job_that_an_earlier_version_left_in_the_checkout_is_not_begun_anew(
     (tmp_path / "checkout/runs/jobs/old").mkdir(parents=True)
     (tmp_path / "my.yaml").write_text("cluster: {nodes: 1}\n")
     with pytest.raises(SystemExit) as left:
-        options.check_run_options(["--config", "my.yaml", "--job", "old"])
+        options.check_run_options(run_command("--config", "my.yaml", "--job", "old"))
     said = capsys.readouterr().err
     assert (
         left.value.code == 2 and f"continue it with EBBFLOW_PROJECT={tmp_path}/checkout" in said
     ), said
-    options.check_run_options(["--config", "my.yaml", "--job", "new"])
+    options.check_run_options(run_command("--config", "my.yaml", "--job", "new"))
 
 
 def test_records_of_a_read_only_project_are_the_users_own(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from ebbflow.core.store import Store
 from ebbflow.core.store.ranges import read_blocks
 from ebbflow.cost.report.render_text import suggest_next_step
 from ebbflow.cost.report.report import build_report
-from ebbflow.flows import launcher
-from ebbflow.flows.options import check_run_options, parse_checked_options, parse_permits
+from ebbflow.flows.command_line import CommandLine
+from ebbflow.flows.launch import Launch
+from ebbflow.flows.options import check_run_options
 from ebbflow.training.checkpoint import (
     FROM_SCRATCH,
     Checkpointer,
@@ -200,21 +201,22 @@ def test_the_options_leave_their_permit_in_the_store_once_the_launcher_holds_the
     monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, "")  # restored after the test
     words = ["--set", f"store={tmp_path / 'store'}"]
     both = ["--from-scratch", "--accept-rollback"]
-    checked = check_run_options([*words, "--job", "job", *both])
-    assert not {*both} & {*checked}
+    line = CommandLine("train_flow.py", [], "run", [*words, "--job", "job", *both])
+    checked = check_run_options(line)
+    assert checked.config is not None and not {*both} & {*checked.arguments}
     other = launchers.claim_job(job, "job", "run")
     with pytest.raises(SystemExit) as refused:
-        launcher._Launch().claim_job(*parse_checked_options(checked), "run", parse_permits(both)[0])
+        Launch(line.argv).claim_job("job", checked.config, "run", checked.permits)
     assert refused.value.code == 3 and "job job is running" in capsys.readouterr().err
     assert not job.list("permits")
     other.release()
-    launch = launcher._Launch()
-    launch.claim_job(*parse_checked_options(checked), "run", parse_permits(both)[0])
+    launch = Launch(line.argv)
+    launch.claim_job("job", checked.config, "run", checked.permits)
     launch.release()
     assert sorted(meta.key for meta in job.list("permits")) == [
         "permits/from-scratch/000001.json",
         "permits/rollback/000001.json",
     ]
     with pytest.raises(SystemExit) as refused:
-        check_run_options([*words, "--from-scratch"])
+        check_run_options(line.with_arguments([*words, "--from-scratch"]))
     assert refused.value.code == 2 and "--job" in capsys.readouterr().err

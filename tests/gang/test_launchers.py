@@ -47,9 +47,11 @@ from ebbflow.cost.__main__ import main as cost_main
 from ebbflow.cost.jobs import load_report
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.flows import launcher, options, reporting
+from ebbflow.flows import finish, launcher, options, reporting
 from ebbflow.flows.attempts import settlement
 from ebbflow.flows.job import Job
+from ebbflow.flows.launch import Launch
+from ebbflow.flows.options import CheckedOptions
 from tests.support.flow import ROOT, wait_until
 from tests.support.swift import Swift
 
@@ -283,13 +285,13 @@ def test_a_run_id_file_that_is_used_again_names_no_earlier_run(
     file = tmp_path / "run-id"
     file.write_text("171")
     words = ["train_flow.py", "resume", "--run-id-file", str(file)]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(launcher._launch, "listen", lambda: None)
-    monkeypatch.setattr(options, "check_resume", lambda words: None)
+    monkeypatch.setattr(Launch, "listen", lambda launch: None)
+    monkeypatch.setattr(options, "check_resume", lambda line: CheckedOptions(line.arguments))
     for name in ("ignore_lost_readers", "guard_terminal", "_set_environment"):
         monkeypatch.setattr(launcher, name, lambda **_: None)
-    launcher.prepare("__main__")
-    assert file.read_text() == "" and launcher._read_run_id(file) == "" and sys.argv == words
+    launch = launcher.prepare(words)
+    assert file.read_text() == "" and launcher._read_run_id(file) == ""
+    assert launch.line.argv == words
 
 
 def test_of_several_launchers_at_the_same_moment_one_gets_the_job(folder: Store) -> None:
@@ -486,5 +488,5 @@ def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
         settlement.settle_attempts(job, read_events(job.store), client, log)
     monkeypatch.setattr(reporting, "write_report", pytest.fail)
     monkeypatch.setattr(Job, "remember", lambda job: None)
-    assert launcher.finish_job(job, 1, time.time(), asked=False) == 75
+    assert finish.finish_job(job, 1, time.time(), asked=False) == 75
     assert "job mine was taken over" in capsys.readouterr().err and asked == [["x-1"]]

@@ -20,8 +20,8 @@ from ebbflow.core.events import (
     Origin,
 )
 from ebbflow.core.store import Store
+from ebbflow.flows.finish import _completed_since
 from ebbflow.flows.job import Job
-from ebbflow.flows.launcher import _completed_since
 from ebbflow.flows.supervising.options import read_options
 from ebbflow.flows.supervising.record import (
     JobRecord,

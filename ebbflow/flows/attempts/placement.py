@@ -21,8 +21,7 @@ from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.settlement import settle_attempts
-from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading, Job
-from ebbflow.flows.steps import read_job_history
+from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading, Job, read_job_history
 from ebbflow.infra.aws.calls import within
 
 if TYPE_CHECKING:
