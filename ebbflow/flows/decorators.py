@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,20 +28,18 @@ import metaflow
 from metaflow import StepMutator
 from metaflow.decorators import StepDecorator, _base_step_decorator
 
-from ebbflow.core.config.schema import ClusterConfig
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.core.program import IMPORT_ROOT, INSTALLED
 from ebbflow.core.store.s3 import STORE_REGION_VARIABLE
 from ebbflow.flows import pods
-from ebbflow.flows.attempts.order import (
-    SUBMIT_VARIABLE,
-    UNPLACED_VARIABLE,
-    AttemptName,
-    AttemptOrder,
-)
-from ebbflow.flows.remote import CLOUD_VARIABLE
+from ebbflow.flows.remote import CLOUD_VARIABLE, UNPLACED_VARIABLE
 
 if TYPE_CHECKING:
     from ebbflow.core.preflight import Target
+    from ebbflow.cost.capacity import Placement
+    from ebbflow.flows.attempts.order import AttemptOrder, SubmitOrder
+    from ebbflow.flows.attempts.placement import PlacementRequest
 
 _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
@@ -242,14 +239,18 @@ class CapacityDecorator(StepDecorator):
             flow._control_task_is_mapper_zero = True
 
     def _place(self, cli_args: Any, task: Any, attempt: int, last_attempt: int) -> None:
+        # Late, since the flow file, which every card refresh imports, imports this module
+        from ebbflow.flows.attempts.order import AttemptName
         from ebbflow.flows.attempts.placement import PlacementRequest, describe_order, place_attempt
 
         parent = self._store.get_task_datastore(*task.input_paths[0].split("/"))
-        flow = SimpleNamespace(**{artifact: parent[artifact] for artifact in _ARTIFACTS})
+        flow = SimpleNamespace()
+        for artifact in _ARTIFACTS:
+            setattr(flow, artifact, parent[artifact])
         name = AttemptName(
             run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt
         )
-        ask = PlacementRequest(
+        request = PlacementRequest(
             flow=flow,
             name=name,
             round=flow.rounds + 1,
@@ -257,40 +258,43 @@ class CapacityDecorator(StepDecorator):
             last=attempt >= last_attempt,
             backend=cli_args.commands[0],
         )
-        answer = place_attempt(ask)
+        answer = place_attempt(request)
         if answer.order is None:
-            return self._unplaced(cli_args, task, answer.trouble)
+            self._unplaced(cli_args, task, answer.trouble)
+            return
         if answer.trouble:
             source = (
                 f"using the plan of the run, because there is no fresh choice: {answer.trouble}"
             )
             task.log(f"capacity: {source}", system_msg=True)
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
+        self._send(cli_args, request, answer.order)
+
+    def _send(self, cli_args: Any, request: PlacementRequest, order: AttemptOrder) -> None:
+        """Change the command line of the attempt so that it runs where the order says."""
+        from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
+
+        on_kubernetes = request.backend == "kubernetes"
         # On Kubernetes Metaflow prepares a gang's task for its pods, so that a stop cannot run on
         # this machine.
-        stops = ask.backend == "kubernetes" and answer.order.does == "stop"
-        if answer.order.does != "train" and not stops:
+        stops = on_kubernetes and order.does == "stop"
+        if order.does != "train" and not stops:
             run_locally(cli_args, self._step)
+            return
+        config = RunConfig.model_validate_json(json.dumps(request.flow.settings["config"]))
+        placement = order.placement
+        if placement is None:
+            queue_region = None
         else:
-            config = flow.settings["config"]
-            placement = answer.order.placement or {}
-            region = set_region(cli_args.env, placement.get("region"), config)
-            submit = {"job": flow.job, "store": config["store"], "region": region, **asdict(name)}
-            submit |= {key: placement.get(key) for key in ("runnable_seconds", "start_by_utc")}
-            if stops:
-                submit["stop"] = [answer.order.outcome, answer.order.message]
-            elif ask.backend == "kubernetes":
-                pods.apply_to_pod(cli_args, answer.order, config)
-                own = config.get("kubernetes") or {}
-                submit |= {"placement": placement, "kueue": own.get("queue"), "last": ask.last}
-                submit |= {"node_replacements": own.get("node_replacements", 0)}
-                deadline = ClusterConfig.model_validate(
-                    config["cluster"]
-                ).replacement_deadline_seconds
-                submit |= {"roll_call_seconds": deadline}
-            else:
-                apply_to_batch(cli_args, answer.order, config)
-            cli_args.env[SUBMIT_VARIABLE] = json.dumps(submit)
+            queue_region = placement.region
+        region = set_region(cli_args.env, queue_region, config)
+        if placement is not None and on_kubernetes:
+            pods.apply_to_pod(cli_args, order, placement, config)
+        elif placement is not None:
+            apply_to_batch(cli_args, placement, config)
+        cli_args.env[SUBMIT_VARIABLE] = _submit_order(
+            request, order, config, region
+        ).model_dump_json()
 
     def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
         """Handle an attempt for which no placement could be chosen.
@@ -315,51 +319,79 @@ class CapacityDecorator(StepDecorator):
         cli_args.env[UNPLACED_VARIABLE] = trouble
 
 
-def set_region(env: dict[str, str], region: str | None, config: dict[str, Any]) -> str | None:
+def _submit_order(
+    request: PlacementRequest, order: AttemptOrder, config: RunConfig, region: str | None
+) -> SubmitOrder:
+    """Return the order to the process that submits the attempt to Batch or Kubernetes."""
+    from ebbflow.flows.attempts.order import StopOrder, SubmitOrder
+
+    placement = order.placement
+    name = request.name
+    stop = None
+    if order.does == "stop":
+        stop = StopOrder(outcome=Outcome(order.outcome), message=order.message)
+    return SubmitOrder(
+        job=request.flow.job,
+        store=config.store,
+        region=region,
+        run=name.run,
+        step=name.step,
+        task=name.task,
+        attempt=name.attempt,
+        stop=stop,
+        placement=placement,
+        runnable_seconds=None if placement is None else placement.runnable_seconds,
+        start_by_utc=None if placement is None else placement.start_by_utc,
+        last=request.last,
+        kueue=config.kubernetes.queue,
+        node_replacements=config.kubernetes.node_replacements,
+        roll_call_seconds=config.cluster.replacement_deadline_seconds,
+    )
+
+
+def set_region(env: dict[str, str], region: str | None, config: RunConfig) -> str | None:
     """Set the region variables in `env` if the queue is outside `batch.region`.
 
     Return the region of the Batch job.
     """
-    home = config["batch"]["region"]
+    home = config.batch.region
     if home and region and region != home:
-        env |= {"AWS_DEFAULT_REGION": region, STORE_REGION_VARIABLE: config["cost"]["store_region"]}
+        env["AWS_DEFAULT_REGION"] = region
+        if config.cost.store_region:
+            env[STORE_REGION_VARIABLE] = config.cost.store_region
         return region
     return home
 
 
-def apply_to_batch(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Set the options of Metaflow's `batch step` from the placement in `order`, replacing the
-    values of @batch.
+def apply_to_batch(cli_args: Any, placement: Placement, config: RunConfig) -> None:
+    """Set the options of Metaflow's `batch step` from the placement, replacing the values of
+    @batch.
     """
     # The flow file, which every card refresh imports, imports this
     from ebbflow.cost.catalogue import efa_interfaces
 
-    placement = order.placement or {}
-    batch = config["batch"]
+    batch = config.batch
     options = cli_args.command_options
-    if order.nodes > 1:
-        efa = efa_interfaces(placement["instance_type"], batch["efa_interfaces"])
+    if placement.nodes > 1:
+        efa = efa_interfaces(placement.instance_type, batch.efa_interfaces)
     else:
         efa = 0
-    options.update(
-        {
-            "queue": placement["queue"],
-            "cpu": str(placement["cpu"]),
-            "gpu": str(placement["gpu"]),
-            "memory": str(placement["memory_mib"]),
-            "shared_memory": str(batch["shared_memory_mib"]),
-            "efa": efa or None,
-            "run-time-limit": int(placement["wall_seconds"]),
-        }
-    )
-    for option, value in (("image", batch["image"]), ("iam_role", batch["job_role"])):
-        if value:
-            options[option] = value
-    tags = [f"{key}={value}" for key, value in sorted(batch["tags"].items())]
+    options["queue"] = placement.queue
+    options["cpu"] = str(placement.cpu)
+    options["gpu"] = str(placement.gpu)
+    options["memory"] = str(placement.memory_mib)
+    options["shared_memory"] = str(batch.shared_memory_mib)
+    options["efa"] = efa or None
+    options["run-time-limit"] = int(placement.wall_seconds)
+    if batch.image:
+        options["image"] = batch.image
+    if batch.job_role:
+        options["iam_role"] = batch.job_role
+    tags = [f"{key}={value}" for key, value in sorted(batch.tags.items())]
     options["aws-batch-tag"] = [*(options.get("aws-batch-tag") or []), *tags]
     # One node is a plain job, since Batch runs no multi-node job on Spot
     if "num-parallel" in options:
-        options["num-parallel"] = str(order.nodes if order.nodes > 1 else 0)
+        options["num-parallel"] = str(placement.nodes if placement.nodes > 1 else 0)
 
 
 def run_locally(cli_args: Any, step: str) -> None:

@@ -26,13 +26,13 @@ from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import read_events
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
 from ebbflow.core.terms import Fallback, Terms
-from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job
-from ebbflow.flows.remote import in_container
+from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 
 if TYPE_CHECKING:
+    from ebbflow.flows.attempts.order import AttemptOrder
     from ebbflow.training.launch.messages import GangSpec
 
 
@@ -262,6 +262,9 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
 
     Raises StepFailed if no placement could be chosen for the attempt, or if the store fails.
     """
+    # Late, since the flow file, which every card refresh imports, imports this module
+    from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
+
     if training_backend(flow) is None:
         return None
     if trouble := os.environ.get(UNPLACED_VARIABLE):
@@ -288,7 +291,7 @@ def _gang_spec(
 
     job = Job.of(flow, this.run_id)
     shape = gang_shape(flow, order)
-    placement = (order.placement if order else None) or {}
+    placement = None if order is None else order.placement
     return GangSpec(
         job=job.name,
         run=this.run_id,
@@ -304,7 +307,7 @@ def _gang_spec(
         terms=_terms(flow, job, order) if node == 0 else None,
         rehearse=flow.rehearse or None,
         candidate_ports=control_ports(this.run_id, this.retry_count),
-        promised_gpus=int(placement.get("gpu") or 0),
+        promised_gpus=0 if placement is None else placement.gpu,
     )
 
 
@@ -316,7 +319,10 @@ def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> Terms:
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
     from ebbflow.cost.plan.plan import Plan
 
-    plan = Plan.from_json(flow.capacity if order is None or order.plan is None else order.plan)
+    if order is None or order.plan is None:
+        plan = Plan.from_json(flow.capacity)
+    else:
+        plan = order.plan
     events = read_events(job.store)
     try:
         spent = compute_spent_usd(events)
@@ -327,6 +333,7 @@ def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> Terms:
     terms = plan.terms(
         spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
     )
-    placement = (order.placement if order else None) or {}
-    reserve = placement.get("fallback")
+    reserve = None
+    if order is not None and order.placement is not None:
+        reserve = order.placement.fallback
     return replace(terms, fallback=Fallback(**reserve) if reserve else None)

@@ -15,14 +15,16 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ebbflow.core.config.schema import KubernetesConfig
-from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
 from ebbflow.infra.batch.queues import Market
+
+if TYPE_CHECKING:
+    from ebbflow.core.config.schema import RunConfig
+    from ebbflow.cost.capacity import Placement
+    from ebbflow.flows.attempts.order import AttemptOrder
 
 CAPACITY_TYPE = "karpenter.sh/capacity-type"
 _MARKET_LABELS = {
@@ -45,28 +47,30 @@ _KUBELET_MIB = 255 + 11 * 30 + 100
 _OWN_PODS_MIB = 339
 
 
-def node_selector(placement: Mapping[str, Any], nodes: str = "karpenter") -> dict[str, str]:
-    """Return the node labels that select the machines of a placement (JSON).
+def node_selector(placement: Placement, nodes: str = "karpenter") -> dict[str, str]:
+    """Return the node labels that select the machines of a placement.
 
     If the placement names a zone, all nodes are in that zone. `nodes` is the value of
     `kubernetes.nodes` in the configuration.
     """
     label, (spot, on_demand) = _MARKET_LABELS[nodes]
-    if placement["market"] == "spot":
+    if placement.market == "spot":
         market = spot
     else:
         market = on_demand
-    chosen = {label: market, INSTANCE_TYPE: placement["instance_type"]}
-    if zone := placement.get("zone"):
+    chosen = {label: market, INSTANCE_TYPE: placement.instance_type}
+    if zone := placement.zone:
         chosen[ZONE_ID if _ZONE_ID.fullmatch(zone) else ZONE] = zone
     return chosen
 
 
-def tolerations(placement: Mapping[str, Any]) -> list[dict[str, str]]:
+def tolerations(placement: Placement) -> list[dict[str, str]]:
     """Return tolerations (with V1Toleration's fields as keys) that let a pod run on the tainted
     training nodes.
     """
-    keys = [TAINT, *([GPU_TAINT] if placement["gpu"] else [])]
+    keys = [TAINT]
+    if placement.gpu:
+        keys.append(GPU_TAINT)
     return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
 
@@ -107,63 +111,56 @@ def pod_markets() -> dict[str, QueueState]:
     a pod needs.
     """
     markets: dict[str, Market] = {"spot": "spot", "on-demand": "on_demand"}
-    common: dict[str, Any] = {
-        "arn": "",
-        "instance_types": (),
-        "multi_node": True,
-        "usable": True,
-        "problem": "",
-    }
     return {
-        name: QueueState(name=name, market=market, **common) for name, market in markets.items()
+        name: QueueState(
+            name=name,
+            market=market,
+            arn="",
+            instance_types=(),
+            multi_node=True,
+            usable=True,
+            problem="",
+        )
+        for name, market in markets.items()
     }
 
 
-def apply_to_pod(cli_args: Any, order: AttemptOrder, config: dict[str, Any]) -> None:
-    """Set the options of Metaflow's `kubernetes step` from the placement in `order`, replacing
+def apply_to_pod(
+    cli_args: Any, order: AttemptOrder, placement: Placement, config: RunConfig
+) -> None:
+    """Set the options of Metaflow's `kubernetes step` from the order and its placement, replacing
     those of @kubernetes.
     """
-    placement = order.placement or {}
-    options = cli_args.command_options
     from ebbflow.cost.catalogue import efa_interfaces  # late, as in `decorators.apply_to_batch`
 
+    options = cli_args.command_options
     if order.nodes > 1:
-        efa = efa_interfaces(placement["instance_type"], config["batch"]["efa_interfaces"])
+        efa = efa_interfaces(placement.instance_type, config.batch.efa_interfaces)
     else:
         efa = 0
-    # Absent in the run of an older release
-    own = KubernetesConfig.model_validate(config.get("kubernetes") or {})
-    options.update(
-        {
-            "cpu": str(max(placement["cpu"] - 1, 1)),  # one for the node's own pods
-            "gpu": str(placement["gpu"]) if placement["gpu"] else None,
-            "memory": str(pod_memory_mib(placement["memory_mib"])),
-            "shared_memory": str(config["batch"]["shared_memory_mib"]),
-            "node_selector": [
-                f"{key}={value}" for key, value in node_selector(placement, own.nodes).items()
-            ],
-            "tolerations": json.dumps(tolerations(placement)),
-            "labels": json.dumps({**_of(options, "labels"), **_LABELS}),
-            "annotations": json.dumps(
-                {**_of(options, "annotations"), **pod_annotations(config["metrics"]["port"])}
-            ),
-            "run-time-limit": int(placement["wall_seconds"]),
-            "extended_resources": json.dumps({EFA: str(efa)})
-            if efa
-            else options.get("extended_resources"),
-        }
-    )
-    if config["batch"]["image"]:
-        options["image"] = config["batch"]["image"]
+    labels = _json_option(options, "labels")
+    annotations = _json_option(options, "annotations")
+    selector = node_selector(placement, config.kubernetes.nodes)
+    options["cpu"] = str(max(placement.cpu - 1, 1))  # one for the node's own pods
+    options["gpu"] = str(placement.gpu) if placement.gpu else None
+    options["memory"] = str(pod_memory_mib(placement.memory_mib))
+    options["shared_memory"] = str(config.batch.shared_memory_mib)
+    options["node_selector"] = [f"{key}={value}" for key, value in selector.items()]
+    options["tolerations"] = json.dumps(tolerations(placement))
+    options["labels"] = json.dumps({**labels, **_LABELS})
+    options["annotations"] = json.dumps({**annotations, **pod_annotations(config.metrics.port)})
+    options["run-time-limit"] = int(placement.wall_seconds)
+    options["extended_resources"] = options.get("extended_resources")
+    if efa:
+        options["extended_resources"] = json.dumps({EFA: str(efa)})
+    if config.batch.image:
+        options["image"] = config.batch.image
     if "num-parallel" in options:  # Metaflow refuses a JobSet of one node
-        if order.nodes > 1:
-            options["num-parallel"] = str(order.nodes)
-        else:
-            options["num-parallel"] = None
-    cli_args.env[GRACE_VARIABLE] = str(config["checkpoint"]["stop_seconds"])
+        options["num-parallel"] = str(order.nodes) if order.nodes > 1 else None
+    cli_args.env[GRACE_VARIABLE] = str(config.checkpoint.stop_seconds)
 
 
-def _of(options: dict[str, Any], name: str) -> dict[str, str]:
+def _json_option(options: dict[str, Any], name: str) -> dict[str, str]:
     return json.loads(options.get(name) or "{}") or {}
 
 
@@ -174,14 +171,14 @@ def exit_when_asked() -> None:
     are ignored, because interrupting that handler would leave pods behind. The launcher waits 60 s
     for this process.
     """
-    optional = [
-        one for one in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN
-    ]
-    numbers = [signal.SIGTERM, *optional]
+    numbers = [signal.SIGTERM]
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            numbers.append(number)
 
-    def leave(number: int, frame: object) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
+    def leave(number: int, _frame: object) -> None:
+        for handled in numbers:
+            signal.signal(handled, signal.SIG_IGN)
         sys.exit(128 + number)
 
     for number in numbers:

@@ -25,6 +25,10 @@ RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
 # Backend of `--with cloud`, for the tasks that the launcher starts.
 CLOUD_VARIABLE = "EBBFLOW_CLOUD"
 
+# Why an attempt has no placement. Its step then runs on the scheduler's machine and fails with this
+# message.
+UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"
+
 _BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
 
 

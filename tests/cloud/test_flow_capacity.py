@@ -19,7 +19,7 @@ from ebbflow.core.events import BATCH_ATTEMPT, COMMIT, Event
 from ebbflow.core.events import PLACED as PLACED_EVENT
 from ebbflow.core.store import Store
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement, read_attempts
-from ebbflow.flows.attempts.order import UNPLACED_VARIABLE, AttemptName, AttemptOrder
+from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.placement import give_up_reason
 from ebbflow.flows.decorators import CapacityDecorator, apply_to_batch, cloud, run_locally
 from ebbflow.flows.gang import train_node
@@ -29,7 +29,12 @@ from ebbflow.flows.metaflow_fixes import (
     needs_fixes,
     node_command,
 )
-from ebbflow.flows.remote import refusal_reason, requested_backend, set_environment
+from ebbflow.flows.remote import (
+    UNPLACED_VARIABLE,
+    refusal_reason,
+    requested_backend,
+    set_environment,
+)
 from ebbflow.flows.steps import StepFailed
 
 PLACED = Placement(
@@ -132,11 +137,10 @@ def test_an_order_is_read_as_written_and_an_unplaced_attempt_has_none(
     tmp_path: Path,
 ) -> None:
     store = Store.open(str(tmp_path))
-    order = AttemptOrder(does="train", nodes=2, processes_per_node=4, placement=PLACED.to_json())
+    order = AttemptOrder(does="train", nodes=2, processes_per_node=4, placement=PLACED)
     name = AttemptName(run="1733", step="train", task="3", attempt=1)
     order.put(store, name)
     assert AttemptOrder.get(store, name) == order
-    assert Placement.from_json(order.placement or {}) == PLACED
     assert (
         AttemptOrder.get(store, AttemptName(run="1733", step="train", task="3", attempt=2)) is None
     )
@@ -148,9 +152,9 @@ def test_a_placement_becomes_command_line_options(nodes: int, asked: str) -> Non
     it one node.
     """
     line = command_line(**{"num-parallel": "2", "aws-batch-tag": ["team=a"]})
-    config = RunConfig().model_dump(mode="json")
-    config["batch"] |= {"tags": {"job": "x"}, "efa_interfaces": 4, "image": "repo:1"}
-    apply_to_batch(line, AttemptOrder(nodes=nodes, placement=PLACED.to_json()), config)
+    batch = {"tags": {"job": "x"}, "efa_interfaces": 4, "image": "repo:1"}
+    config = RunConfig.model_validate({"batch": batch})
+    apply_to_batch(line, replace(PLACED, nodes=nodes), config)
     options = line.command_options
     assert (options["queue"], options["cpu"], options["gpu"], options["memory"]) == (
         "spot-g5",
@@ -171,9 +175,8 @@ def test_a_placement_becomes_command_line_options(nodes: int, asked: str) -> Non
         ("p5.48xlarge", 32),
         ("x9.large", 32),
     ):
-        config["batch"]["efa_interfaces"] = 32
-        placed = {**PLACED.to_json(), "instance_type": kind}
-        apply_to_batch(line, AttemptOrder(nodes=nodes, placement=placed), config)
+        many = config.changed("batch", efa_interfaces=32)
+        apply_to_batch(line, replace(PLACED, nodes=nodes, instance_type=kind), many)
         assert options["efa"] == (efa if nodes > 1 else None)
 
 

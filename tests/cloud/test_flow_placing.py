@@ -78,10 +78,9 @@ def test_a_placed_attempt_leaves_its_order_and_events(
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
     answer = place_attempt(ask(flow))
     assert answer.trouble == "" and answer.order is not None
-    assert answer.order.does == "train" and (answer.order.placement or {})["queue"] == "spot-g5"
+    assert answer.order.does == "train" and answer.order.placement.queue == "spot-g5"
     store = Job.of(flow, NAME.run).store
-    as_stored = replace(answer.order, plan=json.loads(json.dumps(answer.order.plan)))
-    assert AttemptOrder.get(store, NAME) == as_stored
+    assert AttemptOrder.get(store, NAME) == answer.order
     placed = [event for event in read_events(store) if event.name == PLACED]
     assert [(event.run, event.attempt, event.data["task"]) for event in placed] == [
         ("1733", 0, "5")
@@ -104,7 +103,7 @@ def test_prices_are_those_of_the_queues_region_whatever_the_configuration_names(
     flow.settings["config"]["cost"]["regions"] = ["us-west-2"]
     answer = place_attempt(ask(flow, replace(NAME, attempt=3)))
     assert answer.trouble == "" and answer.order is not None and answer.order.does == "train"
-    assert (answer.order.placement or {})["region"] == batch.region == "us-east-1"
+    assert answer.order.placement.region == batch.region == "us-east-1"
 
 
 def test_light_steps_go_to_the_smallest_machines_on_demand_unless_a_queue_is_named(
@@ -219,7 +218,7 @@ def test_where_batch_cannot_be_asked_the_plan_of_the_run_decides(
         monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", f"http://127.0.0.1:{taken.getsockname()[1]}")
         answer = place_attempt(ask(flow))
     assert "CloudUnavailable" in answer.trouble
-    assert answer.order is not None and (answer.order.placement or {})["queue"] == "spot-g5"
+    assert answer.order is not None and answer.order.placement.queue == "spot-g5"
 
 
 def test_a_hanging_batch_service_delays_no_placement(

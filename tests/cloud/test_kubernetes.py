@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from ebbflow.cost.capacity import Placement
+from ebbflow.flows.attempts.order import SubmitOrder
 from ebbflow.flows.attempts.pod_submission import PodSubmission
 from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib
 from ebbflow.flows.supervising.options import read_options
@@ -48,7 +51,15 @@ PLACEMENT = {
     "gpu": 4,
     "memory_mib": 180000,
     "wall_seconds": 7200,
+    "runnable_seconds": 60,
+    "usd_per_hour": 0.4,
+    "quoted_usd_per_hour": "0.4",
+    "price_kind": "estimated",
+    "expected_hours": 1.0,
+    "expected_usd": 1.0,
+    "reason": "",
 }
+PLACED = Placement.from_json(PLACEMENT)
 SETTINGS: dict[str, Any] = {
     "store": "s3://bucket/prefix",
     "batch": {"image": "ebbflow:1", "shared_memory_mib": 4096},
@@ -215,7 +226,7 @@ def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:
             "WhenEmptyOrUnderutilized",
         )
         pod_markets |= set(wanted["karpenter.sh/capacity-type"])
-    chosen = [node_selector({**PLACEMENT, "market": market}) for market in ("spot", "on_demand")]
+    chosen = [node_selector(replace(PLACED, market=market)) for market in ("spot", "on_demand")]
     placed = {selector["karpenter.sh/capacity-type"] for selector in chosen}
     assert pod_markets == placed == {"spot", "on-demand"}
     assert node_class["spec"]["metadataOptions"]["httpPutResponseHopLimit"] == 2
@@ -348,13 +359,13 @@ def test_the_supervisor_has_no_rights_on_its_node_and_nothing_reaches_it() -> No
 
 
 def test_the_zone_is_selected_by_its_id_or_by_its_name_and_only_where_it_is_known() -> None:
-    assert node_selector(PLACEMENT)["topology.k8s.aws/zone-id"] == "use1-az1"
-    named = node_selector({**PLACEMENT, "zone": "us-east-1a"})
+    assert node_selector(PLACED)["topology.k8s.aws/zone-id"] == "use1-az1"
+    named = node_selector(replace(PLACED, zone="us-east-1a"))
     assert (
         named["topology.kubernetes.io/zone"] == "us-east-1a"
         and "topology.k8s.aws/zone-id" not in named
     )
-    assert set(node_selector({**PLACEMENT, "zone": None})) == {
+    assert set(node_selector(replace(PLACED, zone=None))) == {
         "karpenter.sh/capacity-type",
         "node.kubernetes.io/instance-type",
     }
@@ -404,7 +415,7 @@ def rendered(
 
 
 def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
-    assert pod["nodeSelector"] == node_selector(PLACEMENT)
+    assert pod["nodeSelector"] == node_selector(PLACED)
     assert {toleration["key"] for toleration in pod["tolerations"]} == {TAINT, "nvidia.com/gpu"}
     assert pod["terminationGracePeriodSeconds"] == 110, (
         "the time that a last save has, which Metaflow sets to 0"
@@ -435,7 +446,17 @@ def test_several_spot_nodes_become_a_jobset_with_labelled_pods(
 ) -> None:
     manifest = json.loads(json.dumps(manifests[2][1]))
     assert manifest["kind"] == "JobSet"
-    PodSubmission({"node_replacements": 1, "kueue": "team"})._complete(manifest, "jobsets")
+    order = SubmitOrder(
+        job="job",
+        run="1",
+        step="train",
+        task="5",
+        attempt=0,
+        store="s3://bucket/prefix",
+        node_replacements=1,
+        kueue="team",
+    )
+    PodSubmission(order)._complete(manifest, "jobsets")
     schema.check(manifest)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert manifest["spec"]["startupPolicy"]["startupPolicyOrder"] == "AnyOrder", (

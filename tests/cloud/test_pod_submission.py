@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.errors import Outcome
+from ebbflow.flows.attempts.order import StopOrder, SubmitOrder
 from ebbflow.flows.attempts.pod_submission import PodSubmission
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, Cluster, describe_attempts, end_attempt
 from tests.support.flow import wait_until
@@ -50,18 +52,18 @@ def test_a_refused_create_is_one_line_and_the_jobs_outcome(
 
 
 def test_an_order_to_stop_is_the_jobs_outcome_and_submits_nothing(tmp_path: Path) -> None:
-    asked = {
-        "job": "job",
-        "run": "1",
-        "step": "train",
-        "task": "5",
-        "attempt": 2,
-        "store": str(tmp_path / "store"),
-    }
+    message = "two images in a row cannot be pulled"
+    order = SubmitOrder(
+        job="job",
+        run="1",
+        step="train",
+        task="5",
+        attempt=2,
+        store=str(tmp_path / "store"),
+        stop=StopOrder(outcome=Outcome.FAILED, message=message),
+    )
     with pytest.raises(SystemExit) as ended:
-        PodSubmission(
-            {**asked, "stop": ["failed", "two images in a row cannot be pulled"]}
-        ).listen()
+        PodSubmission(order).listen()
     assert ended.value.code == 202, "Metaflow does not try again"
     outcome_lines = []
     for path in tmp_path.rglob("*.jsonl"):

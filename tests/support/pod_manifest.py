@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.cost.capacity import Placement
 from ebbflow.flows.attempts.order import AttemptOrder
 from ebbflow.flows.pods import apply_to_pod, set_grace_period
 
@@ -19,11 +20,10 @@ def command_options(
     placement: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """After the hook: options of `kubernetes step`, and what its process has in its environment."""
-    order = AttemptOrder(
-        nodes=placement["nodes"], processes_per_node=placement["gpu"] or 1, placement=placement
-    )
+    placed = Placement.from_json(placement)
+    order = AttemptOrder(nodes=placed.nodes, processes_per_node=placed.gpu or 1, placement=placed)
     cli = SimpleNamespace(command_options={"num-parallel": "2", "cpu": "1"}, env={})
-    apply_to_pod(cli, order, RunConfig.model_validate(settings).model_dump(mode="json"))
+    apply_to_pod(cli, order, placed, RunConfig.model_validate(settings))
     return cli.command_options, cli.env
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -127,7 +128,12 @@ def emit(
 
 
 def as_stored(order: AttemptOrder) -> AttemptOrder:
-    return AttemptOrder(**json.loads(json.dumps(vars(order))))
+    return AttemptOrder.model_validate_json(order.model_dump_json())
+
+
+def placed_in(order: AttemptOrder) -> Placement:
+    assert order.placement is not None
+    return order.placement
 
 
 def stored_order(flow: SimpleNamespace) -> AttemptOrder | None:
@@ -139,18 +145,19 @@ def test_a_fresh_placement_is_recorded_and_ordered(
 ) -> None:
     answer = place_attempt(ask(flow))
     assert answer.trouble == "" and answer.order is not None and answer.order.placement is not None
-    assert (answer.order.does, answer.order.nodes, answer.order.placement["queue"]) == (
+    assert (answer.order.does, answer.order.nodes, answer.order.placement.queue) == (
         "train",
         1,
         "spot-g5",
     )
     [planned_event, placed] = events_of(flow)
     assert (planned_event.name, planned_event.run, planned_event.attempt) == (PLAN, "1733", 2)
-    assert json.loads(json.dumps(answer.order.plan)) == planned_event.data
+    assert answer.order.plan is not None
+    assert json.loads(json.dumps(answer.order.plan.to_json())) == planned_event.data
     assert (placed.name, placed.run, placed.attempt) == (PLACED, "1733", 2)
     assert placed.data == {
-        "placement": json.loads(json.dumps(answer.order.placement)),
-        "why": answer.order.placement["reason"],
+        "placement": json.loads(json.dumps(answer.order.placement.to_json())),
+        "why": answer.order.placement.reason,
         "attempt": 2,
         "round": 3,
         "task": "5",
@@ -160,7 +167,8 @@ def test_a_fresh_placement_is_recorded_and_ordered(
     [segment] = Job.of(flow, NAME.run).store.list("events")
     assert "placing-train_node-5-2" in segment.key
     order = stored_order(flow)
-    assert order is not None and order.placement == placed.data["placement"]
+    assert order is not None and order.placement is not None
+    assert order.placement.to_json() == placed.data["placement"]
 
 
 def test_a_placement_records_the_newest_generation(
@@ -248,7 +256,7 @@ def test_the_plan_of_the_run_decides_if_batch_does_not_answer(
     request = ask(flow)
     answer = place_attempt(request, deadline_seconds=0.5)
     assert answer.trouble.startswith("CloudUnavailable: ")
-    assert answer.order is not None and (answer.order.placement or {})["queue"] == "spot-g5"
+    assert answer.order is not None and placed_in(answer.order).queue == "spot-g5"
     [placed] = events_of(flow, PLACED)
     assert placed.data["after_generation"] == 0 and request.abandoned.is_set()
 
@@ -352,10 +360,10 @@ def test_a_wrong_launcher_clock_is_reported_and_corrected(
     monkeypatch.setattr(time, "time", lambda: real() + off)
     order = place_attempt(ask(flow)).order
     assert order is not None and order.placement is not None
-    assert order.placement["reason"].startswith(words) and (
-        "clock" in order.placement["reason"]
-    ) is bool(words)
-    assert abs(order.placement["start_by_utc"] - right.placement["start_by_utc"] - off) < 100
+    assert order.placement.reason.startswith(words) and ("clock" in order.placement.reason) is bool(
+        words
+    )
+    assert abs(order.placement.start_by_utc - right.placement.start_by_utc - off) < 100
 
 
 @pytest.mark.parametrize(("later", "told"), [(60.0, False), (61.0, True)])
@@ -378,7 +386,7 @@ def test_batchs_clock_counts_as_the_stores(
     )
     order = place_attempt(ask(flow)).order
     assert order is not None and order.placement is not None
-    assert order.placement["reason"].startswith("the launcher's clock is 1.0 min behind ") is told
+    assert order.placement.reason.startswith("the launcher's clock is 1.0 min behind ") is told
 
 
 def test_the_clock_that_is_furthest_off_counts(
@@ -397,7 +405,7 @@ def test_the_clock_that_is_furthest_off_counts(
     )
     order = place_attempt(ask(flow)).order
     assert order is not None and order.placement is not None
-    assert order.placement["reason"].startswith(
+    assert order.placement.reason.startswith(
         "the launcher's clock is 10.0 min ahead of the store's "
     )
 
@@ -408,9 +416,7 @@ def test_an_attempt_without_a_configured_region_is_placed_in_the_default_one(
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     order = place_attempt(ask(make_flow(regions=["us-west-2"]))).order
     assert (
-        order is not None
-        and order.placement is not None
-        and order.placement["region"] == "us-east-1"
+        order is not None and order.placement is not None and order.placement.region == "us-east-1"
     )
 
 
@@ -476,12 +482,12 @@ def test_pods_are_placed_on_the_nodes_of_the_run(
     flow = make_flow(nodes=2)
     answer = place_attempt(ask(flow, backend="kubernetes", one_node=False))
     assert answer.trouble == "" and answer.order is not None
-    assert (answer.order.nodes, (answer.order.placement or {})["queue"]) == (2, "on-demand")
+    assert (answer.order.nodes, placed_in(answer.order).queue) == (2, "on-demand")
     assert service.requests == [], "AWS Batch is not asked"
     monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", "/missing")
     by_plan = place_attempt(ask(flow, backend="kubernetes", one_node=False))
     assert "kubeconfig" in by_plan.trouble and by_plan.order is not None
-    assert (by_plan.order.placement or {})["queue"] == "spot"
+    assert placed_in(by_plan.order).queue == "spot"
 
 
 # Orders
@@ -496,8 +502,9 @@ def test_an_order_trains_in_the_placed_pool() -> None:
     plan, placed = chosen()
     order = make_order(ask(SimpleNamespace()), plan, placed)
     assert (order.does, order.nodes, order.processes_per_node) == ("train", 1, 1)
-    assert order.placement == placed.to_json()
-    assert order.plan is not None and order.plan["chosen"]["instance_type"] == placed.instance_type
+    assert order.placement == placed
+    assert order.plan is not None and order.plan.chosen is not None
+    assert order.plan.chosen.instance_type == placed.instance_type
 
 
 @pytest.mark.parametrize(
@@ -527,24 +534,24 @@ def test_a_step_of_one_node_hands_gangs_and_last_attempts_on(
     ("order", "text"),
     [
         (
-            AttemptOrder(does="stop", outcome="budget", message="spent"),
+            AttemptOrder.stop(Outcome.BUDGET, "spent"),
             "no further attempt: budget: spent",
         ),
         (AttemptOrder(does="gang", nodes=3), "continues as a gang of 3 nodes"),
         (AttemptOrder(does="again"), "another round, since this was the step's last attempt"),
         (
             AttemptOrder(
-                placement={
-                    "nodes": 2,
-                    "instance_type": "g5.xlarge",
-                    "market": "on_demand",
-                    "queue": "arn:aws:batch:us-east-1:1:job-queue/q",
-                    "reason": "cheapest",
-                }
+                placement=replace(
+                    chosen()[1],
+                    nodes=2,
+                    instance_type="g5.xlarge",
+                    market="on_demand",
+                    queue="arn:aws:batch:us-east-1:1:job-queue/q",
+                    reason="cheapest",
+                )
             ),
             "2 × g5.xlarge on-demand in queue q: cheapest",
         ),
-        (AttemptOrder(), "None × None None in queue None: None"),
     ],
 )
 def test_an_order_is_described_in_one_line(order: AttemptOrder, text: str) -> None:
@@ -554,15 +561,22 @@ def test_an_order_is_described_in_one_line(order: AttemptOrder, text: str) -> No
 def test_an_order_is_read_back_by_its_attempts_name(tmp_path: Path) -> None:
     store = Store.open(str(tmp_path))
     assert AttemptOrder.get(store, NAME) is None
+    plan, placed = chosen()
     order = AttemptOrder(
-        does="gang", nodes=2, processes_per_node=3, placement={"a": 1}, plan={"b": 2}, message="m"
+        does="gang",
+        nodes=2,
+        processes_per_node=3,
+        placement=placed,
+        plan=plan.brief(),
+        message="m",
     )
     order.put(store, NAME)
     assert AttemptOrder.get(store, NAME) == order
     for other in ({"run": "9"}, {"step": "train"}, {"task": "6"}, {"attempt": 3}):
         assert AttemptOrder.get(store, replace(NAME, **other)) is None
     document = json.loads(store.get(NAME.key))
-    assert document == {**vars(order)}
+    written = {"placement": placed.to_json(), "plan": plan.brief().to_json()}
+    assert document == json.loads(json.dumps({**vars(order), **written}))
     store.put(NAME.key, json.dumps({"does": "again", "later": 1}).encode())
     assert AttemptOrder.get(store, NAME) == AttemptOrder(does="again")
     bare = AttemptOrder()
@@ -574,12 +588,13 @@ def test_an_order_is_read_back_by_its_attempts_name(tmp_path: Path) -> None:
         None,
     )
     with pytest.raises(ValueError, match="Out of range"):
-        AttemptOrder(plan={"hours": float("inf")}).put(store, NAME)
+        AttemptOrder(placement=replace(placed, usd_per_hour=math.inf)).put(store, NAME)
 
 
 def test_records_of_placing_take_names_only_and_are_frozen(flow: SimpleNamespace) -> None:
-    for record in (AttemptName, AttemptOrder, PlacementRequest, PlacementResult):
+    for record in (AttemptName, PlacementRequest, PlacementResult):
         assert takes_names_only(record) and is_frozen(record)
+    assert takes_names_only(AttemptOrder) and AttemptOrder.model_config.get("frozen")
     assert PlacementResult() == PlacementResult(order=None, trouble="")
     one = ask(flow)
     other = ask(flow)

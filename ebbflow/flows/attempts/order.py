@@ -1,26 +1,54 @@
-"""Order: the instruction from Metaflow's scheduler to one attempt of a training step.
+"""Orders of Metaflow's scheduler about one attempt: to the step that trains, and to the process
+that submits the attempt.
 
-The scheduler writes the order into the job's store under the attempt's name, because an AWS Batch
-job inherits no environment from its submitter. Each node reads the order by this name and does not
-list the store, because a listing may not show a new object yet.
+The scheduler writes the step's order into the job's store under the attempt's name, because an AWS
+Batch job inherits no environment from its submitter. Each node reads the order by this name and
+does not list the store, because a listing may not show a new object yet. The submitting process
+runs on the scheduler's machine and gets its order in an environment variable.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    InstanceOf,
+    PlainSerializer,
+)
+
+from ebbflow.core.errors import Outcome
 from ebbflow.core.layout import order_key
 from ebbflow.core.store import Store
+from ebbflow.cost.capacity import Placement
+from ebbflow.cost.plan.plan import Plan
 
-# JSON for the submitting process (`ebbflow.flows.attempts.submission`).
+# `SubmitOrder` as JSON, for the submitting process.
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
-# Why an attempt has no placement. Its step then runs on the scheduler's machine and fails with this
-# message.
-UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"
-TRAIN: Does = "train"
-Does = Literal["train", "gang", "again", "stop"]
+
+
+def _read_placement(value: object) -> object:
+    if isinstance(value, dict):
+        return Placement.from_json(value)
+    return value
+
+
+def _read_plan(value: object) -> object:
+    if isinstance(value, dict):
+        return Plan.from_json(value)
+    return value
+
+
+# Placement and plan define their JSON themselves.
+PlacementField = Annotated[
+    InstanceOf[Placement], BeforeValidator(_read_placement), PlainSerializer(Placement.to_json)
+]
+PlanField = Annotated[InstanceOf[Plan], BeforeValidator(_read_plan), PlainSerializer(Plan.to_json)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +65,27 @@ class AttemptName:
         return order_key(self.run, self.step, self.task, self.attempt)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptOrder:
+class AttemptOrder(BaseModel):
     """Instruction to one attempt of a training step: where and how to train, or to end without
     training.
     """
 
+    # Infinite numbers must raise an error, and not become null
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
     # "train", or one of three ways to end without training: "gang" (the flow continues with a gang
     # of `nodes` nodes), "again" (`train_node` starts another round) or "stop" (the job ends)
-    does: Does = TRAIN
+    does: Literal["train", "gang", "again", "stop"] = "train"
     nodes: int = 1
     processes_per_node: int = 1  # number of ranks on each node
-    # `cost.capacity.Placement` as JSON; None unless the attempt trains
-    placement: dict[str, Any] | None = None
-    plan: dict[str, Any] | None = None  # plan of this attempt as JSON; None: the run's plan applies
-    outcome: str = ""  # outcome of the job, for "stop"
+    placement: PlacementField | None = None  # None unless the attempt trains
+    plan: PlanField | None = None  # plan of this attempt; None: the run's plan applies
+    outcome: Outcome | Literal[""] = ""  # outcome of the job, for "stop"
     message: str = ""  # why the job ends, for "stop"
 
-    def put(self, job_store: Store, name: AttemptName) -> None:
-        job_store.put(name.key, json.dumps(asdict(self), allow_nan=False).encode())
+    @classmethod
+    def stop(cls, outcome: Outcome, message: str) -> AttemptOrder:
+        return cls(does="stop", outcome=outcome, message=message)
 
     @classmethod
     def get(cls, job_store: Store, name: AttemptName) -> AttemptOrder | None:
@@ -65,5 +95,59 @@ class AttemptOrder:
         """
         if job_store.head(name.key) is None:
             return None
-        known = json.loads(job_store.get(name.key))
-        return cls(**{key: known[key] for key in cls.__dataclass_fields__ if key in known})
+        return cls.model_validate_json(job_store.get(name.key))
+
+    def put(self, job_store: Store, name: AttemptName) -> None:
+        document = self.model_dump(mode="json")
+        job_store.put(name.key, json.dumps(document, allow_nan=False).encode())
+
+
+class SubmitLimits(BaseModel):
+    """Time limits of a submitted attempt, in seconds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    # Longest wait for capacity. None: the limit of the steps around training
+    runnable_seconds: float | None = None
+    start_by_utc: float | None = None  # Unix time by which the attempt must run; None: no limit
+    starting_seconds: float = 2700.0  # longest time with capacity and without a container
+    image_seconds: float = 300.0  # longest time of failed pulls of a pod's image
+    submit_seconds: float = 900.0  # for which a throttled submit is repeated
+    look_seconds: float = 5.0  # between two looks at the state
+
+
+class StopOrder(BaseModel):
+    """Instruction to end the job instead of submitting an attempt."""
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    message: str
+
+
+class SubmitOrder(SubmitLimits):
+    """Instruction to the process that submits one attempt of a training step."""
+
+    job: str
+    store: str  # address of the store that holds all jobs
+    region: str | None = None  # region of the queue; None: that of the AWS SDK
+    # Name of the attempt
+    run: str
+    step: str
+    task: str
+    attempt: int
+    stop: StopOrder | None = None  # end the job instead of submitting the attempt
+    # Only on Kubernetes
+    placement: PlacementField | None = None
+    last: bool = False  # Metaflow allows no further attempt
+    kueue: str | None = None  # Kueue's queue for the pods
+    node_replacements: int = 0  # pods that a JobSet's workers may replace
+    roll_call_seconds: float | None = None  # for which the gang waits for all nodes; None: no limit
+
+    @classmethod
+    def of_environment(cls) -> SubmitOrder | None:
+        """Return the order to this process, or None if it submits a step that does not train."""
+        text = os.environ.get(SUBMIT_VARIABLE)
+        if not text:
+            return None
+        return cls.model_validate_json(text)

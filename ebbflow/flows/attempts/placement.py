@@ -116,9 +116,7 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
         if ending := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
-            return _put_order(
-                job, request, AttemptOrder(does="stop", outcome=ending[0].value, message=ending[1])
-            )
+            return _put_order(job, request, AttemptOrder.stop(*ending))
         clock = ClockReading.of(job.store)
         now = history.latest_utc(clock.utc)
         evidence = open_evidence(config, now)
@@ -132,11 +130,7 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
             known = {"held": evidence.held, "after_generation": newest}
             return _place(request, job, log, plan, history, queues, clock, **known)
         except CostError as error:
-            return _put_order(
-                job,
-                request,
-                AttemptOrder(does="stop", outcome=error.outcome.value, message=str(error)),
-            )
+            return _put_order(job, request, AttemptOrder.stop(error.outcome, str(error)))
 
 
 def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
@@ -220,10 +214,11 @@ def _place(
         if placed.start_by_utc is not None:  # the submitting process uses the launcher's clock
             placed = replace(placed, start_by_utc=placed.start_by_utc - ahead)
     order = make_order(request, plan, placed)
+    attempt_plan = order.plan
     _refuse_if_abandoned(request)
-    if order.does == "train":
+    if attempt_plan is not None:
         log.origin = replace(log.origin, attempt=request.name.attempt)
-        log.emit(PLAN, **(order.plan or {}))
+        log.emit(PLAN, **attempt_plan.to_json())
         details = {
             "attempt": request.name.attempt,
             "round": request.round,
@@ -231,7 +226,7 @@ def _place(
             "task": request.name.task,
         }
         details["after_generation"] = after_generation
-        log.emit(PLACED, placement=order.placement, why=placed.reason, **details)
+        log.emit(PLACED, placement=placed.to_json(), why=placed.reason, **details)
     return _put_order(job, request, order)
 
 
@@ -259,13 +254,17 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
     """
     from ebbflow.cost.capacity import with_placement
 
-    order = AttemptOrder(nodes=placed.nodes, processes_per_node=placed.processes_per_node)
-    if request.one_node and placed.nodes > 1:
-        return replace(order, does="gang")
+    nodes = placed.nodes
+    processes_per_node = placed.processes_per_node
+    if request.one_node and nodes > 1:
+        return AttemptOrder(does="gang", nodes=nodes, processes_per_node=processes_per_node)
     if request.one_node and request.last:  # another round has new retries
-        return replace(order, does="again")
-    return replace(
-        order, placement=placed.to_json(), plan=with_placement(plan, placed).brief().to_json()
+        return AttemptOrder(does="again", nodes=nodes, processes_per_node=processes_per_node)
+    return AttemptOrder(
+        nodes=nodes,
+        processes_per_node=processes_per_node,
+        placement=placed,
+        plan=with_placement(plan, placed).brief(),
     )
 
 
@@ -341,9 +340,5 @@ def describe_order(order: AttemptOrder) -> str:
         return f"continues as a gang of {order.nodes} nodes"
     if order.does == "again":
         return "another round, since this was the step's last attempt"
-    placement = order.placement or {}
-    return (
-        f"{placement.get('nodes')} × {placement.get('instance_type')} "
-        f"{str(placement.get('market')).replace('_', '-')} in queue "
-        f"{str(placement.get('queue')).rpartition('/')[2]}: {placement.get('reason')}"
-    )
+    assert order.placement is not None  # an order to train has one
+    return f"{order.placement}: {order.placement.reason}"

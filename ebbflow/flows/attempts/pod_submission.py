@@ -17,6 +17,8 @@ client of that process, and no internals of Metaflow:
   Metaflow itself would run a command in node 0's pod.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import json
@@ -26,12 +28,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.errors import CloudError, CloudForbidden, Outcome
-from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
-from ebbflow.flows.attempts.submission import StartLimits, submit_events
-from ebbflow.flows.remote import RUNNABLE_VARIABLE
+from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, OUTCOME
+from ebbflow.cost.capacity import batch_attempt_data
+from ebbflow.flows.attempts.order import StopOrder, SubmitLimits, SubmitOrder
+from ebbflow.flows.attempts.submission import StartLimits, longest_wait_seconds, submit_events
 from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
 from ebbflow.infra.kubernetes.cluster import (
     QUEUE_LABEL,
@@ -41,6 +44,9 @@ from ebbflow.infra.kubernetes.cluster import (
     Cluster,
     open_cluster,
 )
+
+if TYPE_CHECKING:
+    from kubernetes.client.exceptions import ApiException
 
 _NO_RETRY = 202  # Metaflow's exit code of a task that must not be retried
 _TRANSIENT = (429, 500, 502, 503, 504)
@@ -52,19 +58,23 @@ _NODES_SECONDS = 5.0  # between two looks at the taints of the nodes
 _LONGEST_PAUSE_SECONDS = 15.0
 _LOOK_SECONDS = 1.0
 _KEPT_SECONDS = 86400  # for which the cluster keeps a JobSet that has ended
-_IMAGE_SECONDS = 300.0  # of failed pulls
 _PATIENCE_SECONDS = 60.0  # for a node to be made, before a message says why a pod waits
 
 
 class PodSubmission:
     """Submission of the only Job or JobSet that this process creates.
 
-    asked: The scheduler's settings for this attempt, from SUBMIT_VARIABLE; {} for a step that does
-        not train.
+    Args:
+        order: The scheduler's order about this attempt; None for a step that does not train.
     """
 
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self._asked = asked
+    def __init__(self, order: SubmitOrder | None) -> None:
+        self._order = order
+        self._limits = SubmitLimits() if order is None else order
+        self._kueue = None if order is None else order.kueue
+        self._roll_call_seconds = math.inf
+        if order is not None and order.roll_call_seconds:
+            self._roll_call_seconds = order.roll_call_seconds
         self._watch: AttemptWatch | None = None
         self._ended_by: Cause | None = None
         self._why = ""
@@ -80,8 +90,8 @@ class PodSubmission:
 
         Raises SystemExit if the order is to stop.
         """
-        if stop := self._asked.get("stop"):
-            raise SystemExit(self._record_outcome(*stop))
+        if self._order is not None and self._order.stop is not None:
+            raise SystemExit(self._record_outcome(self._order.stop))
         from kubernetes import client, stream
         from kubernetes.client.rest import RESTClientObject
 
@@ -159,27 +169,16 @@ class PodSubmission:
                 body = api.api_client.sanitize_for_serialization(body)
             self._complete(body, kind)
             name = body["metadata"]["name"]
-            nodes = sum(
-                one.get("replicas", 1) for one in body["spec"].get("replicatedJobs") or [{}]
-            )
+            groups = body["spec"].get("replicatedJobs") or [{}]
+            nodes = sum(group.get("replicas", 1) for group in groups)
             job_id = f"{options['namespace']}/{kind}/{name}"
-            self._watch = AttemptWatch(
-                job_id, nodes, float(self._asked.get("roll_call_seconds") or math.inf)
-            )
+            self._watch = AttemptWatch(job_id, nodes, self._roll_call_seconds)
             _report_errors(lambda: self._note(job_id))
             try:
                 answer = create(api, *args, **{**options, "body": body})
             except ApiException as error:
                 if error.status != 409:
-                    message = (
-                        f"Kubernetes refused {self._asked.get('step') or 'a step'}: "
-                        f"{_reason(error)}"
-                    )
-                    outcome = Outcome.FAILED
-                    if QUOTA in message:
-                        outcome = Outcome.NO_CAPACITY
-                        message = f"{message}; fix: {QUOTA_FIX}"
-                    raise SystemExit(self._record_outcome(outcome.value, message)) from None
+                    raise SystemExit(self._record_outcome(self._refusal(error))) from None
                 # Made by a create whose answer was lost
                 answer = self._existing(api, kind, options, name)
             self._follower = threading.Thread(
@@ -203,14 +202,17 @@ class PodSubmission:
             if not isinstance(found, dict) or found.get("kind") != "JobSet":
                 return found
             status = found.get("status") or {}
+            conditions = status.get("conditions") or []
             status["conditions"] = [
-                one for one in status.get("conditions") or [] if one["status"] == "True"
+                condition for condition in conditions if condition["status"] == "True"
             ]
-            over = any(one["type"] in ("Failed", "Completed") for one in status["conditions"])
-            for one in [] if over else status.get("replicatedJobsStatus") or []:
-                one["failed"] = 0
+            types = {condition["type"] for condition in status["conditions"]}
+            if types & {"Failed", "Completed"}:
+                return found
+            for group in status.get("replicatedJobsStatus") or []:
+                group["failed"] = 0
                 if self._watch is not None and self._watch.started:
-                    one["active"] = max(one["active"], 1)
+                    group["active"] = max(group["active"], 1)
             return found
 
         return read
@@ -229,15 +231,14 @@ class PodSubmission:
         metadata = body["metadata"]
         if not metadata.get("name"):
             metadata["name"] = f"{metadata.pop('generateName')}{os.urandom(3).hex()}"
-        if queue := self._asked.get("kueue"):
-            metadata["labels"] = {**(metadata.get("labels") or {}), QUEUE_LABEL: queue}
+        if self._kueue:
+            metadata["labels"] = {**(metadata.get("labels") or {}), QUEUE_LABEL: self._kueue}
         if kind == "jobs":
             jobs = [body]
         else:
-            jobs = [one["template"] for one in body["spec"]["replicatedJobs"]]
-        for (
-            job
-        ) in jobs:  # otherwise a pod that is asked to end counts as failed at once, while it saves
+            jobs = [group["template"] for group in body["spec"]["replicatedJobs"]]
+        for job in jobs:
+            # Otherwise a pod that is asked to end counts as failed at once, while it saves
             job["spec"]["podReplacementPolicy"] = "Failed"
         if kind == "jobsets":
             for name in [name for name, value in body["spec"].items() if value is None]:
@@ -247,19 +248,25 @@ class PodSubmission:
             # With Metaflow's InOrder, the workers' machines are requested only when node 0 runs and
             # is paid for.
             body["spec"]["startupPolicy"] = {"startupPolicyOrder": "AnyOrder"}
-            for one in body["spec"]["replicatedJobs"]:
-                replacements = int(self._asked.get("node_replacements") or 0)
-                if replacements and one["name"] == "worker":
-                    one["template"]["spec"] |= replacement_policy(replacements)
+            replacements = 0 if self._order is None else self._order.node_replacements
+            for group in body["spec"]["replicatedJobs"]:
+                if replacements and group["name"] == "worker":
+                    group["template"]["spec"] |= replacement_policy(replacements)
 
-    def _record_outcome(self, outcome: str, message: str) -> int:
+    def _refusal(self, error: ApiException) -> StopOrder:
+        """Return how the job ends after Kubernetes refused to create its Job or JobSet."""
+        step = "a step" if self._order is None else self._order.step
+        message = f"Kubernetes refused {step}: {_reason(error)}"
+        if QUOTA in message:
+            return StopOrder(outcome=Outcome.NO_CAPACITY, message=f"{message}; fix: {QUOTA_FIX}")
+        return StopOrder(outcome=Outcome.FAILED, message=message)
+
+    def _record_outcome(self, stop: StopOrder) -> int:
         """Record the job's outcome, and return the exit code of a task that is not to be retried."""
-        _say(message)
-        if self._asked:
-            from ebbflow.core.events import OUTCOME
-
-            with submit_events(self._asked) as log:
-                log.emit(OUTCOME, flush=True, outcome=outcome, message=message)
+        _say(stop.message)
+        if self._order is not None:
+            with submit_events(self._order) as log:
+                log.emit(OUTCOME, flush=True, outcome=stop.outcome.value, message=stop.message)
         self._recorded = True
         return _NO_RETRY
 
@@ -267,14 +274,12 @@ class PodSubmission:
         """Record the id before the create request, so that the next launcher finds pods left behind
         by this process.
         """
-        from ebbflow.core.events import BATCH_SUBMITTED
-
-        if self._asked:
-            details = {"step": self._asked["step"], "task": self._asked["task"]}
-            with submit_events(self._asked) as log:
-                log.emit(
-                    BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details
-                )
+        order = self._order
+        if order is None:
+            return
+        details: dict[str, Any] = {"step": order.step, "task": order.task}
+        with submit_events(order) as log:
+            log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details)
 
     def _follow(self) -> None:
         """Watch the pods until they have ended.
@@ -282,13 +287,12 @@ class PodSubmission:
         If they do not start in time, delete the Job or JobSet.
         """
         watch = self._watch
-        cluster = open_cluster()
         assert watch is not None
-        runnable = self._asked.get("runnable_seconds") or os.environ.get(RUNNABLE_VARIABLE)
+        cluster = open_cluster()
         limits = StartLimits(
-            runnable_seconds=float(runnable or math.inf),
-            starting_seconds=float(self._asked.get("image_seconds") or _IMAGE_SECONDS),
-            start_by_utc=self._asked.get("start_by_utc"),
+            runnable_seconds=longest_wait_seconds(self._limits),
+            starting_seconds=self._limits.image_seconds,
+            start_by_utc=self._limits.start_by_utc,
         )
         began = nodes_seen = time.monotonic()
         while not watch.over and not self._leaving.is_set():
@@ -300,37 +304,48 @@ class PodSubmission:
             if watch.started and time.monotonic() > nodes_seen + _NODES_SECONDS:
                 nodes_seen = time.monotonic()
                 self._evict_announced(cluster)
-            if watch.suspended and (queue := self._asked.get("kueue")):
-                ahead = cluster.queue_position(watch.job_id, queue)
-                if ahead is None:
-                    place = ""
-                else:
-                    place = f", position {ahead + 1}"
-                self._show(f"waiting for admission to queue {queue}{place}; not paid for")
+            if watch.suspended and self._kueue:
+                self._show_queue_position(cluster, watch, self._kueue)
                 limits.restart()  # the queue's own limits apply
             elif not watch.lacking:
                 limits.restart()
             elif not watch.ended:
                 if time.monotonic() - began > _PATIENCE_SECONDS:
                     self._show(watch.waiting)
-                image = any(pod.no_image for pod in watch.pods.values())
-                over = limits.exhausted("STARTING" if image else "PENDING")
-                if over is not None:
-                    words, why = over
-                    if words == NEVER_STARTED and not image:
-                        self._ended_by = "never_started"
-                    else:
-                        self._ended_by = "not_made"
-                    if any(pod.node == 0 and pod.exit_code == 0 for pod in watch.pods.values()):
-                        self._ended_by = "terminated"
-                    if watch.waiting:
-                        self._why = f"{why} ({watch.waiting})"
-                    else:
-                        self._why = why
-                    _say(f"{watch.job_id} {self._why}: deleted, to be placed anew")
-                    cluster.delete(watch.job_id)
+                if self._delete_if_late(cluster, watch, limits):
                     return
             self._leaving.wait(_LOOK_SECONDS)
+
+    def _show_queue_position(self, cluster: Cluster, watch: AttemptWatch, queue: str) -> None:
+        ahead = cluster.queue_position(watch.job_id, queue)
+        if ahead is None:
+            place = ""
+        else:
+            place = f", position {ahead + 1}"
+        self._show(f"waiting for admission to queue {queue}{place}; not paid for")
+
+    def _delete_if_late(self, cluster: Cluster, watch: AttemptWatch, limits: StartLimits) -> bool:
+        """Delete the Job or JobSet if its pods did not start in time. Return whether it was
+        deleted.
+        """
+        lacks_image = any(pod.no_image for pod in watch.pods.values())
+        exceeded = limits.exhausted("STARTING" if lacks_image else "PENDING")
+        if exceeded is None:
+            return False
+        words, why = exceeded
+        if any(pod.node == 0 and pod.exit_code == 0 for pod in watch.pods.values()):
+            self._ended_by = "terminated"
+        elif words == NEVER_STARTED and not lacks_image:
+            self._ended_by = "never_started"
+        else:
+            self._ended_by = "not_made"
+        if watch.waiting:
+            self._why = f"{why} ({watch.waiting})"
+        else:
+            self._why = why
+        _say(f"{watch.job_id} {self._why}: deleted, to be placed anew")
+        cluster.delete(watch.job_id)
+        return True
 
     def _evict_announced(self, cluster: Cluster) -> None:
         """Evict pods whose node will soon be taken away, according to its taints, so that they save
@@ -392,26 +407,23 @@ class PodSubmission:
             _report_errors(self._record)
 
     def _record(self) -> None:
-        from ebbflow.core.events import BATCH_ATTEMPT, OUTCOME
-        from ebbflow.cost.capacity import Placement, batch_attempt_data
-
         assert self._watch is not None
         self._recorded = True
-        if not self._asked:
+        order = self._order
+        if order is None or order.placement is None:
             return
-        placement = Placement.from_json(self._asked["placement"])
         attempt = self._watch.attempt(now=time.time(), ended_by=self._ended_by, reason=self._why)
-        with submit_events(self._asked) as log:
-            log.emit(
-                BATCH_ATTEMPT, **{**batch_attempt_data(attempt, placement), **self._watch.given()}
-            )
-            if self._asked.get("last") and attempt.cause in ("never_started", "not_made"):
+        data: dict[str, Any] = {**batch_attempt_data(attempt, order.placement)}
+        data |= self._watch.given()
+        with submit_events(order) as log:
+            log.emit(BATCH_ATTEMPT, **data)
+            if order.last and attempt.cause in ("never_started", "not_made"):
                 if attempt.cause == "never_started":
                     outcome = Outcome.NO_CAPACITY
                 else:
                     outcome = Outcome.FAILED
                 why = self._why or attempt.reason or "never started"
-                message = f"no attempt of {self._asked['step']} is left; the last one {why}"
+                message = f"no attempt of {order.step} is left; the last one {why}"
                 log.emit(OUTCOME, outcome=outcome.value, message=message)
 
 
@@ -433,7 +445,7 @@ def _reason(error: Any) -> str:
 
 
 def open_pod_submission() -> PodSubmission:
-    return PodSubmission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
+    return PodSubmission(SubmitOrder.of_environment())
 
 
 def _report_errors(work: Callable[[], Any]) -> None:

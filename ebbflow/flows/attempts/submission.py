@@ -16,7 +16,6 @@ get no signal, because they must live as long as the task.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -26,13 +25,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
-from ebbflow.flows.attempts.submit_retry import SUBMIT_SECONDS, LostAnswers, SubmitRetry
+from ebbflow.flows.attempts.submit_retry import LostAnswers, SubmitRetry
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
 
 if TYPE_CHECKING:
     from ebbflow.core.event_log import EventLog
+    from ebbflow.flows.attempts.order import SubmitLimits, SubmitOrder
 
 
 # Variable with the path of the file in which the task writes its process id for the signal-passing
@@ -95,9 +94,8 @@ def listen_for_stop() -> None:
 
 # States in which a job has no machine and costs nothing. From STARTING on it has a machine.
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
-STARTING_SECONDS = 2700.0
 _STARTING = "STARTING"
-_LOOK_SECONDS = 5.0
+_RETRY_SECONDS = 5.0  # after a failed look at a job
 _REQUEST_SECONDS = 15.0
 _LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 
@@ -172,18 +170,18 @@ class Submission:
     """Submission of the only Batch job that this process creates.
 
     Args:
-        asked: The scheduler's settings for this attempt, from the environment variable
-            SUBMIT_VARIABLE; {} for a step that does not train. Settings are the limits
-            runnable_seconds, starting_seconds, start_by_utc and submit_seconds, and the polling
-            interval look_seconds.
+        order: The scheduler's order about this attempt; None for a step that does not train.
+        limits: The time limits, which are part of an order.
     """
 
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self._asked = asked
+    def __init__(self, order: SubmitOrder | None, limits: SubmitLimits) -> None:
+        self._order = order
+        self._limits = limits
+        self._region = None if order is None else order.region
         self._job_id = ""
         self._submits = False  # a submit is sent and has no answer yet
         self._told_to_leave = 0  # number of the signal, 0 without one
-        self._lost = LostAnswers(asked.get("region"), _say, self._note_unwanted)
+        self._lost = LostAnswers(self._region, _say, self._note_unwanted)
 
     def listen(self) -> None:
         """Register the handlers for SIGTERM and for the SubmitJob calls of all AWS SDK clients in
@@ -191,7 +189,7 @@ class Submission:
         """
         from botocore import handlers
 
-        seconds = self._limit("submit_seconds", SUBMIT_SECONDS)
+        seconds = self._limits.submit_seconds
         self._lost.listen()
         SubmitRetry(seconds, _say, self._lost, wanted=lambda: not self._told_to_leave).listen()
         steps = {"before-call": self._begun, "before-parameter-build": wrap_job_commands}
@@ -227,7 +225,8 @@ class Submission:
         if not job_id:
             if why := refusal_reason(parsed):
                 _report_errors(self._note_refusal, why)
-            return self._not_submitted()
+            self._not_submitted()
+            return
         self._submits = False
         self._job_id = str(job_id)
         name = str(parsed.get("jobName"))
@@ -245,9 +244,9 @@ class Submission:
         from ebbflow.core.errors import Outcome
         from ebbflow.core.events import OUTCOME
 
-        if self._asked:
-            with submit_events(self._asked) as log:
-                message = f"AWS Batch refused the submit of {self._asked['step']}: {why}"
+        if self._order is not None:
+            with submit_events(self._order) as log:
+                message = f"AWS Batch refused the submit of {self._order.step}: {why}"
                 log.emit(OUTCOME, flush=True, outcome=Outcome.FAILED.value, message=message)
 
     def _note_unwanted(self, job_name: str, job_id: str) -> None:
@@ -269,24 +268,21 @@ class Submission:
         from ebbflow.core.errors import StoreError
         from ebbflow.core.events import BATCH_SUBMITTED
 
-        asked = self._asked
-        if not asked:
+        order = self._order
+        if order is None:
             return
-        with submit_events(asked) as log:
-            details = {"step": asked["step"], "task": asked["task"]}
-            if unwanted:
-                details |= {"twin_of": self._job_id or None}
-            else:
-                details |= {}
-            log.emit(BATCH_SUBMITTED, job_id=unwanted or self._job_id, job_name=job_name, **details)
+        job_id = unwanted or self._job_id
+        details: dict[str, Any] = {"step": order.step, "task": order.task}
+        if unwanted:
+            details["twin_of"] = self._job_id or None
+        with submit_events(order) as log:
+            log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_name, **details)
             while True:  # the store may come back
                 try:
-                    return log.flush()
+                    log.flush()
+                    return
                 except StoreError as error:
-                    _say(f"job {unwanted or self._job_id} is not in the events yet: {error}")
-
-    def _limit(self, name: str, usual: float) -> float:
-        return float(self._asked.get(name) or usual)
+                    _say(f"job {job_id} is not in the events yet: {error}")
 
     def _watch(self, job_name: str) -> None:
         """Terminate the Batch job if it does not begin to run in time.
@@ -296,40 +292,36 @@ class Submission:
         from ebbflow.core.errors import InfraError
         from ebbflow.infra.batch import batch_client, cancel_job, describe_attempts
 
-        client = batch_client(self._asked.get("region"))
-        patience = StartLimits(
-            runnable_seconds=self._limit(
-                "runnable_seconds", float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)
-            ),
-            starting_seconds=self._limit("starting_seconds", STARTING_SECONDS),
-            start_by_utc=self._asked.get("start_by_utc"),
+        client = batch_client(self._region)
+        limits = StartLimits(
+            runnable_seconds=longest_wait_seconds(self._limits),
+            starting_seconds=self._limits.starting_seconds,
+            start_by_utc=self._limits.start_by_utc,
         )
         while True:
-            time.sleep(max(0.2, min(self._limit("look_seconds", _LOOK_SECONDS), patience.left())))
+            time.sleep(max(0.2, min(self._limits.look_seconds, limits.left())))
             try:
-                found = describe_attempts([self._job_id], client).get(self._job_id)
-                if found is not None and found.status not in (*_WAITING, _STARTING):
+                job = describe_attempts([self._job_id], client).get(self._job_id)
+                if job is not None and job.status not in (*_WAITING, _STARTING):
                     return
-                waited = patience.exhausted(None if found is None else found.status)
-                if waited is None:
+                exceeded = limits.exhausted(None if job is None else job.status)
+                if exceeded is None:
                     continue
-                words, why = waited
-                if found:
-                    queue = f"queue {found.queue}"
-                else:
-                    queue = "its queue"
-                if found and found.reason:
-                    reason = f" ({found.reason})"
-                else:
-                    reason = ""
+                words, why = exceeded
+                queue = "its queue"
+                reason = ""
+                if job is not None:
+                    queue = f"queue {job.queue}"
+                if job is not None and job.reason:
+                    reason = f" ({job.reason})"
                 _say(f"{job_name} {why} in {queue}{reason}: terminated, to be placed anew")
                 cancel_job(self._job_id, f"{why} in {queue}", client, words=words)
                 return
             except InfraError as error:
                 _say(f"AWS Batch does not tell whether {job_name} has started: {error}")
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_RETRY_SECONDS)
 
-    def _leave(self, number: int, frame: object) -> None:
+    def _leave(self, number: int, _frame: object) -> None:
         """Handle SIGTERM: terminate the Batch job and exit.
 
         The job saves a checkpoint before it ends.
@@ -353,7 +345,7 @@ class Submission:
 
         if not job_id:
             return
-        client = batch_client(self._asked.get("region"))
+        client = batch_client(self._region)
         limit = time.monotonic() + _LEAVE_SECONDS
         cancel_job(job_id, "the launcher was asked to leave", client, words=TERMINATED)
         while time.monotonic() < limit:
@@ -364,20 +356,26 @@ class Submission:
         _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s after its termination")
 
 
-def submit_events(asked: dict[str, Any]) -> EventLog:
-    """Open the job's event log for the submitting process.
-
-    `asked` is the JSON object in SUBMIT_VARIABLE.
+def longest_wait_seconds(limits: SubmitLimits) -> float:
+    """Return the longest wait for capacity: that of the order, or else that of the steps around
+    training.
     """
+    if limits.runnable_seconds:
+        return limits.runnable_seconds
+    return float(os.environ.get(RUNNABLE_VARIABLE) or math.inf)
+
+
+def submit_events(order: SubmitOrder) -> EventLog:
+    """Open the job's event log for the submitting process."""
     from ebbflow.core.config.schema import RunConfig
     from ebbflow.core.event_log import EventLog
     from ebbflow.core.events import Origin
 
-    config = RunConfig.model_validate({"store": asked["store"]})
-    job = Job(name=asked["job"], run=asked["run"], config=config, request_seconds=_REQUEST_SECONDS)
-    process = f"submit-{asked['step']}-{asked['task']}-{asked['attempt']}"
+    config = RunConfig.model_validate({"store": order.store})
+    job = Job(name=order.job, run=order.run, config=config, request_seconds=_REQUEST_SECONDS)
+    process = f"submit-{order.step}-{order.task}-{order.attempt}"
     return EventLog(
-        job.store, Origin(job=job.name, run=job.run, attempt=asked["attempt"], process=process)
+        job.store, Origin(job=job.name, run=job.run, attempt=order.attempt, process=process)
     )
 
 
@@ -394,7 +392,11 @@ def refusal_reason(answer: dict[str, Any]) -> str | None:
 
 
 def open_submission() -> Submission:
-    return Submission(json.loads(os.environ.get(SUBMIT_VARIABLE) or "{}"))
+    # Late, since every task imports this module
+    from ebbflow.flows.attempts.order import SubmitLimits, SubmitOrder
+
+    order = SubmitOrder.of_environment()
+    return Submission(order, SubmitLimits() if order is None else order)
 
 
 def _start_thread(work: Any, *args: Any) -> threading.Thread:

@@ -179,7 +179,6 @@ def _response(url: str, document: dict[str, str]) -> Any:
     return AWSResponse(url, 200, {"Content-Type": "application/json"}, body)
 
 
-SUBMIT_SECONDS = 900.0
 # All operations of AWS Batch that Metaflow calls for one submit.
 OPERATIONS = (
     *("SubmitJob", "RegisterJobDefinition", "DescribeJobDefinitions"),

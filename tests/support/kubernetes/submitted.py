@@ -4,11 +4,11 @@ sees the end."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from types import SimpleNamespace
 
+from ebbflow.flows.attempts.order import SubmitOrder
 from ebbflow.flows.attempts.pod_submission import PodSubmission
 from ebbflow.flows.pods import exit_when_asked, set_grace_period
 
@@ -16,7 +16,7 @@ from ebbflow.flows.pods import exit_when_asked, set_grace_period
 def main(asked: str, nodes: int, command: str) -> None:
     exit_when_asked()
     set_grace_period()
-    PodSubmission(json.loads(asked)).listen()
+    PodSubmission(SubmitOrder.model_validate_json(asked)).listen()
     from metaflow.metaflow_current import current
     from metaflow.plugins.kubernetes.kubernetes import Kubernetes
 
