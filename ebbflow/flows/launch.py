@@ -27,7 +27,7 @@ from ebbflow.core.process import children
 from ebbflow.core.program import own_command
 from ebbflow.core.store import Store
 from ebbflow.flows.command_line import FLAGS, CommandLine, reorder_words
-from ebbflow.observe.live_page import LivePageWriter
+from ebbflow.observe.live_page import RunObserver
 
 if TYPE_CHECKING:
     from ebbflow.observe.console import RunView
@@ -70,7 +70,7 @@ class Launch:
         self.asked = False  # a signal asked the run to exit
         self.claim: Claim | None = None
         self.view: RunView | None = None
-        self.page: LivePageWriter | None = None
+        self.observer: RunObserver | None = None
         self._phase = _Phase.PREPARE
         self._hurried = False  # a second Ctrl-C asked to exit without the last checkpoint
         self._interrupts = 0  # Ctrl-C while the report is written
@@ -152,20 +152,20 @@ class Launch:
                 tell = print
             else:
                 tell = self.view.say
-            self.page = LivePageWriter(
+            self.observer = RunObserver(
                 flow_class.__name__, self.job, self.config, run_id_file, tell
             )
         try:
-            if self.page is not None:
-                self.page.start()
+            if self.observer is not None:
+                self.observer.start()
             self._phase = _Phase.RUN
             code = _run_metaflow(flow_class)
             self._phase = _Phase.REPORT
         except KeyboardInterrupt:  # a signal between two of these lines
             self._phase = _Phase.REPORT
             code = Outcome.INTERRUPTED.exit_code
-        if self.page is not None:
-            self.page.end()
+        if self.observer is not None:
+            self.observer.end()
         if self.asked:
             return Outcome.INTERRUPTED.exit_code
         return code

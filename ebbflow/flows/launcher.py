@@ -322,8 +322,8 @@ def _finish(flow_class: type, launch: Launch, run_id: str, code: int, started: f
         width=None if launch.view is None else launch.view.closing_width,
         compares=compares,
     )
-    if launch.page is not None:
-        launch.page.save_card()
+    if launch.observer is not None:
+        launch.observer.save_card()
     if compares and code == 0:
         launch.release()  # the reference is another job, and this process only waits for it
         return run_reference(job, launch.line.program, launch.typed_words)

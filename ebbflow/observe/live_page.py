@@ -1,37 +1,29 @@
-"""Processes that run beside the launcher.
-
-One keeps runs/<job>/live.html current. Another sends metrics to trackers and messages to
-notification channels.
+"""The live page of a run, runs/<job>/live.html: the process that keeps it current, its copy as a
+card, and its end as the report.
 """
 
 import contextlib
 import os
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import KnownJob, remember_job, write_atomically
-from ebbflow.core.process import OwnProgram, own_program_line
-from ebbflow.core.program import python_path
 from ebbflow.flows.job import RUNS
-from ebbflow.observe.tracking_process import start_tracking
+from ebbflow.observe.observer_process import start_observer
 
 LIVE_PAGE = "live.html"
 SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page
 _WAIT_SECONDS = 0.1
-_END_SECONDS = 3.0
 _CARD_SECONDS = 10.0
 
 
-class LivePageWriter:
-    """Manager of the process that writes the page: starts it as soon as the job has a name, and
-    ends it.
+class RunObserver:
+    """Manager of the run's observer process and of the live card.
 
-    After a signal, the launcher waits for all children of its main thread. It must not wait for the
-    writing process. Another thread therefore starts that process, and stays alive until the process
-    has ended.
+    A thread starts the process as soon as the job has a name, and stores a copy of the live page as
+    a card every few seconds.
     """
 
     def __init__(
@@ -46,13 +38,13 @@ class LivePageWriter:
         self._run = ""  # Metaflow's id, once it is known
         self._page: Path | None = None
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="live page", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="observer of the run", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
-        """End the writing process, so that it does not overwrite the report."""
+        """End the observer process, so that it does not overwrite the report."""
         self._run_id()  # the launcher deletes the file
         self._ending.set()
         self._thread.join()
@@ -74,8 +66,9 @@ class LivePageWriter:
                 self._page = None
 
     def _run_id(self) -> str:
-        with contextlib.suppress(OSError):
-            self._run = self._run or self._run_id_file.read_text().strip()
+        if not self._run:
+            with contextlib.suppress(OSError):
+                self._run = self._run_id_file.read_text().strip()
         return self._run
 
     def _keep(self) -> None:
@@ -86,46 +79,15 @@ class LivePageWriter:
         if self._ending.is_set():
             return
         job = self._job or self._run_id()
-        tracking = start_tracking(job, self._store, self._config, self._tell)
         if os.environ.get(SWITCH) != "0":
-            self._keep_page(job)
-        else:
-            self._ending.wait()
-        if tracking is not None:
-            tracking.end()
-
-    def _keep_page(self, job: str) -> None:
-        try:
-            process = self._start(job)
-        except OSError as error:
-            self._tell(f"no live page: {error}")
-            self._ending.wait()
-            return
-        shown = RUNS / "latest" / LIVE_PAGE
-        self._tell(
-            "live page: "
-            f"{shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown}"
-        )
+            self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
+        observer = start_observer(job, self._store, self._config, page=self._page, tell=self._tell)
+        if self._page is not None:
+            self._tell(f"live page: {_shown_path(RUNS / 'latest' / LIVE_PAGE)}")
         while not self._ending.wait(_CARD_SECONDS):
             self.save_card()
-        process.terminate()
-        try:
-            process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _start(self, job: str) -> subprocess.Popen[bytes]:
-        self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
-        words = ["watch", job, "--store", self._store, "--write", str(self._page)]
-        words += ["--parent", str(os.getpid())]
-        return subprocess.Popen(
-            own_program_line(OwnProgram.COMMAND, *words),
-            env={**os.environ, "PYTHONPATH": python_path()},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        if observer is not None:
+            observer.end()
 
 
 def finish_page(folder: Path) -> None:
@@ -155,3 +117,9 @@ def task_with_card(word: str, records: Path) -> str:
         if step == "report" and steps.is_dir() and not (steps / step).is_dir():
             return f"{run}/start".removeprefix("/")
     return word
+
+
+def _shown_path(path: Path) -> Path:
+    if path.is_relative_to(Path.cwd()):
+        return path.relative_to(Path.cwd())
+    return path

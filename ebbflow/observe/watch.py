@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import getpass
 import json
-import os
 import secrets
 import socket
 import sys
@@ -47,6 +46,7 @@ _IDLE_SHARE = 4  # a long log is folded at most a fifth of the time
 _COMPARED_JOBS = 8
 _MOST_UNMERGED = 20_000  # events
 _MOST_PLOTTED = 8192  # events
+WAITING = "waiting for the job's first event"
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
@@ -137,10 +137,8 @@ class MergingFollower(LogFollower):
             yield new
 
 
-class LivePage:
-    """The page of a job that may be running.
-
-    The page is rendered again when the job's event log has grown.
+class LiveReport:
+    """The report of a job that may be running, made anew from its growing event log.
 
     Args:
         launcher: The launcher that is known to run the job, as JSON values; None to look up its
@@ -156,58 +154,46 @@ class LivePage:
         self._launcher = launcher
         self._follower: MergingFollower | None = None
         self._job_store: Store | None = None
-        self._lock = threading.Lock()
-        self._built = b""
-        self._due = 0.0
-        self._earlier: list[RunReport] = []
-        # Ended generations when they were read, and the lines
-        self._logs: tuple[int, list[LogLine]] = (-1, [])
+        # Output of the ranks, and the number of ended generations when it was read
+        self._logs: list[LogLine] = []
+        self._logs_of = -1
         self._damage: Sequence[Damage] = ()  # of the ended job
-        self._problem = "waiting for the job's first event"
-
-    def render(self, *, last: bool = False) -> bytes:
-        """Return the page, at most a few seconds old.
-
-        Args:
-            last: Whether the launcher has ended. If so, the page shows the job as ended.
-        """
-        with self._lock:
-            if last or not self._built or time.monotonic() >= self._due:
-                began = time.monotonic()
-                first = not self._built  # only the first look reads the whole log
-                try:
-                    self._refresh(last)
-                except (CostError, InfraError) as error:
-                    self._problem = one_line(error)
-                if not self._built or (self._follower is None or not self._follower.events):
-                    self._built = render_waiting(self.job, self._problem)
-                self._due = time.monotonic() + max(
-                    _PAUSE_SECONDS, 0.0 if first else _IDLE_SHARE * (time.monotonic() - began)
-                )
-            return self._built
 
     @property
-    def pause_seconds(self) -> float:
-        return max(0.1, self._due - time.monotonic())
+    def events(self) -> list[Event]:
+        """Events read so far, merged to a short list (`merge_committed_steps`)."""
+        if self._follower is None:
+            return []
+        return self._follower.events
 
-    def _refresh(self, last: bool) -> None:
+    def read_new(self) -> Iterator[list[Event]]:
+        """Yield the new events, unmerged, some thousand at a time.
+
+        Raises CostError if the job is unknown, and StoreError.
+        """
         if self._follower is None:
             if self._launcher and self._store:
-                uri = f"{self._store.rstrip('/')}/{job_prefix(self.job)}"
+                place = f"{self._store.rstrip('/')}/{job_prefix(self.job)}"
             else:
-                uri = None
-            place = uri or find_job_uri(self.job, self._store)
+                place = find_job_uri(self.job, self._store)
             self._job_store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
             self._follower = MergingFollower(self._job_store)
-        for _ in self._follower.read_new():
-            pass
-        events = self._follower.events
-        if not events:
-            return
+        yield from self._follower.read_new()
+
+    def build(self, *, last: bool = False) -> RunReport:
+        """Build the report from the events that were read, of which there must be some.
+
+        Args:
+            last: Whether the launcher has ended. If so, the report shows the job as ended.
+
+        Raises:
+            CostError, InfraError: The report cannot be built.
+        """
+        assert self._follower is not None
         if last:
             running = None
         else:
-            running = self._launcher or find_running_launcher(self.job, events, self._store)
+            running = self._launcher or find_running_launcher(self.job, self.events, self._store)
         # Once: a damaged part of the log may also be a missing one
         if running is None and not self.ended:
             self._damage = self._find_damage(self._follower.count)
@@ -215,11 +201,9 @@ class LivePage:
             damage = self._damage
         else:
             damage = self._follower.damage
-        report = build_report(events, running=running, logs=self._read_logs, damage=damage)
-        if not self._earlier:
-            self._earlier = read_earlier_reports(report.job)
+        report = build_report(self.events, running=running, logs=self._read_logs, damage=damage)
         self.ended = running is None
-        self._built = render(report, earlier=self._earlier).encode(errors="backslashreplace")
+        return report
 
     def _find_damage(self, count: int) -> Sequence[Damage]:
         """Return the damage to the log of an ended job: that in its report if all of `count` events
@@ -227,11 +211,10 @@ class LivePage:
         """
         # No report of this kind
         with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):
-            found = json.loads(self._job_store.get("report.json") if self._job_store else "")[
-                "events"
-            ]
-            if sum(found["counts"].values()) == count:
-                return [Damage(**one) for one in found["damage"]]
+            document = json.loads(self._job_store.get("report.json") if self._job_store else "")
+            reported = document["events"]
+            if sum(reported["counts"].values()) == count:
+                return [Damage(**damage) for damage in reported["damage"]]
         return read_job_log(self.job, self._store).damage
 
     def _read_logs(self) -> list[LogLine]:
@@ -239,13 +222,67 @@ class LivePage:
 
         It is read again only after another generation has ended.
         """
-        if self._follower:
-            ended = sum(event.name == GENERATION_ENDED for event in self._follower.events)
-        else:
-            ended = 0
-        if self._job_store is not None and self._logs[0] != ended:
-            self._logs = ended, read_logs([], [self._job_store]).lines
-        return self._logs[1]
+        ended = sum(event.name == GENERATION_ENDED for event in self.events)
+        if self._job_store is not None and self._logs_of != ended:
+            self._logs_of = ended
+            self._logs = read_logs([], [self._job_store]).lines
+        return self._logs
+
+
+class LivePage:
+    """The page of a job that may be running.
+
+    The page is rendered again when the job's event log has grown.
+    """
+
+    def __init__(self, job: str, store: str | None) -> None:
+        self._live = LiveReport(job, store)
+        self._lock = threading.Lock()
+        self._built = b""
+        self._due = 0.0
+        self._earlier: list[RunReport] = []
+        self._problem = WAITING
+
+    @property
+    def ended(self) -> bool:
+        return self._live.ended
+
+    @property
+    def pause_seconds(self) -> float:
+        return max(0.1, self._due - time.monotonic())
+
+    def render(self) -> bytes:
+        """Return the page, at most a few seconds old."""
+        with self._lock:
+            if not self._built or time.monotonic() >= self._due:
+                began = time.monotonic()
+                first = not self._built  # only the first look reads the whole log
+                try:
+                    self._refresh()
+                except (CostError, InfraError) as error:
+                    self._problem = one_line(error)
+                if not self._built or not self._live.events:
+                    self._built = render_waiting(self._live.job, self._problem)
+                pause = _PAUSE_SECONDS
+                if not first:
+                    pause = max(pause, _IDLE_SHARE * (time.monotonic() - began))
+                self._due = time.monotonic() + pause
+            return self._built
+
+    def _refresh(self) -> None:
+        for _ in self._live.read_new():
+            pass
+        if not self._live.events:
+            return
+        report = self._live.build()
+        if not self._earlier:
+            self._earlier = read_earlier_reports(report.job)
+        self._built = render_page(report, self._earlier)
+
+
+def render_page(report: RunReport, earlier: Sequence[RunReport]) -> bytes:
+    """Render the report as an HTML page that compares the job with earlier jobs."""
+    return render(report, earlier=earlier).encode(errors="backslashreplace")
 
 
 def render_waiting(job: str, words: str) -> bytes:
@@ -274,23 +311,21 @@ def read_earlier_reports(job: str) -> list[RunReport]:
     return found
 
 
-def write_until_ended(page: LivePage, path: Path, parent: int) -> bool:
-    """Keep the file of the live page current until the job ends or, if `parent` is a process id,
-    that process ends.
+def write_until_ended(page: LivePage, path: Path) -> bool:
+    """Keep the file of the live page current until the job ends.
 
     The file is replaced atomically, so that a reader never sees a part of it. Return whether the
     last page was written.
     """
     while True:
-        orphaned = bool(parent) and os.getppid() != parent
-        content = page.render(last=orphaned)
+        content = page.render()
         try:
             write_atomically(path, content)
             written = True
         except OSError as error:
             written = False
             print(f"{path}: {error.strerror}", file=sys.stderr)
-        if orphaned or (page.ended and not parent):
+        if page.ended:
             return written
         time.sleep(page.pause_seconds)
 
@@ -362,8 +397,6 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="keep this HTML file current instead",
     )
-    # The launcher, which runs the job
-    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.set_defaults(run=_watch)
 
 
@@ -375,19 +408,10 @@ def _watch(arguments: argparse.Namespace) -> int:
             )
         )
         return 0
+    find_job_uri(arguments.job, arguments.store)  # a wrong name ends with a message
     if arguments.write is not None:
-        if arguments.parent:
-            launcher = describe_parent(arguments.parent)
-        else:
-            launcher = None
-        if launcher is None:
-            find_job_uri(arguments.job, arguments.store)  # a wrong name ends with a message
-        else:
-            os.nice(10)
-        page = LivePage(arguments.job, arguments.store, launcher=launcher)
-        written = write_until_ended(page, arguments.write, arguments.parent)
+        written = write_until_ended(LivePage(arguments.job, arguments.store), arguments.write)
         return (Outcome.COMPLETED if written else Outcome.FAILED).exit_code
-    find_job_uri(arguments.job, arguments.store)
     try:
         server = _Server(arguments.port, LivePage(arguments.job, arguments.store))
     except (OSError, OverflowError) as error:

@@ -47,9 +47,12 @@ from ebbflow.core.events import (
 from ebbflow.core.process import process_stat
 from ebbflow.core.store import Store
 from ebbflow.cost.report.report import build_report
-from ebbflow.observe import notify, track
+from ebbflow.observe import feeds, notify
+from ebbflow.observe.feeds import JobFeeds
 from ebbflow.observe.notify import NotificationError, open_channels
-from ebbflow.observe.track import Tracking
+from ebbflow.observe.observer import JobObserver, Output, PageFile
+from ebbflow.observe.observer_process import start_observer
+from ebbflow.observe.watch import LiveReport
 from tests.support.tracker_files import (
     Series,
     mlflow_run,
@@ -136,10 +139,18 @@ def kept_loss(step: int) -> float:
 def follow(
     store: Store, config: RunConfig, said: list[str] | None = None, *, seconds: float = 20.0
 ) -> bool:
-    tracking = Tracking(store, "demo", config, said.append if said is not None else print)
-    tracking.look(running=RUNNING)
-    tracking.look(running=RUNNING, last=True)
-    return tracking.finish(seconds)
+    observer = observer_of(store, config, said.append if said is not None else print)
+    observer.look()
+    observer.look(last=True)
+    return observer.finish(seconds)
+
+
+def observer_of(
+    store: Store, config: RunConfig, tell: Callable[[str], None], *more: Output
+) -> JobObserver:
+    """The observer of the job in the store, with the feeds of the configuration and more outputs."""
+    live = LiveReport("demo", store.uri.removesuffix("/jobs/demo"), launcher=RUNNING)
+    return JobObserver(live, [*more, JobFeeds(store, "demo", config, tell)])
 
 
 def config_with(**values: object) -> RunConfig:
@@ -417,14 +428,14 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
                 reserve_usd=0.15 * budget,
             )
         silent = config.notifications.model_copy(update={"silence_minutes": 0.001})
-        tracking = Tracking(
-            store, "demo", config.model_copy(update={"notifications": silent}), said.append
+        observer = observer_of(
+            store, config.model_copy(update={"notifications": silent}), said.append
         )
         # The second look hears nothing for 0.2 s, and the third must not say it again
         for pause in (0.2, 0.2, 0.0):
-            tracking.look(running=RUNNING, last=not pause)
+            observer.look(last=not pause)
             time.sleep(pause)
-        assert tracking.finish(20)
+        assert observer.finish(20)
     expected = [
         "50% of the budget",
         "80% of the budget",
@@ -467,12 +478,14 @@ def test_a_webhook_that_hangs_is_tried_again_and_delays_nothing_else(
     write_attempt(store, 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
         monkeypatch.setenv("HOOK", f"http://127.0.0.1:{silent.getsockname()[1]}/hooksecret")
-        tracking = Tracking(store, "demo", config, said.append)
-        tracking.look(running=RUNNING, last=True)
+        page = tmp_path / "live.html"
+        observer = observer_of(store, config, said.append, PageFile("demo", page))
+        observer.look(last=True)
+        wait_for(lambda: page.is_file() and 'data-state="ended"' in page.read_text())
         silent.settimeout(60.0)
         requests = [silent.accept() for _ in range(2)]
         began = time.monotonic()
-        assert not tracking.finish(0.2) and time.monotonic() - began < 3.0
+        assert not observer.finish(0.2) and time.monotonic() - began < 3.0
     del requests
     assert (
         "webhook: the server of HOOK does not answer: timed out; training goes on, and this is "
@@ -483,6 +496,28 @@ def test_a_webhook_that_hangs_is_tried_again_and_delays_nothing_else(
         len((tmp_path / "told").read_text().splitlines()) == 3
         and len(read_jsonl(runs / "demo", "loss")) == 10
     )
+
+
+def test_the_live_page_goes_on_without_trackers_that_end_their_process(
+    tmp_path: Path, runs: Path
+) -> None:
+    store = Store.open(str(tmp_path / "store" / "jobs" / "demo"))
+    config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}
+    page = tmp_path / "live.html"
+    said = list[str]()
+    write_attempt(store, 1)
+    process = start_observer("demo", config["store"], config, page=page, tell=said.append)
+    assert process is not None
+    wait_for(lambda: page.is_file() and "step 10" in page.read_text())
+    assert process._process is not None
+    process._process.kill()
+    wait_for(lambda: any("ended with exit code -9" in line for line in said))
+    page.unlink()
+    wait_for(page.is_file)
+    process.end()
+    page.unlink()
+    time.sleep(0.2)
+    assert not page.exists() and process._process.poll() is not None
 
 
 def test_no_part_of_a_webhook_is_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,7 +645,7 @@ def test_wrong_settings_are_refused_with_the_fix(tmp_path: Path, text: str, mess
 def test_old_news_are_not_sent(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(str(tmp_path / "jobs" / "demo"))
     write_attempt(store, 1)
-    monkeypatch.setattr(track, "_OLD_SECONDS", -1.0)
+    monkeypatch.setattr(feeds, "_OLD_SECONDS", -1.0)
     assert follow(store, config_with(notifications={"command": ["/bin/false"]}))
 
 
@@ -658,8 +693,8 @@ def test_the_tracker_sends_what_a_killed_launcher_left_and_ends(tmp_path: Path, 
     write_attempt(store, 1)
     config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}
     code = (
-        "import os, signal, time; from ebbflow.observe.tracking_process import "
-        f"start_tracking\nown = start_tracking('demo', {config['store']!r}, {config!r})\nwhile "
+        "import os, signal, time; from ebbflow.observe.observer_process import "
+        f"start_observer\nown = start_observer('demo', {config['store']!r}, {config!r})\nwhile "
         "own._process is None or not own._process.stdin.closed: time.sleep(0.01)\n"
         "print(own._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

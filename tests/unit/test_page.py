@@ -29,8 +29,10 @@ from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.render_jobs import render_jobs_page
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import render_verdict, summarize_status
-from ebbflow.observe.watch import LivePage, _Server, merge_committed_steps, write_until_ended
+from ebbflow.observe.observer import JobObserver, PageFile
+from ebbflow.observe.watch import LivePage, LiveReport, _Server, merge_committed_steps
 from tests.support.browser import cut_off, dump
+from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
 from tests.unit.test_report import expensive, interrupted_job
 
@@ -199,20 +201,19 @@ class Clock:
 def test_the_live_page_grows_with_the_log_and_ends_as_the_report(tmp_path: Path) -> None:
     clock = Clock(tmp_path)
     events = job_with_settings()
-    live = LivePage("demo", str(tmp_path), launcher=LAUNCHER)
-    assert b"waiting for the job" in live.render()
-    clock.write([recorded for recorded in events if recorded.generation < 2])
-    assert b"6 of 8 steps" in live.render(last=False) if live.pause_seconds < 0.2 else True
     target = tmp_path / "live.html"
-    writer = threading.Thread(target=write_until_ended, args=(live, target, -1))
-    writer.start()  # no process has that id: the launcher has ended
-    writer.join(30)
+    live = LiveReport("demo", str(tmp_path), launcher=LAUNCHER)
+    observer = JobObserver(live, [PageFile("demo", target)])
+    observer.look()
+    wait_until("a page without events", target.exists)
+    assert "waiting for the job" in target.read_text()
+    clock.write([recorded for recorded in events if recorded.generation < 2])
+    observer.look()
+    wait_until("a page of the job", lambda: "6 of 8 steps" in target.read_text())
+    observer.look(last=True)
+    assert observer.finish(30)
     text = target.read_text()
-    assert (
-        not writer.is_alive()
-        and 'data-state="ended"' in text
-        and "node_lost" in text.replace(" ", "_")
-    )
+    assert 'data-state="ended"' in text and "node_lost" in text.replace(" ", "_")
     assert not list(tmp_path.glob(".live.html*"))
 
 
@@ -359,7 +360,7 @@ def test_a_damaged_log_is_shown_on_the_live_page_and_in_one_state(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock(tmp_path)
-    live = LivePage("demo", str(tmp_path), launcher=LAUNCHER)
+    live = LiveReport("demo", str(tmp_path), launcher=LAUNCHER)
     clock.write(job_with_settings())
     segment = max(
         (tmp_path / "jobs" / "demo" / "events").rglob("*.jsonl"),
@@ -368,7 +369,8 @@ def test_a_damaged_log_is_shown_on_the_live_page_and_in_one_state(
     lines = segment.read_bytes().splitlines(keepends=True)
     segment.write_bytes(b"".join([lines[0].replace(b'"', b"'", 1), *lines[1:]]))
     said = "DAMAGED: the event log is damaged in "
-    assert said in live.render().decode()
+    assert [len(new) for new in live.read_new()]
+    assert said in render(live.build())
     assert said in LivePage("demo", str(tmp_path)).render().decode(), "of an ended job"
     assert main(["watch", "demo", "--store", str(tmp_path), "--once"]) == 0
     assert said in capsys.readouterr().out

@@ -27,7 +27,7 @@ from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_jo
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.integrations import switch_on
-from ebbflow.observe.tracking_process import start_tracking
+from ebbflow.observe.observer_process import start_observer
 from ebbflow.training.attach.script_folder import find_script
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
 from ebbflow.training.engine.profiler import profile_script
@@ -126,7 +126,7 @@ def main(words: list[str]) -> int:
     run = f"{job}-{time.time_ns():x}"
     settings = {"path": given.config or "", "config": config}
     claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    tracking = start_tracking(job, uri, config)
+    tracking = start_observer(job, uri, config)
     try:
         job_store.put(
             "config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode()

@@ -25,7 +25,7 @@ from ebbflow.core.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_eve
 from ebbflow.core.launchers import Claim, claim_job
 from ebbflow.core.layout import job_prefix, plain_name, write_atomically
 from ebbflow.core.store import Store
-from ebbflow.observe.tracking_process import start_tracking
+from ebbflow.observe.observer_process import start_observer
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     GenerationOpening,
@@ -142,7 +142,7 @@ def open_job(
         events.emit(PREPARED, **prepared)
         if rolled_back is not None:
             events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
-    start_tracking(job, store_uri, settings["config"])  # ends by itself after this process
+    start_observer(job, store_uri, settings["config"])  # ends by itself after this process
     return WorkerSpec(
         job=job,
         run=job,

@@ -1,0 +1,106 @@
+"""Messages about a job for notification channels: start, notices, failures and budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ebbflow.core.events import BUDGET, COMMIT, NOTICE, PREPARED, Event
+from ebbflow.core.terms import BUDGET_THRESHOLDS
+from ebbflow.cost.amounts import format_usd
+from ebbflow.cost.report.report import RunReport
+
+
+class News(NamedTuple):
+    """Message about a job for notification channels."""
+
+    key: str  # a message with the same key is not sent twice
+    t_wall: float
+    text: str
+
+
+def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
+    """Yield all messages that follow from the events and the report of a job so far."""
+    for event in events:
+        if event.name == PREPARED:
+            step = max(
+                (
+                    one.step or 0
+                    for one in events
+                    if one.name == COMMIT and one.t_wall < event.t_wall
+                ),
+                default=0,
+            )
+            if step:
+                words = f"starts again after the commit of step {step:,}"
+            else:
+                words = "starts"
+            yield News(
+                f"start:{event.t_wall:.3f}", event.t_wall, f"{words}{_describe_capacity(report)}"
+            )
+        elif event.name == NOTICE and event.data.get("source"):
+            left = event.data.get("seconds_left")
+            if left is None:
+                time_left = ""
+            else:
+                time_left = f", {left:.0f} s left"
+            words = (
+                f"notice ({event.data['source']}, {event.data.get('action') or 'unknown'}) to "
+                f"node {event.node}"
+            )
+            key = f"notice:{event.generation}:{event.node}:{event.data['source']}:{event.data.get('action')}"
+            yield News(
+                key,
+                event.t_wall,
+                f"{words}{time_left}; response: {event.data.get('does') or 'unknown'}",
+            )
+    for failure in report.events.get("failures") or []:
+        if failure.get("culprit"):
+            culprit = f" ({failure['culprit']})"
+        else:
+            culprit = ""
+        key = f"failure:{failure['generation']}:{failure['what']}"
+        yield News(
+            key,
+            failure["t_wall"],
+            f"interruption: {str(failure['what']).replace('_', ' ')}{culprit}",
+        )
+    budget = float(report.progress.get("budget_usd") or math.inf)
+    spent = float(report.total_usd)
+    stopped = any(  # a job stops while the money for its last save is left
+        event.name == BUDGET
+        and event.data["threshold"] >= 1
+        and event.data.get("budget_usd") == budget
+        for event in events
+    )
+    for share in BUDGET_THRESHOLDS:
+        if spent >= share * budget or (share == 1 and stopped):
+            text = f"{share:.0%} of the budget {format_usd(budget)} is spent: {format_usd(spent)}"
+            if spent < share * budget:
+                text = (
+                    f"the job stops within its budget {format_usd(budget)}: {format_usd(spent)} "
+                    "is spent"
+                )
+            yield News(f"budget:{share}:{budget}", events[-1].t_wall, text)
+
+
+def _describe_capacity(report: RunReport) -> str:
+    chosen = (report.plan or {}).get("chosen") or {}
+    if not chosen:
+        return ""
+    place = chosen.get("zone") or chosen.get("region") or ""
+    if chosen.get("expected_usd"):
+        cost = f", about {format_usd(chosen['expected_usd'])} (estimated)"
+    else:
+        cost = ""
+    market = str(chosen["market"]).replace("_", "-")
+    if (report.plan or {}).get("simulated"):
+        simulated = ", simulated"
+    else:
+        simulated = ""
+    return (
+        f" on {chosen.get('nodes') or 1} × {chosen['instance_type']} {market} {place}".rstrip()
+        + cost
+        + simulated
+    )

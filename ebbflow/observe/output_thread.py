@@ -1,0 +1,89 @@
+"""A thread that works for one output of the observer, so that it delays nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ebbflow.core.errors import InfraError
+from ebbflow.core.retry import backoff_pauses
+from ebbflow.core.untrusted_text import one_line
+
+_FIRST_PAUSE_SECONDS = 1.0  # after an error
+_LONGEST_PAUSE_SECONDS = 30.0
+_LAST_PAUSE_SECONDS = 1.0  # longest pause after an error once the job has ended
+_LONGEST_ERROR = 300  # characters
+
+
+class OutputThread(threading.Thread):
+    """Thread that calls `work` whenever it is woken, until `work` has succeeded with `last`.
+
+    It prints the first of consecutive errors, and retries.
+
+    Args:
+        work: called with whether the job has ended.
+        tell: prints a line for the user.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[bool], None], tell: Callable[[str], None]
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work = work
+        self._tell = tell
+        self._woken = threading.Event()
+        self._last = False
+        self._failed = False  # since the last success
+        self._abandoned = False
+
+    def wake(self, *, last: bool = False) -> None:
+        if last:
+            self._last = True
+        self._woken.set()
+
+    def finish(self, seconds: float) -> bool:
+        """Wait at most `seconds` until the thread has ended, and return whether it has.
+
+        If it has not, its next error or success ends it.
+        """
+        self.join(max(0.0, seconds))
+        self._abandoned = True
+        return not self.is_alive()
+
+    def run(self) -> None:
+        pauses = _new_pauses()
+        while self._woken.wait() and not self._abandoned:
+            self._woken.clear()
+            last = self._last
+            try:
+                self._work(last)
+            except Exception as error:  # libraries raise many kinds of errors
+                self._report(error)
+                longest = _LAST_PAUSE_SECONDS if self._last else _LONGEST_PAUSE_SECONDS
+                time.sleep(min(next(pauses), longest))
+                self._woken.set()
+                continue
+            if self._failed:
+                self._tell(f"{self.name}: works again")
+            self._failed = False
+            pauses = _new_pauses()
+            if last:
+                return
+
+    def _report(self, error: Exception) -> None:
+        if not self._failed:
+            if isinstance(error, InfraError):
+                known = one_line(error)
+            else:
+                known = one_line(f"{type(error).__name__}: {error}")
+            self._tell(
+                f"{self.name}: {known[:_LONGEST_ERROR]}; training goes on, and this is sent later"
+            )
+        self._failed = True
+
+
+def _new_pauses() -> Iterator[float]:
+    return backoff_pauses(
+        first_seconds=_FIRST_PAUSE_SECONDS, longest_seconds=_LONGEST_PAUSE_SECONDS
+    )
