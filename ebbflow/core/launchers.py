@@ -367,19 +367,26 @@ def _living(
         return None
     if not watch:
         return launcher
-    left = STALE_SECONDS - age
+    seconds = STALE_SECONDS - age
     say(
-        f"job {job}: claimed by {launcher.describe()}; waiting up to {left:.0f} s for a sign of "
+        f"job {job}: claimed by {launcher.describe()}; waiting up to {seconds:.0f} s for a sign of "
         "life"
     )
-    limit = time.monotonic() + left
+    return _wait_for_renewal(job_store, launcher, seconds)
+
+
+def _wait_for_renewal(job_store: Store, launcher: Launcher, seconds: float) -> Launcher | None:
+    """Wait until the claim is renewed or taken over, and return the launcher that then holds the
+    job. Return None if the claim is released or `seconds` pass.
+    """
+    limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         time.sleep(_WATCH_SECONDS)
-        seen = _newest(job_store)
-        if seen is None or seen[0].released:
+        newest = _newest(job_store)
+        if newest is None or newest[0].released:
             return None
-        if (seen[0].id, seen[0].renewals) != (launcher.id, launcher.renewals):
-            return seen[0]
+        if (newest[0].id, newest[0].renewals) != (launcher.id, launcher.renewals):
+            return newest[0]
     return None
 
 
@@ -409,8 +416,11 @@ def _newest(job_store: Store) -> tuple[Launcher, float] | None:
     listed = job_store.list(LAUNCHERS_PREFIX)
     for meta in reversed(listed):
         name = meta.key.rpartition("/")[2].removesuffix(".json")
-        if name.isdigit() and (found := _read(job_store, int(name))) is not None:
-            return found, meta.modified
+        if not name.isdigit():
+            continue
+        launcher = _read(job_store, int(name))
+        if launcher is not None:
+            return launcher, meta.modified
     return None
 
 

@@ -414,7 +414,8 @@ def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes
                 line["class"],
                 weakest_kind(price, line["kind"]),
             )
-    if chosen := plan.get("chosen") or {}:
+    chosen = plan.get("chosen") or {}
+    if chosen:
         board.set(
             "ebbflow_job_capacity_info",
             1,

@@ -34,14 +34,14 @@ class PageCard(MetaflowCard):
 
     def __init__(
         self,
-        options: Any = None,
-        components: Sequence[Any] = (),
-        graph: Any = None,
-        flow: Any = None,
+        options: object = None,  # noqa: ARG002 - Metaflow passes it by name
+        components: Sequence[object] = (),
+        graph: object = None,  # noqa: ARG002 - Metaflow passes it by name
+        flow: object = None,  # noqa: ARG002 - Metaflow passes it by name
     ) -> None:
         self._parts = components
 
-    def render(self, task: Any) -> str:
+    def render(self, task: object) -> str:  # noqa: ARG002 - Metaflow's interface
         return "".join(str(part) for part in self._parts)
 
 
@@ -92,9 +92,8 @@ def save_live_card(flow: str, run: str, html: str) -> None:
         after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--datastore"
     ]
     kind = (given or [DEFAULT_DATASTORE])[0]
-    backend = next(one for one in DATASTORES if kind == one.TYPE)(
-        CardDatastore.get_storage_root(kind)
-    )
+    datastore = next(datastore for datastore in DATASTORES if kind == datastore.TYPE)
+    backend = datastore(CardDatastore.get_storage_root(kind))
     task = Run(f"{flow}/{run}", _namespace_check=False)["start"].task
     known = SimpleNamespace(_storage_impl=backend, flow_name=flow)
     CardDatastore(known, pathspec=task.pathspec).save_card(

@@ -51,7 +51,8 @@ def check_before_launch(
     from ebbflow.core.preflight import failed_results, render_results
 
     backend = requested_backend(words, config.cluster.plan_for)
-    if refusal := refusal_reason(config, backend, words):
+    refusal = refusal_reason(config, backend, words)
+    if refusal:
         return refusal
     if backend is not None:
         set_environment(config, backend)

@@ -21,8 +21,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import metaflow
 from metaflow import StepMutator
@@ -36,16 +35,21 @@ from ebbflow.flows import pods
 from ebbflow.flows.remote import CLOUD_VARIABLE, UNPLACED_VARIABLE
 
 if TYPE_CHECKING:
+    from metaflow import MutableStep
+    from metaflow.runtime import CLIArgs, Task
+
     from ebbflow.core.preflight import Target
     from ebbflow.cost.capacity import Placement
     from ebbflow.flows.attempts.order import AttemptOrder, SubmitOrder
     from ebbflow.flows.attempts.placement import PlacementRequest
+    from ebbflow.flows.job import TrainArtifacts
 
 _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
 
 def check_hooks(decorator: type) -> None:
-    if missing := [hook for hook in _HOOKS if not hasattr(decorator, hook)]:
+    missing = [hook for hook in _HOOKS if not hasattr(decorator, hook)]
+    if missing:
         raise ImportError(
             f"metaflow {metaflow.__version__}: its step decorators have no hook "
             f"{', '.join(missing)}; fix: pip install 'metaflow>=2.19,<2.20'"
@@ -88,7 +92,7 @@ class cloud(StepMutator):  # noqa: N801
             _init_decorator(mutable_step, backend)
 
 
-def _init_decorator(mutable_step: Any, name: str) -> None:
+def _init_decorator(mutable_step: MutableStep, name: str) -> None:
     """Initialise a decorator that a mutator added, because Metaflow up to 2.19.20 does not
     initialise it.
     """
@@ -97,15 +101,18 @@ def _init_decorator(mutable_step: Any, name: str) -> None:
             decorator.external_init()
 
 
-def _decorator_names(mutable_step: Any) -> set[str]:
+def _decorator_names(mutable_step: MutableStep) -> set[str]:
     # Some releases have no `has_decorator`
     return {name for name, *_ in mutable_step.decorator_specs}
 
 
-def training_backend(flow: Any) -> Target | None:
+def training_backend(flow: TrainArtifacts) -> Target | None:
     """Return the backend of the training steps: "batch", "kubernetes", or None for this machine."""
-    steps = (flow.train, flow.train_node)
-    return next((one.name for step in steps for one in step.decorators if one.name in REMOTE), None)
+    for step in (flow.train, flow.train_node):
+        for decorator in step.decorators:
+            if decorator.name in REMOTE:
+                return decorator.name
+    return None
 
 
 OWN = not hasattr(metaflow, "package_sources")
@@ -113,7 +120,7 @@ _SUFFIXES = (".py", ".yaml", ".csv", ".js", ".css")
 _SHIPPED: list[Path] = []
 
 
-def package_sources() -> Callable[[type], Any]:
+def package_sources() -> Callable[[type], type]:
     """Return a class decorator that adds `ebbflow` to the flow's code package and, in a source
     checkout, `examples`.
     """
@@ -162,7 +169,6 @@ _LOCAL_OPTIONS = frozenset(
         "num-parallel",
     }
 )
-_ARTIFACTS = ("job", "settings", "capacity", "examined", "rounds", "num_nodes")
 
 
 class CapacityDecorator(StepDecorator):
@@ -174,10 +180,10 @@ class CapacityDecorator(StepDecorator):
     """
 
     name = "capacity"
-    defaults: ClassVar[dict[str, Any]] = {}
+    defaults: ClassVar[dict[str, object]] = {}
 
     def step_init(
-        self, flow, graph, step_name, decorators, environment, flow_datastore, logger
+        self, flow, graph, step_name, decorators, _environment, flow_datastore, _logger
     ) -> None:
         from metaflow.metaflow_config import BATCH_JOB_QUEUE
 
@@ -208,7 +214,7 @@ class CapacityDecorator(StepDecorator):
     def add_to_package(self) -> list[tuple[str, str]]:
         return list(packaged_files())
 
-    def runtime_step_cli(self, cli_args, retry_count, max_user_code_retries, ubf_context) -> None:
+    def runtime_step_cli(self, cli_args, retry_count, max_user_code_retries, _ubf_context) -> None:
         if cli_args.commands not in (["batch", "step"], ["kubernetes", "step"]):
             return
         task = cli_args.task
@@ -217,19 +223,20 @@ class CapacityDecorator(StepDecorator):
         except Exception as error:  # an exception here would end the run
             self._unplaced(cli_args, task, repr(error))
 
+    # Metaflow passes the arguments by position.
     def task_pre_step(
         self,
         step_name,
-        task_datastore,
-        metadata,
+        _task_datastore,
+        _metadata,
         run_id,
         task_id,
         flow,
-        graph,
-        retry_count,
-        max_retries,
+        _graph,
+        _retry_count,
+        _max_retries,
         ubf_context,
-        inputs,
+        _inputs,
     ) -> None:
         # @batch sets these attributes in multi-node jobs only; a @parallel step in a plain job
         # needs them too.
@@ -238,15 +245,26 @@ class CapacityDecorator(StepDecorator):
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
 
-    def _place(self, cli_args: Any, task: Any, attempt: int, last_attempt: int) -> None:
+    def _place(self, cli_args: CLIArgs, task: Task, attempt: int, last_attempt: int) -> None:
         # Late, since the flow file, which every card refresh imports, imports this module
         from ebbflow.flows.attempts.order import AttemptName
-        from ebbflow.flows.attempts.placement import PlacementRequest, describe_order, place_attempt
+        from ebbflow.flows.attempts.placement import (
+            AttemptArtifacts,
+            PlacementRequest,
+            describe_order,
+            place_attempt,
+        )
 
+        assert task.input_paths is not None  # only the task of `start` has none
         parent = self._store.get_task_datastore(*task.input_paths[0].split("/"))
-        flow = SimpleNamespace()
-        for artifact in _ARTIFACTS:
-            setattr(flow, artifact, parent[artifact])
+        flow = AttemptArtifacts(
+            job=parent["job"],
+            settings=parent["settings"],
+            capacity=parent["capacity"],
+            examined=parent["examined"],
+            rounds=parent["rounds"],
+            num_nodes=parent["num_nodes"],
+        )
         name = AttemptName(
             run=str(task.run_id), step=self._step, task=str(task.task_id), attempt=attempt
         )
@@ -270,7 +288,7 @@ class CapacityDecorator(StepDecorator):
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
         self._send(cli_args, request, answer.order)
 
-    def _send(self, cli_args: Any, request: PlacementRequest, order: AttemptOrder) -> None:
+    def _send(self, cli_args: CLIArgs, request: PlacementRequest, order: AttemptOrder) -> None:
         """Change the command line of the attempt so that it runs where the order says."""
         from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
 
@@ -296,7 +314,7 @@ class CapacityDecorator(StepDecorator):
             request, order, config, region
         ).model_dump_json()
 
-    def _unplaced(self, cli_args: Any, task: Any, trouble: str) -> None:
+    def _unplaced(self, cli_args: CLIArgs, task: Task, trouble: str) -> None:
         """Handle an attempt for which no placement could be chosen.
 
         On Kubernetes, and if the user named a queue (`--with batch:queue=…`), the attempt runs with
@@ -363,7 +381,7 @@ def set_region(env: dict[str, str], region: str | None, config: RunConfig) -> st
     return home
 
 
-def apply_to_batch(cli_args: Any, placement: Placement, config: RunConfig) -> None:
+def apply_to_batch(cli_args: CLIArgs, placement: Placement, config: RunConfig) -> None:
     """Set the options of Metaflow's `batch step` from the placement, replacing the values of
     @batch.
     """
@@ -394,7 +412,7 @@ def apply_to_batch(cli_args: Any, placement: Placement, config: RunConfig) -> No
         options["num-parallel"] = str(placement.nodes if placement.nodes > 1 else 0)
 
 
-def run_locally(cli_args: Any, step: str) -> None:
+def run_locally(cli_args: CLIArgs, step: str) -> None:
     """Rewrite a step's command line so that an attempt that does not train runs on the scheduler's
     machine.
     """

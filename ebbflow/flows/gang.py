@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
@@ -27,7 +27,7 @@ from ebbflow.core.events import read_events
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
 from ebbflow.core.terms import Fallback, Terms
 from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import Job
+from ebbflow.flows.job import Job, TrainArtifacts
 from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 
@@ -80,6 +80,24 @@ _LOOK_SECONDS = 1.0
 _STOPPED = {"step": None, "weights_sha256": None}
 
 
+class ParallelInfo(Protocol):
+    """Place of a task among the nodes of a gang, from Metaflow."""
+
+    node_index: int
+    main_ip: str  # address of node 0
+    control_task_id: str | None  # task of node 0
+
+
+class CurrentTask(Protocol):
+    """The running task, from Metaflow's `current`."""
+
+    run_id: str
+    step_name: str
+    task_id: str
+    retry_count: int
+    parallel: ParallelInfo  # only in a step with @parallel
+
+
 @dataclass(frozen=True)
 class GangShape:
     """The number of nodes in a gang and the number of ranks per node."""
@@ -88,7 +106,7 @@ class GangShape:
     processes_per_node: int
 
 
-def gang_shape(flow: Any, order: AttemptOrder | None = None) -> GangShape:
+def gang_shape(flow: TrainArtifacts, order: AttemptOrder | None = None) -> GangShape:
     """Return the gang's shape from the attempt's order.
 
     If there is no order, take the shape from the configuration.
@@ -176,7 +194,7 @@ def _is_local_task(pid: int) -> bool:
     return "step" in words and not {"batch", "kubernetes"} & set(words)
 
 
-def initial_branch(flow: Any) -> str:
+def initial_branch(flow: TrainArtifacts) -> str:
     """Return the flow's branch after `prepare`: "node" (`train_node`) for a single node in AWS
     Batch, else "gang".
     """
@@ -185,7 +203,7 @@ def initial_branch(flow: Any) -> str:
     return "gang"
 
 
-def train_node(flow: Any, this: Any) -> tuple[dict, str]:
+def train_node(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]:
     """Run one round of the step `train_node`: train on one node until the job ends or the machine
     is reclaimed.
 
@@ -207,7 +225,7 @@ def train_node(flow: Any, this: Any) -> tuple[dict, str]:
         return {"outcome": Outcome.INTERRUPTED.value, **_STOPPED}, "again"
 
 
-def train(flow: Any, this: Any) -> dict:
+def train(flow: TrainArtifacts, this: CurrentTask) -> dict:
     """Run this node's agent in the gang and return the outcome as JSON.
 
     Raises StepFailed if a retry may succeed.
@@ -222,7 +240,12 @@ def train(flow: Any, this: Any) -> dict:
 
 
 def _run_node(
-    flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str
+    flow: TrainArtifacts,
+    this: CurrentTask,
+    order: AttemptOrder | None,
+    *,
+    node: int,
+    main_address: str,
 ) -> dict:
     from ebbflow.training.errors import GangError, TrainingError
     from ebbflow.training.launch.agent import run_gang
@@ -255,7 +278,7 @@ def _run_node(
     }
 
 
-def _order(flow: Any, this: Any) -> AttemptOrder | None:
+def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
     """Return the scheduler's order for this attempt: machines and number of nodes.
 
     None for a run on this machine.
@@ -267,7 +290,8 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
 
     if training_backend(flow) is None:
         return None
-    if trouble := os.environ.get(UNPLACED_VARIABLE):
+    trouble = os.environ.get(UNPLACED_VARIABLE)
+    if trouble:
         raise StepFailed(Outcome.FAILED, f"this attempt could not be placed: {trouble}")
     if getattr(this, "is_parallel", False):
         control = this.parallel.control_task_id
@@ -284,7 +308,12 @@ def _order(flow: Any, this: Any) -> AttemptOrder | None:
 
 
 def _gang_spec(
-    flow: Any, this: Any, order: AttemptOrder | None, *, node: int, main_address: str
+    flow: TrainArtifacts,
+    this: CurrentTask,
+    order: AttemptOrder | None,
+    *,
+    node: int,
+    main_address: str,
 ) -> GangSpec:
     from ebbflow.training.launch.messages import GangSpec
     from ebbflow.training.launch.transport import control_ports
@@ -311,7 +340,7 @@ def _gang_spec(
     )
 
 
-def _terms(flow: Any, job: Job, order: AttemptOrder | None) -> Terms:
+def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms:
     """Return the attempt's cost terms: price per rank-second, the job's limits, and the job's costs
     so far.
     """

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.event_log import EventLog
@@ -21,10 +21,54 @@ from ebbflow.core.store.s3 import STORE_REGION_VARIABLE
 from ebbflow.infra.batch import has_foreign_queues
 
 if TYPE_CHECKING:
+    from metaflow.decorators import StepDecorator
+
     from ebbflow.cost.job_history import JobHistory
+    from ebbflow.cost.report.report import RunReport
 
 RUNS = runs_folder(PROJECT_ROOT)
 CLOCK_TOLERANCE_SECONDS = 60.0
+
+
+class FlowSettings(TypedDict):
+    """Value of the flow's parameter `config`: one checked configuration (`flows/options.py`)."""
+
+    path: str  # of the configuration file; "" without one
+    config: dict  # `RunConfig` as JSON
+    sources: dict[str, str]  # of each value: default, file:line, environment or --set
+    script_sha256: NotRequired[str | None]
+
+
+class JobArtifacts(Protocol):
+    """Artifacts of the flow that name its job."""
+
+    job: str
+    settings: FlowSettings
+
+
+class TrainArtifacts(JobArtifacts, Protocol):
+    """Artifacts and parameters of `TrainFlow` that its steps read."""
+
+    capacity: dict  # the run's plan as JSON
+    examined: dict | None  # shape and data of the user's own workload
+    prepared: dict  # fingerprint and statistics of the data
+    rounds: int  # of `train_node`
+    num_nodes: int
+    rehearse: str
+    certify: bool
+    run_report: RunReport
+
+    @property
+    def train(self) -> FlowStep: ...
+
+    @property
+    def train_node(self) -> FlowStep: ...
+
+
+class FlowStep(Protocol):
+    """A step of the flow with its decorators."""
+
+    decorators: list[StepDecorator]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +81,7 @@ class Job:
     request_seconds: float = 60.0  # deadline of each request to the store
 
     @classmethod
-    def of(cls, flow: Any, run: str) -> Job:
+    def of(cls, flow: JobArtifacts, run: str) -> Job:
         """Build the job from a flow's artifacts. `run` is the id of the Metaflow run.
 
         If the configured queues are in several regions, put the store's region into the environment

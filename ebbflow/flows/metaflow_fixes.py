@@ -87,7 +87,7 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
     if context.config.batch.metadata_fixes == "refuse":
         return failed("metadata are local and batch.metadata_fixes is refuse", service)
     if not is_known_release(found):
-        known = ", ".join(".".join(map(str, one)) for one in KNOWN)
+        known = ", ".join(".".join(map(str, release)) for release in KNOWN)
         return failed(
             f"metadata are local, and there are no fixes for Metaflow {found} on AWS Batch "
             f"(known: {known})",
@@ -215,7 +215,7 @@ def fix_task() -> None:
     BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
 
 
-def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
+def correct_node_commands(params: dict[str, Any], **_: object) -> None:
     """Correct the commands of nodes other than node 0 in a SubmitJob request, if Metaflow derived
     them wrongly.
     """
@@ -234,7 +234,7 @@ def correct_node_commands(params: dict[str, Any], **_: Any) -> None:
             print(f"batch: {message}", file=sys.stderr, flush=True)
 
 
-def complete_gang_descriptions(parsed: dict[str, Any], **_: Any) -> None:
+def complete_gang_descriptions(parsed: dict[str, Any], **_: object) -> None:
     """Fill in the fields of multi-node jobs that Metaflow reads but AWS has not set."""
     for job in parsed.get("jobs") or []:
         if job.get("nodeProperties"):
@@ -293,7 +293,7 @@ def pass_over_missing_metadata(cli: Any) -> None:
     cli.sync_local_metadata_from_datastore = sync_what_there_is
 
 
-def _wait_for_mappers(self: Any, flow: Any, step_name: str) -> None:
+def _wait_for_mappers(self: Any, flow: Any, _step_name: str) -> None:
     """Make node 0 wait until the other nodes' results are in the datastore, because the Batch job
     ends with node 0.
     """

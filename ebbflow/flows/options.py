@@ -91,7 +91,8 @@ def check_resume(line: CommandLine) -> CheckedOptions:
     run. Exits with 3 if a check forbids the run.
     """
     names = [word.partition("=")[0] for word in line.argv]
-    if given := [name for name in names if name in RUN_OPTIONS]:
+    given = [name for name in names if name in RUN_OPTIONS]
+    if given:
         _refuse(
             f"resume takes no {' or '.join(dict.fromkeys(given))}: it keeps the settings of the "
             "resumed run\n  hint: run --job NAME --set KEY=VALUE continues a job with changed "

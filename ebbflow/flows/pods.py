@@ -22,6 +22,8 @@ from ebbflow.infra.batch import QueueState
 from ebbflow.infra.batch.queues import Market
 
 if TYPE_CHECKING:
+    from metaflow.runtime import CLIArgs
+
     from ebbflow.core.config.schema import RunConfig
     from ebbflow.cost.capacity import Placement
     from ebbflow.flows.attempts.order import AttemptOrder
@@ -59,8 +61,9 @@ def node_selector(placement: Placement, nodes: str = "karpenter") -> dict[str, s
     else:
         market = on_demand
     chosen = {label: market, INSTANCE_TYPE: placement.instance_type}
-    if zone := placement.zone:
-        chosen[ZONE_ID if _ZONE_ID.fullmatch(zone) else ZONE] = zone
+    if placement.zone:
+        label = ZONE_ID if _ZONE_ID.fullmatch(placement.zone) else ZONE
+        chosen[label] = placement.zone
     return chosen
 
 
@@ -126,7 +129,7 @@ def pod_markets() -> dict[str, QueueState]:
 
 
 def apply_to_pod(
-    cli_args: Any, order: AttemptOrder, placement: Placement, config: RunConfig
+    cli_args: CLIArgs, order: AttemptOrder, placement: Placement, config: RunConfig
 ) -> None:
     """Set the options of Metaflow's `kubernetes step` from the order and its placement, replacing
     those of @kubernetes.

@@ -47,14 +47,12 @@ def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target |
     `plan_for` is the value of `cluster.plan_for`: the backend that `--with cloud` selects.
     """
     names = [value.partition(":")[0] for value in option_values(words, "--with")]
-    if (
-        "local" in names
-        or (name := next((name for name in names if name in _BACKENDS), None)) is None
-    ):
+    backends = [name for name in names if name in _BACKENDS]
+    if "local" in names or not backends:
         return None
-    if name == "cloud" and plan_for == "kubernetes":
+    if backends[0] == "cloud" and plan_for == "kubernetes":
         return "kubernetes"
-    return _BACKENDS[name]
+    return _BACKENDS[backends[0]]
 
 
 def set_environment(config: RunConfig, backend: str) -> None:
@@ -83,19 +81,16 @@ def set_environment(config: RunConfig, backend: str) -> None:
         "AWS_MAX_ATTEMPTS": "10",
         # Metaflow would leave a Job without pods behind
         "METAFLOW_KUBERNETES_JOB_TERMINATE_MODE": "delete",
-        "METAFLOW_BATCH_EMIT_TAGS": "true"
-        if config.batch.tags
-        else "",  # Metaflow sets no tags otherwise
     }
+    if config.batch.tags:  # Metaflow sets no tags otherwise
+        follows["METAFLOW_BATCH_EMIT_TAGS"] = "true"
     for name, value in follows.items():
         if value and not _is_set(name):
             os.environ[name] = value
-    if (
-        backend == "batch"
-        and not _is_set("METAFLOW_BATCH_JOB_QUEUE")
-        and (queue := light_queue(config))
-    ):
-        os.environ["METAFLOW_BATCH_JOB_QUEUE"] = queue
+    if backend == "batch" and not _is_set("METAFLOW_BATCH_JOB_QUEUE"):
+        queue = light_queue(config)
+        if queue:
+            os.environ["METAFLOW_BATCH_JOB_QUEUE"] = queue
 
 
 def _is_set(name: str) -> bool:

@@ -13,7 +13,7 @@ import functools
 import json
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from metaflow import current
 from metaflow.exception import MetaflowException
@@ -34,28 +34,30 @@ from ebbflow.core.layout import PLAN_KEY
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows.checks import run_all_checks
 from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import RUNS, ClockReading, Job, read_job_history
+from ebbflow.flows.job import RUNS, ClockReading, Job, TrainArtifacts, read_job_history
 from ebbflow.flows.remote import in_container
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from ebbflow.core.config.schema import RunConfig
     from ebbflow.cost.plan.candidates import JobProgress
     from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
 
 
-def current_job(flow: Any) -> Job:
+def current_job(flow: TrainArtifacts) -> Job:
     return Job.of(flow, str(current.run_id))
 
 
-def is_local(flow: Any) -> bool:
+def is_local(flow: TrainArtifacts) -> bool:
     """Return whether the ranks run on this machine, where nothing is paid for and prices are
     simulated.
     """
     return training_backend(flow) is None
 
 
-def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
+def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
     """On AWS Batch, return the configuration with `cost.regions` limited to the regions of the
     queues.
 
@@ -77,7 +79,7 @@ def with_queue_region(flow: Any, config: RunConfig) -> RunConfig:
     return there
 
 
-def available_queues(flow: Any, config: RunConfig) -> dict[str, QueueState] | None:
+def available_queues(flow: TrainArtifacts, config: RunConfig) -> dict[str, QueueState] | None:
     """Return the AWS Batch queues for training by name; None if no queue is known or the job does
     not run on Batch.
 
@@ -119,7 +121,7 @@ class StepFailed(MetaflowException):
         self.outcome = outcome
 
 
-def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
+def record_failure(step: Callable[[TrainArtifacts], T]) -> Callable[[TrainArtifacts], T]:
     """Decorate a step's function: an error is recorded as the job's outcome and ends the run with
     one message.
 
@@ -127,7 +129,7 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
     """
 
     @functools.wraps(step)
-    def tell(flow: Any) -> T:
+    def tell(flow: TrainArtifacts) -> T:
         try:
             return step(flow)
         except EbbflowError as error:
@@ -142,7 +144,7 @@ def record_failure(step: Callable[[Any], T]) -> Callable[[Any], T]:
     return tell
 
 
-def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
+def record_outcome(flow: TrainArtifacts, outcome: Outcome, message: str) -> None:
     """Record the job's outcome in its event log.
 
     If the store cannot be opened, print a message instead.
@@ -155,7 +157,7 @@ def record_outcome(flow: Any, outcome: Outcome, message: str) -> None:
 
 
 @record_failure
-def begin_job(flow: Any) -> None:
+def begin_job(flow: TrainArtifacts) -> None:
     """Create the job's folder on this machine.
 
     Nothing is written to the store before preflight has passed.
@@ -167,7 +169,7 @@ def begin_job(flow: Any) -> None:
 
 
 @record_failure
-def run_preflight(flow: Any) -> list[dict]:
+def run_preflight(flow: TrainArtifacts) -> list[dict]:
     """Run all preflight checks and return their results as JSON.
 
     Raises StepFailed if a check forbids the run.
@@ -201,7 +203,7 @@ def run_preflight(flow: Any) -> list[dict]:
 
 
 @record_failure
-def plan_capacity(flow: Any) -> dict:
+def plan_capacity(flow: TrainArtifacts) -> dict:
     """Plan the job, and return the plan with its best pools as JSON.
 
     The plan with all pools is written to plan.json in the job's store. Raises StepFailed if budget,
@@ -242,7 +244,7 @@ def plan_capacity(flow: Any) -> dict:
 
 
 @record_failure
-def examine_workload(flow: Any) -> dict | None:
+def examine_workload(flow: TrainArtifacts) -> dict | None:
     """Prepare the data of the user's own workload, and try the workload on one sample.
 
     Returns the model's shape and a description of the prepared data as JSON, or None for the
@@ -260,7 +262,7 @@ def examine_workload(flow: Any) -> dict | None:
 
 
 @record_failure
-def prepare_data(flow: Any) -> dict:
+def prepare_data(flow: TrainArtifacts) -> dict:
     """Prepare the training data in the store, and return the data's fingerprint and statistics as
     JSON.
 
@@ -288,7 +290,7 @@ def prepare_data(flow: Any) -> dict:
     return prepared
 
 
-def write_report(flow: Any) -> tuple[RunReport, tuple[Any, Any, Any]]:
+def write_report(flow: TrainArtifacts) -> tuple[RunReport, tuple[DataFrame, DataFrame, DataFrame]]:
     """Write the job's report to the store and to runs/<job>/ on this machine.
 
     Returns the report, and loss curve, ledger and throughput as pandas DataFrames for notebooks.
@@ -303,7 +305,7 @@ def write_report(flow: Any) -> tuple[RunReport, tuple[Any, Any, Any]]:
     return report, (loss_frame(report), ledger_frame(report), throughput_frame(events))
 
 
-def require_completion(flow: Any) -> None:
+def require_completion(flow: TrainArtifacts) -> None:
     """Fail the run if the job is not complete, so that a successful run always means a complete
     job.
     """
@@ -321,7 +323,7 @@ def say(text: str) -> None:
 
 
 @record_failure
-def certify(flow: Any) -> dict | None:
+def certify(flow: TrainArtifacts) -> dict | None:
     """Certify that the job resumes exactly, if the user asked for it.
 
     Return the certificate as JSON, else None.

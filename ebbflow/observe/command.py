@@ -37,12 +37,16 @@ def merge_pages(pages: Sequence[str]) -> bytes:
     for page in pages:
         family = ""
         for line in page.splitlines():
-            if found := _NAME.match(line):
-                family = found[1]
+            name = _NAME.match(line)
+            if name is not None:
+                family = name[1]
                 heads.setdefault(family, {})[line] = None
             elif line and not line.startswith("#"):
                 samples.setdefault(family, []).append(line)
-    lines = [line for name, head in heads.items() for line in (*head, *samples.get(name, []))]
+    lines: list[str] = []
+    for family, head in heads.items():
+        lines += head
+        lines += samples.get(family, [])
     return "".join(f"{line}\n" for line in lines).encode()
 
 
@@ -58,7 +62,7 @@ def read_job_pages(runs: Path) -> bytes:
 
 def prometheus_config(
     nodes: Sequence[str], jobs: str, *, interval_seconds: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Build Prometheus' configuration, which is also valid YAML once it is written as JSON.
 
     Args:

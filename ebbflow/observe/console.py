@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import InfraError, Outcome
@@ -36,6 +36,8 @@ from ebbflow.flows.command_line import CommandLine, option_values
 from ebbflow.flows.remote import requested_backend
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ebbflow.core.config.schema import RunConfig
 
 WIDTH = 80
@@ -107,7 +109,7 @@ class RunView:
         self._lock = threading.RLock()
         self._steps: dict[str, _Step] = {}
         self._training = _Training()
-        self._log: Any = None
+        self._log: TextIO | None = None
         self._held: list[str] = []  # Metaflow's lines until the job's folder is known
         self._unseen: list[str] = []  # the last lines that Metaflow printed outside of its log
         self.task_failed = False
@@ -120,16 +122,14 @@ class RunView:
         self._usd_per_second = 0.0
         self._since = time.time()
         if fancy:
-            self._live: Any = _Bar(self)
+            self._live: _Bar | None = _Bar(self)
         else:
             self._live = None
         self._tail: threading.Thread | None = None
 
     # What Metaflow calls.
 
-    def logged(
-        self, body: str = "", system_msg: bool = False, head: str = "", bad: bool = False, **_: Any
-    ) -> None:
+    def logged(self, body: str = "", system_msg: bool = False, head: str = "", **_: object) -> None:
         """Process a line of Metaflow's log.
 
         `head` names the task that printed the line; "" for the scheduler.
@@ -324,9 +324,12 @@ class RunView:
         found: list[Event] = []
         # The next look may read what this one cannot
         with contextlib.suppress(InfraError), self._looking:
-            if self._follower is None and (store := self._store()) is not None:
+            if self._follower is None:
+                store = self._store()
+                if store is None:
+                    return
                 self._follower = LogFollower(store, wanted=_is_shown)
-            for new in () if self._follower is None else self._follower.read_new():
+            for new in self._follower.read_new():
                 found += new
         for event in sorted(found, key=lambda event: event.t_wall):
             # Of another version
@@ -334,7 +337,8 @@ class RunView:
                 if event.t_wall >= self._since:
                     self._happened(event)
 
-    def _happened(self, event: Event) -> None:
+    # One branch for each kind of event.
+    def _happened(self, event: Event) -> None:  # noqa: C901, PLR0912
         data = event.data
         if event.step is None:
             at = ""
@@ -513,7 +517,7 @@ class _Bar:
         finally:
             self.start()
 
-    def _render(self) -> Any:
+    def _render(self) -> RenderableType:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.spinner import Spinner

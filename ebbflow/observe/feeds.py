@@ -38,7 +38,7 @@ from ebbflow.cost.report.verdict import render_verdict
 from ebbflow.diagnose.bundle import redact, secret_values
 from ebbflow.observe.news import News, list_news
 from ebbflow.observe.notify import open_channels
-from ebbflow.observe.output_thread import OutputThread
+from ebbflow.observe.outputs import JobView, OutputThread
 from ebbflow.observe.trackers import Point, TrackedRun, Tracker, make_tracker
 
 _OLD_SECONDS = 3600.0  # older news are not sent
@@ -122,17 +122,19 @@ class JobFeeds:
             if event.name != NODE_HEARTBEAT:
                 self._heard = time.monotonic()
 
-    def show(self, report: RunReport, events: Sequence[Event], *, last: bool) -> None:
+    def show(self, view: JobView) -> None:
+        report = view.report
+        events = view.events
         self._report = report
         self._series.totals = _totals(report)
         news = list(list_news(events, report))
         at = events[-1].t_wall
         silent = time.monotonic() - self._heard
-        if not last and silent > 60 * self._config.notifications.silence_minutes:
+        if not view.last and silent > 60 * self._config.notifications.silence_minutes:
             name = events[-1].name.replace("_", " ")
             text = f"no sign of the ranks for {silent / 60:.0f} minutes; the last event was {name}"
             news.append(News(f"silence:{at:.3f}", time.time(), text))
-        if last:
+        if view.last:
             if self._store.head("report.html") is None:  # a script without the flow
                 self._store.put("report.html", render(report).encode(errors="backslashreplace"))
             text = f"{render_verdict(report)}; report: {self._store.uri}/report.html"
@@ -379,7 +381,8 @@ class _TrackerFeed:
             if not self._told:
                 self._feeds.tell(f"{self._config.type}: {tracker.place}")
             self._told = True
-        if points := self._feeds.points_after(self._sent, live=self._config.live, last=last):
+        points = self._feeds.points_after(self._sent, live=self._config.live, last=last)
+        if points:
             tracker.log(points)
             self._sent = points[-1].step
         self._feeds.record_sent(self._name, self._sent)

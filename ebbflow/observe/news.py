@@ -21,17 +21,20 @@ class News(NamedTuple):
 
 
 def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
-    """Yield all messages that follow from the events and the report of a job so far."""
+    """Yield all messages that follow from the events (in order of their wall time) and the report
+    of a job so far.
+    """
+    yield from _list_event_news(events, report)
+    yield from _list_failure_news(report)
+    yield from _list_budget_news(events, report)
+
+
+def _list_event_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
+    step = 0  # of the newest commit before the event
     for event in events:
+        if event.name == COMMIT:
+            step = max(step, event.step or 0)
         if event.name == PREPARED:
-            step = max(
-                (
-                    one.step or 0
-                    for one in events
-                    if one.name == COMMIT and one.t_wall < event.t_wall
-                ),
-                default=0,
-            )
             if step:
                 words = f"starts again after the commit of step {step:,}"
             else:
@@ -55,6 +58,9 @@ def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
                 event.t_wall,
                 f"{words}{time_left}; response: {event.data.get('does') or 'unknown'}",
             )
+
+
+def _list_failure_news(report: RunReport) -> Iterator[News]:
     for failure in report.events.get("failures") or []:
         if failure.get("culprit"):
             culprit = f" ({failure['culprit']})"
@@ -66,6 +72,9 @@ def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
             failure["t_wall"],
             f"interruption: {str(failure['what']).replace('_', ' ')}{culprit}",
         )
+
+
+def _list_budget_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
     budget = float(report.progress.get("budget_usd") or math.inf)
     spent = float(report.total_usd)
     stopped = any(  # a job stops while the money for its last save is left

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
@@ -29,7 +28,7 @@ from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.errors import CostError
 from ebbflow.cost.report.report import RunReport
 from ebbflow.observe.feeds import JobFeeds, has_feeds
-from ebbflow.observe.output_thread import OutputThread
+from ebbflow.observe.outputs import JobView, Output, OutputThread
 from ebbflow.observe.watch import (
     WAITING,
     LiveReport,
@@ -44,36 +43,6 @@ _PAUSE_SECONDS = 2.0  # between two looks at the event log
 _IDLE_SHARE = 4  # a long log is folded, and its page rendered, at most a fifth of the time
 _END_SECONDS = 12.0  # after the launcher has ended
 _RETRY_SECONDS = 0.2
-
-
-class Output(Protocol):
-    """A destination of what is known of a job.
-
-    All methods are called by the observer's main thread, which they must not delay.
-    """
-
-    # Whether a launcher that ends replaces what the output shows
-    ends_with_launcher: bool
-
-    def add(self, events: Sequence[Event]) -> None:
-        """Take new events, unmerged."""
-        ...
-
-    def show(self, report: RunReport, events: Sequence[Event], *, last: bool) -> None:
-        """Take the newest report and all events, merged. After `last`, no more will come."""
-        ...
-
-    def wake(self, *, last: bool) -> None:
-        """Start the output's threads on what they have, also without a report."""
-        ...
-
-    def report_problem(self, error: Exception) -> None:
-        """Take an error of the last look at the job."""
-        ...
-
-    def finish(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the threads. Return whether they have ended."""
-        ...
 
 
 class JobObserver:
@@ -101,9 +70,9 @@ class JobObserver:
         try:
             if last or time.monotonic() >= self._due:
                 began = time.monotonic()
-                report = self._live.build(last=last)
+                view = JobView(self._live.build(last=last), self._live.events, last)
                 for output in self._outputs:
-                    output.show(report, self._live.events, last=last)
+                    output.show(view)
                 self._due = time.monotonic() + _IDLE_SHARE * (time.monotonic() - began)
         finally:  # without a report, steps are sent all the same
             for output in self._outputs:
@@ -141,15 +110,15 @@ class PageFile:
         self._problem = WAITING
         self._earlier: list[RunReport] = []
         self._due = 0.0  # monotonic time of the next page
-        self._thread = OutputThread("live page", self._write, lambda text: None)
+        self._thread = OutputThread("live page", self._write, lambda _text: None)
         self._thread.start()
         self._thread.wake()  # with a page that waits for the first event
 
     def add(self, events: Sequence[Event]) -> None:
         """Do nothing, since the page shows the report."""
 
-    def show(self, report: RunReport, events: Sequence[Event], *, last: bool) -> None:
-        self._report = report
+    def show(self, view: JobView) -> None:
+        self._report = view.report
 
     def wake(self, *, last: bool) -> None:
         self._thread.wake(last=last)
@@ -221,7 +190,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
     config = RunConfig.model_validate_json(sys.stdin.read())
     os.nice(10)
-    launcher: dict[str, Any] = describe_parent(arguments.parent)
+    launcher = describe_parent(arguments.parent)
     live = LiveReport(arguments.job, arguments.store, launcher=launcher)
     outputs: list[Output] = []
     if arguments.page is not None:

@@ -97,7 +97,9 @@ def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
         last[event.generation, None] = last[event.generation, event.node] = event.t_wall
     kinds = {GENERATION_STARTED: GENERATION_ENDED, NODE_STARTED: NODE_ENDED}
     ends = {
-        (one.name, one.generation, one.node): one for one in events if one.name in kinds.values()
+        (event.name, event.generation, event.node): event
+        for event in events
+        if event.name in kinds.values()
     }
     for event in events:
         if event.name not in kinds:

@@ -49,7 +49,7 @@ class TrackedRun:
     name: str
     report: str  # path or URI of the report
     folder: Path  # folder for trackers that write files
-    settings: Mapping[str, Any] = field(default_factory=dict)  # configuration by dotted key
+    settings: Mapping[str, str] = field(default_factory=dict)  # configuration by dotted key
 
 
 class Tracker(Protocol):
@@ -60,7 +60,7 @@ class Tracker(Protocol):
 
     place: str  # where the user finds the run
 
-    def open(self, sent: int) -> int:
+    def open(self, sent: int, /) -> int:
         """Open the run, and return its last step.
 
         `sent` is the last step that was sent to it, as far as is known.
@@ -87,7 +87,7 @@ class _JsonLines:
         self._path = Path(config.folder or run.folder) / "metrics.jsonl"
         self.place = str(self._path)
 
-    def open(self, sent: int) -> int:
+    def open(self, _sent: int) -> int:
         """Cut the file at its first damaged line, which is the last line if a process was killed
         while writing.
         """
@@ -198,7 +198,7 @@ class _MLflow:
         self._project = config.project
         self.place = config.url or os.environ.get("MLFLOW_TRACKING_URI") or "MLflow"
 
-    def open(self, sent: int) -> int:
+    def open(self, _sent: int) -> int:
         from mlflow.entities import Param
 
         client = self._client
@@ -227,17 +227,17 @@ class _MLflow:
         from mlflow.entities import Metric, RunTag
 
         batch: list[Any] = []
-        for number, one in enumerate(points, start=1):
+        for number, point in enumerate(points, start=1):
             batch += [
-                Metric(name, value, int(1000 * one.t_wall), one.step)
-                for name, value in one.values.items()
+                Metric(name, value, int(1000 * point.t_wall), point.step)
+                for name, value in point.values.items()
             ]
             if number < len(points):
                 following = len(points[number].values)
             else:
                 following = _MLFLOW_METRICS
             if len(batch) + following > _MLFLOW_METRICS:
-                tag = RunTag("ebbflow.last_step", str(one.step))
+                tag = RunTag("ebbflow.last_step", str(point.step))
                 self._client.log_batch(self._id, metrics=batch, tags=[tag])
                 batch = []
 

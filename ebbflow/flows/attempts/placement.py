@@ -11,7 +11,6 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.errors import JobIsRunning, Outcome
@@ -21,7 +20,13 @@ from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows import pods
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.settlement import settle_attempts
-from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading, Job, read_job_history
+from ebbflow.flows.job import (
+    CLOCK_TOLERANCE_SECONDS,
+    ClockReading,
+    FlowSettings,
+    Job,
+    read_job_history,
+)
 from ebbflow.infra.aws.calls import within
 
 if TYPE_CHECKING:
@@ -37,15 +42,27 @@ PLANNED_SECONDS = 30.0  # for the second try, which uses the run's plan
 _REQUEST_SECONDS = 20.0
 # This many failed attempts in a row, without a lost machine, end the job: another would fail too.
 _MOST_IN_VAIN = 5
+_FAILED_CAUSES = ("user_code", "unknown", "not_made")
 _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as with a missing image
+
+
+@dataclass(kw_only=True)
+class AttemptArtifacts:
+    """Artifacts of the flow that the step of the attempt will find."""
+
+    job: str
+    settings: FlowSettings
+    capacity: dict  # the run's plan as JSON
+    examined: dict | None  # shape and data of the user's own workload
+    rounds: int  # of `train_node` so far
+    num_nodes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
     """Request to place one attempt."""
 
-    # The artifacts that the step will find (`job`, `settings`, `capacity` and so on)
-    flow: SimpleNamespace
+    flow: AttemptArtifacts
     name: AttemptName
     round: int  # number of the round of `train_node`, from 1
     one_node: bool  # the step is `train_node`, which cannot run a gang of several nodes
@@ -115,7 +132,8 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         events += settle_attempts(job, events, client, log)
         history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
-        if ending := give_up_reason(history, events, run=job.run, on_demand_comes=comes):
+        ending = give_up_reason(history, events, run=job.run, on_demand_comes=comes)
+        if ending is not None:
             return _put_order(job, request, AttemptOrder.stop(*ending))
         clock = ClockReading.of(job.store)
         now = history.latest_utc(clock.utc)
@@ -126,9 +144,15 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         else:
             queues = pods.pod_markets()
         try:
-            newest = max((event.generation for event in events), default=0)
-            known = {"held": evidence.held, "after_generation": newest}
-            return _place(request, job, log, plan, history, queues, clock, **known)
+            inputs = _PlacementInputs(
+                plan=plan,
+                history=history,
+                queues=queues,
+                clock=clock,
+                held=evidence.held,
+                newest_generation=max((event.generation for event in events), default=0),
+            )
+            return _place(request, job, log, inputs)
         except CostError as error:
             return _put_order(job, request, AttemptOrder.stop(error.outcome, str(error)))
 
@@ -150,16 +174,13 @@ def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
     else:
         queues = pods.pod_markets()
     with job.events(_process(request)) as log:
-        clock = ClockReading.of(job.store)
-        return _place(
-            request,
-            job,
-            log,
-            Plan.from_json(request.flow.capacity),
-            AttemptHistory(),
-            queues,
-            clock,
+        inputs = _PlacementInputs(
+            plan=Plan.from_json(request.flow.capacity),
+            history=AttemptHistory(),
+            queues=queues,
+            clock=ClockReading.of(job.store),
         )
+        return _place(request, job, log, inputs)
 
 
 def _job(request: PlacementRequest) -> Job:
@@ -175,59 +196,74 @@ def _process(request: PlacementRequest) -> str:
     return f"placing-{request.name.step}-{request.name.task}-{request.name.attempt}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PlacementInputs:
+    """Facts from which a pool is chosen."""
+
+    plan: Plan
+    history: AttemptHistory
+    queues: Mapping[str, QueueState]
+    clock: ClockReading
+    held: Sequence[Reservation] | None = None  # reservations of the account; None: unknown
+    # `give_up_reason` needs it to find later commits
+    newest_generation: int = 0
+
+
 def _place(
-    request: PlacementRequest,
-    job: Job,
-    log: EventLog,
-    plan: Plan,
-    history: AttemptHistory,
-    queues: Mapping[str, QueueState],
-    clock: ClockReading,
-    *,
-    held: Sequence[Reservation] | None = None,
-    after_generation: int = 0,
+    request: PlacementRequest, job: Job, log: EventLog, inputs: _PlacementInputs
 ) -> AttemptOrder:
     """Choose a pool, record the plan and the placement as events, and put the attempt's order into
     the store.
 
-    Args:
-        after_generation: Number of the newest known generation. `give_up_reason` needs it to find
-            later commits.
-
-    Raises:
-        CostError: No queue can run the job, or the job's limits allow no further attempt.
+    Raises CostError if no queue can run the job, or the job's limits allow no further attempt.
     """
     from ebbflow.cost.capacity import choose_placement
 
     placed = choose_placement(
-        job.config, plan=plan, history=history, queues=queues, now_utc=clock.utc, held=held
+        job.config,
+        plan=inputs.plan,
+        history=inputs.history,
+        queues=inputs.queues,
+        now_utc=inputs.clock.utc,
+        held=inputs.held,
     )
-    ahead = max(history.latest_utc(clock.utc) - clock.own_utc, clock.ahead_seconds, key=abs)
-    if abs(ahead) > CLOCK_TOLERANCE_SECONDS:
-        note = (
-            f"the launcher's clock is {abs(ahead) / 60:.1f} min "
-            f"{'behind' if ahead > 0 else 'ahead of'} the store's"
-        )
-        placed = replace(
-            placed, reason=f"{note} or AWS Batch's, and times are corrected; {placed.reason}"
-        )
-        if placed.start_by_utc is not None:  # the submitting process uses the launcher's clock
-            placed = replace(placed, start_by_utc=placed.start_by_utc - ahead)
-    order = make_order(request, plan, placed)
+    placed = _in_launcher_time(placed, inputs)
+    order = make_order(request, inputs.plan, placed)
     attempt_plan = order.plan
     _refuse_if_abandoned(request)
     if attempt_plan is not None:
         log.origin = replace(log.origin, attempt=request.name.attempt)
         log.emit(PLAN, **attempt_plan.to_json())
-        details = {
+        details: dict[str, Any] = {
             "attempt": request.name.attempt,
             "round": request.round,
             "step": request.name.step,
             "task": request.name.task,
+            "after_generation": inputs.newest_generation,
         }
-        details["after_generation"] = after_generation
         log.emit(PLACED, placement=placed.to_json(), why=placed.reason, **details)
     return _put_order(job, request, order)
+
+
+def _in_launcher_time(placed: Placement, inputs: _PlacementInputs) -> Placement:
+    """Return the placement with its times by this machine's clock, which the submitting process
+    uses.
+
+    The placement's reason says so if that clock is wrong.
+    """
+    clock = inputs.clock
+    batch_ahead = inputs.history.latest_utc(clock.utc) - clock.own_utc
+    ahead = max(batch_ahead, clock.ahead_seconds, key=abs)
+    if abs(ahead) <= CLOCK_TOLERANCE_SECONDS:
+        return placed
+    direction = "behind" if ahead > 0 else "ahead of"
+    reason = (
+        f"the launcher's clock is {abs(ahead) / 60:.1f} min {direction} the store's or AWS "
+        f"Batch's, and times are corrected; {placed.reason}"
+    )
+    if placed.start_by_utc is None:
+        return replace(placed, reason=reason)
+    return replace(placed, reason=reason, start_by_utc=placed.start_by_utc - ahead)
 
 
 def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> AttemptOrder:
@@ -271,7 +307,7 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
 def make_fresh_plan(
     job: Job,
     events: Sequence[Event],
-    examined: dict[str, Any] | None,
+    examined: dict | None,
     now: float,
     evidence: CapacityEvidence,
 ) -> Plan:
@@ -305,21 +341,24 @@ def give_up_reason(
     """
     committed = max((event.generation for event in events if event.name == COMMIT), default=0)
 
-    def is_vain(one: PastAttempt) -> bool:
-        gained = one.run != run or one.after_generation < committed
-        return not gained and (one.refused or one.cause in ("user_code", "unknown", "not_made"))
+    def failed(attempt: PastAttempt) -> bool:
+        gained = attempt.run != run or attempt.after_generation < committed
+        return not gained and (attempt.refused or attempt.cause in _FAILED_CAUSES)
 
-    def counts(one: PastAttempt) -> bool:
-        elsewhere = one.placement.market == "spot" or one.placement.reservation is not None
-        return not (on_demand_comes and one.refused and elsewhere)
+    def counts(attempt: PastAttempt) -> bool:
+        placement = attempt.placement
+        before_on_demand = placement.market == "spot" or placement.reservation is not None
+        return not (on_demand_comes and attempt.refused and before_on_demand)
 
-    last = list(filter(counts, itertools.takewhile(is_vain, reversed(history.attempts))))
-    never = all(one.refused or one.started_utc is None for one in last)
-    unmakeable = never and all(one.cause in ("user_code", "not_made") for one in last)
-    if len(last) < (_MOST_NEVER_MADE if unmakeable else _MOST_IN_VAIN):
+    last = list(filter(counts, itertools.takewhile(failed, reversed(history.attempts))))
+    none_started = all(attempt.refused or attempt.started_utc is None for attempt in last)
+    causes = {attempt.cause for attempt in last}
+    no_container = none_started and causes <= {"user_code", "not_made"}
+    if len(last) < (_MOST_NEVER_MADE if no_container else _MOST_IN_VAIN):
         return None
-    words = ", ".join(sorted({f"{one.placement}: {one.cause.replace('_', ' ')}" for one in last}))
-    if never and not unmakeable:
+    described = {f"{attempt.placement}: {attempt.cause.replace('_', ' ')}" for attempt in last}
+    words = ", ".join(sorted(described))
+    if none_started and not no_container:
         outcome = Outcome.NO_CAPACITY
     else:
         outcome = Outcome.FAILED

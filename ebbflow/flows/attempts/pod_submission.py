@@ -95,7 +95,7 @@ class PodSubmission:
         from kubernetes import client, stream
         from kubernetes.client.rest import RESTClientObject
 
-        def no_exec(*_: Any, **__: Any) -> None:
+        def no_exec(*_: object, **__: object) -> None:
             raise RuntimeError("pods are ended by deletion")
 
         # Metaflow then deletes the JobSet, or ends the Job by its parallelism
@@ -130,16 +130,16 @@ class PodSubmission:
                     # 429: a disruption budget forbids it
                     if status not in _TRANSIENT or url.endswith("/eviction"):
                         return answer
-                    problem: Any = f"HTTP {status}"
+                    problem = f"HTTP {status}"
                 except ApiException as error:  # releases of the client that raise here
                     if error.status not in _TRANSIENT:
                         raise
                     answer = error
-                    problem = error
+                    problem = str(error)
                     after = (error.headers or {}).get("Retry-After")
                 except (HTTPError, OSError) as error:
                     answer = error
-                    problem = error
+                    problem = str(error)
                     after = None
                 if time.monotonic() - began > self._limit:
                     if isinstance(answer, Exception):
@@ -147,7 +147,7 @@ class PodSubmission:
                     return answer
                 if not told:
                     _say(
-                        f"the API server does not answer ({str(problem)[:200]}); training "
+                        f"the API server does not answer ({problem[:200]}); training "
                         "continues; retrying"
                     )
                     told = True
@@ -438,9 +438,9 @@ def replacement_policy(times: int) -> dict[str, Any]:
     return {"backoffLimit": times, "podFailurePolicy": {"rules": [lost, failed]}}
 
 
-def _reason(error: Any) -> str:
+def _reason(error: ApiException) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        return f"{json.loads(error.body)['message']} ({error.status})"
+        return f"{json.loads(error.body or '')['message']} ({error.status})"
     return f"{error.reason} ({error.status})"
 
 
@@ -448,7 +448,7 @@ def open_pod_submission() -> PodSubmission:
     return PodSubmission(SubmitOrder.of_environment())
 
 
-def _report_errors(work: Callable[[], Any]) -> None:
+def _report_errors(work: Callable[[], object]) -> None:
     try:
         work()
     except Exception as error:

@@ -121,7 +121,9 @@ def _by_region(
     """
     pods = isinstance(client, kubernetes.Cluster)
     submitted = {
-        one: event for one, event in submitted.items() if kubernetes.is_cluster_id(one) is pods
+        job_id: event
+        for job_id, event in submitted.items()
+        if kubernetes.is_cluster_id(job_id) is pods
     }
     if pods:
         return [(client, dict(submitted))]
@@ -154,7 +156,7 @@ def _describe_when_complete(
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
         found = _describe(job_ids, client, deadline_seconds)
-        ended = [found[one] for one in wanted if one in found and found[one].finished]
+        ended = [found[job_id] for job_id in wanted if job_id in found and found[job_id].finished]
         if (
             all(_is_complete(vars(attempt)) for attempt in ended)
             or time.monotonic() + _LOOK_SECONDS > limit
@@ -242,14 +244,16 @@ def check_left_behind(context: PreflightContext) -> CheckFinding:
         client = batch_client(context.config.batch.region)
         found = _describe_all(submitted, events, client, ANSWER_SECONDS)
     left = [
-        _describe_left_behind(one, submitted[one.job_id])
-        for one in found.values()
-        if not one.finished
+        _describe_left_behind(attempt, submitted[attempt.job_id])
+        for attempt in found.values()
+        if not attempt.finished
     ]
     if not left:
         return passed(f"AWS Batch runs nothing of job {context.job}")
     return failed(
-        "\n".join(f"{one} is running, but no process of this run waits for it" for one in left),
+        "\n".join(
+            f"{attempt} is running, but no process of this run waits for it" for attempt in left
+        ),
         "nothing to do: it is terminated before the next attempt. If another launcher runs this "
         "job, stop one",
     )

@@ -22,8 +22,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from ebbflow.flows.attempts.submit_retry import LostAnswers, SubmitRetry
 from ebbflow.flows.job import Job
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ebbflow.core.event_log import EventLog
     from ebbflow.flows.attempts.order import SubmitLimits, SubmitOrder
 
+
+Arguments = TypeVarTuple("Arguments")
 
 # Variable with the path of the file in which the task writes its process id for the signal-passing
 # shell.
@@ -66,7 +69,7 @@ def wrap_command(command: list[str]) -> list[str]:
     return command
 
 
-def wrap_job_commands(params: dict[str, Any], **_: Any) -> None:
+def wrap_job_commands(params: dict[str, Any], **_: object) -> None:
     """Let each command of a SubmitJob request run under the signal-passing shell.
 
     The AWS SDK calls this.
@@ -201,10 +204,10 @@ class Submission:
         # The launcher passes a terminal's SIGINT on as SIGTERM
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def _begun(self, **_: Any) -> None:
+    def _begun(self, **_: object) -> None:
         self._submits = True
 
-    def _not_submitted(self, **_: Any) -> None:
+    def _not_submitted(self, **_: object) -> None:
         """Terminate any job that a failed submit may have created, because no process would wait
         for it.
         """
@@ -213,7 +216,7 @@ class Submission:
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
 
-    def _submitted(self, parsed: dict[str, Any], **_: Any) -> None:
+    def _submitted(self, parsed: dict[str, Any], **_: object) -> None:
         """Start the threads that watch over the submitted job.
 
         The AWS SDK calls this with each SubmitJob response.
@@ -223,7 +226,8 @@ class Submission:
         """
         job_id = parsed.get("jobId")
         if not job_id:
-            if why := refusal_reason(parsed):
+            why = refusal_reason(parsed)
+            if why:
                 _report_errors(self._note_refusal, why)
             self._not_submitted()
             return
@@ -399,15 +403,15 @@ def open_submission() -> Submission:
     return Submission(order, SubmitLimits() if order is None else order)
 
 
-def _start_thread(work: Any, *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=_report_errors, args=(work, *args), daemon=True)
+def _start_thread(work: Callable[[*Arguments], None], *arguments: *Arguments) -> threading.Thread:
+    thread = threading.Thread(target=_report_errors, args=(work, *arguments), daemon=True)
     thread.start()
     return thread
 
 
-def _report_errors(work: Any, *args: Any) -> None:
+def _report_errors(work: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
     try:
-        work(*args)
+        work(*arguments)
     except Exception as error:
         _say(f"{type(error).__name__}: {error}")
 

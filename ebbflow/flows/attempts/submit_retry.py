@@ -10,15 +10,21 @@ mark. Before a retry, this module searches for a job with the mark. If the job e
 the response to the request. If a duplicate appears later, this module terminates it.
 """
 
+from __future__ import annotations
+
 import json
 import random
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.errors import CloudError, CloudUnavailable
+
+if TYPE_CHECKING:
+    from botocore.awsrequest import AWSPreparedRequest, AWSResponse
+    from botocore.model import OperationModel
 
 _LOOK_SECONDS = 5.0
 _IN_TROUBLE = (500, 502, 503, 504)  # HTTP status of a proxy, or of Batch after it created the job
@@ -61,7 +67,7 @@ class LostAnswers:
         handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", self.mark))
         handlers.BUILTIN_HANDLERS.append(("before-send.batch.SubmitJob", self.answer))
 
-    def mark(self, params: dict[str, Any], **_: Any) -> None:
+    def mark(self, params: dict[str, Any], **_: object) -> None:
         """Add a new random mark to the parameters of a SubmitJob request, in place.
 
         The AWS SDK calls this.
@@ -89,7 +95,7 @@ class LostAnswers:
             self.lost and (status >= 500 or error is not None)
         )
 
-    def answer(self, request: Any, **_: Any) -> Any:
+    def answer(self, request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
         """Return a response with the job that an earlier request created, or None if the SDK must
         send this request.
 
@@ -172,7 +178,7 @@ class LostAnswers:
         )
 
 
-def _response(url: str, document: dict[str, str]) -> Any:
+def _response(url: str, document: dict[str, str]) -> AWSResponse:
     from botocore.awsrequest import AWSResponse
 
     body = SimpleNamespace(stream=lambda: [json.dumps(document).encode()])
@@ -229,11 +235,11 @@ class SubmitRetry:
 
     def pause(
         self,
-        response: Any,
-        operation: Any,
+        response: tuple[AWSResponse, dict] | None,
+        operation: OperationModel,
         attempts: int,
         caught_exception: BaseException | None,
-        **_: Any,
+        **_: object,
     ) -> float | bool | None:
         """Decide whether the AWS SDK repeats a failed request.
 
@@ -283,7 +289,9 @@ class SubmitRetry:
         return min(pause * random.uniform(0.5, 1.0), max(0.1, self._seconds - passed))
 
 
-def _retry_reason(response: Any, error: BaseException | None) -> str | None:
+def _retry_reason(
+    response: tuple[AWSResponse, dict] | None, error: BaseException | None
+) -> str | None:
     """Return a description of the problem if it is temporary, so that a retry can help; else None."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 

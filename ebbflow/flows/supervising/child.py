@@ -101,7 +101,7 @@ class FlowProcess:
         except subprocess.TimeoutExpired:
             return None
 
-    def _leave(self, number: int, frame: object) -> None:
+    def _leave(self, number: int, _frame: object) -> None:
         again = self.asked_to_leave
         self._left.set()
         self._limit = self._limit or time.monotonic() + LEAVE_SECONDS

@@ -81,15 +81,8 @@ class Supervisor:
         before = self._read(end_leftovers_too=False)
         if before is None:
             return Outcome.INTERRUPTED.exit_code
-        if before.runs:
-            runs = f", {format_count(len(before.runs), 'run')} so far"
-        else:
-            runs = ""
-        if before.begun:
-            kind = f"goes on{runs}; {before.cost()}"
-        else:
-            kind = "begins"
-        self._say(f"job {self._options.job} in {self._options.config.store} {kind}")
+        job = f"job {self._options.job} in {self._options.config.store}"
+        self._say(f"{job} {_describe_start(before)}")
         if not before.finished or before.unsettled:
             self._claim_job()
             give_permits(self._options.permits, self._options.job, self._options.config.store)
@@ -100,6 +93,10 @@ class Supervisor:
             done = f"is complete already, and {before.cost()}; use another --job to start anew"
             self._say(f"job {self._options.job} {done}")
             return 0
+        return self._run_until_over(before)
+
+    def _run_until_over(self, before: JobRecord) -> int:
+        """Start one run after another until the job is over, and return the exit code."""
         while True:
             started = time.monotonic()
             code = self._child.run([sys.executable, str(self._flow), "run", *self._options.words])
@@ -324,6 +321,16 @@ def main(arguments: list[str]) -> int:
     return run_command(
         lambda: Supervisor(read_options(arguments, project_root=PROJECT_ROOT), _say).supervise()
     )
+
+
+def _describe_start(record: JobRecord) -> str:
+    if not record.begun:
+        return "begins"
+    if record.runs:
+        runs = f", {format_count(len(record.runs), 'run')} so far"
+    else:
+        runs = ""
+    return f"goes on{runs}; {record.cost()}"
 
 
 def _say(text: str) -> None:

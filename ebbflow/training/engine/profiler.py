@@ -234,7 +234,7 @@ def record_memory(
     """
     entries = config.guards.memory_history
     if gang.device.type != "cuda" or not entries:
-        return lambda step: None
+        return lambda _step: None
     import torch
 
     torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
@@ -279,18 +279,18 @@ def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]
         events: the events of a Chrome trace; times in microseconds.
         ranks: size of the groups whose size the trace lacks; None if it is unknown.
     """
-    spans = [one for one in events if one.get("ph") == "X" and one.get("dur", 0) >= 0]
-    kernels = [one for one in spans if one.get("cat") in _ON_GPU]
-    spoken = [one for one in spans if one["name"].startswith("gloo:")] or [
-        kernel for kernel in kernels if _is_nccl(kernel)
-    ]
+    spans = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) >= 0]
+    kernels = [span for span in spans if span.get("cat") in _ON_GPU]
+    collectives = [span for span in spans if span["name"].startswith("gloo:")]
+    if not collectives:
+        collectives = [kernel for kernel in kernels if _is_nccl(kernel)]
     classes: dict[str, float] = defaultdict(float)
-    work = kernels or [one for one in spans if one.get("cat") == "cpu_op"]
+    work = kernels or [span for span in spans if span.get("cat") == "cpu_op"]
     for span, seconds in _own_seconds(work):
         classes[_class_of(span["name"])] += seconds
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one in spoken:
-        name, size, group, count = _describe_collective(one, ranks)
+    for collective in collectives:
+        name, size, group, count = _describe_collective(collective, ranks)
         facts = {
             "name": name,
             "group": group,
@@ -302,17 +302,16 @@ def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]
         row = rows.setdefault((name, group, count), facts)
         row["calls"] += 1
         row["bytes"] += size
-        row["seconds"] += one["dur"] / 1e6
+        row["seconds"] += collective["dur"] / 1e6
     for row in rows.values():
         share = _bus_share(row["name"], row["ranks"])
         if share and row["seconds"]:
             row["bus_bytes_per_second"] = row["bytes"] * share / row["seconds"]
         else:
             row["bus_bytes_per_second"] = None
-    talking = _merge(spoken)
-    others = [one for one in work if _class_of(one["name"]) != "communication"]
-    whole = sum(end - start for start, end in talking)
-    either = sum(end - start for start, end in _merge([*spoken, *others]))
+    others = [span for span in work if _class_of(span["name"]) != "communication"]
+    whole = sum(end - start for start, end in _merge(collectives))
+    either = sum(end - start for start, end in _merge([*collectives, *others]))
     both = whole + sum(end - start for start, end in _merge(others)) - either
     return {
         "classes": dict(sorted(classes.items(), key=lambda item: -item[1])),
@@ -360,24 +359,25 @@ def _own_seconds(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
     """Yield each span with its seconds, without those of the spans inside it in the same thread or
     stream.
     """
-    own: dict[int, float] = {}
+    seconds_of: dict[int, float] = {}
     stack: list[Span] = []
     ordered = sorted(
         spans, key=lambda span: (str(span["pid"]), str(span["tid"]), span["ts"], -span["dur"])
     )
-    for one in ordered:
-        own[id(one)] = one["dur"] / 1e6
-        while stack and not _is_inside(one, stack[-1]):
+    for span in ordered:
+        seconds_of[id(span)] = span["dur"] / 1e6
+        while stack and not _is_inside(span, stack[-1]):
             stack.pop()
         if stack:
-            own[id(stack[-1])] -= one["dur"] / 1e6
-        stack.append(one)
-    yield from ((one, own[id(one)]) for one in ordered)
+            seconds_of[id(stack[-1])] -= span["dur"] / 1e6
+        stack.append(span)
+    for span in ordered:
+        yield span, seconds_of[id(span)]
 
 
-def _is_inside(one: Span, outer: Span) -> bool:
-    same = (one["pid"], one["tid"]) == (outer["pid"], outer["tid"])
-    return same and one["ts"] < outer["ts"] + outer["dur"]
+def _is_inside(inner: Span, outer: Span) -> bool:
+    same = (inner["pid"], inner["tid"]) == (outer["pid"], outer["tid"])
+    return same and inner["ts"] < outer["ts"] + outer["dur"]
 
 
 def _describe_collective(span: Span, ranks: int | None) -> tuple[str, float, str, int | None]:

@@ -1,19 +1,64 @@
-"""A thread that works for one output of the observer, so that it delays nothing else."""
+"""Outputs of the observer: their interface, and the threads in which they work, so that a slow or
+failing output delays nothing else.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from ebbflow.core.errors import InfraError
+from ebbflow.core.events import Event
 from ebbflow.core.retry import backoff_pauses
 from ebbflow.core.untrusted_text import one_line
+from ebbflow.cost.report.report import RunReport
 
 _FIRST_PAUSE_SECONDS = 1.0  # after an error
 _LONGEST_PAUSE_SECONDS = 30.0
 _LAST_PAUSE_SECONDS = 1.0  # longest pause after an error once the job has ended
 _LONGEST_ERROR = 300  # characters
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job as the observer sees it at one look."""
+
+    report: RunReport
+    events: Sequence[Event]  # all events so far, merged
+    last: bool  # the launcher has ended, so that no more events will come
+
+
+class Output(Protocol):
+    """A destination of what is known of a job.
+
+    All methods are called by the observer's main thread, which they must not delay.
+    """
+
+    # Whether a launcher that ends replaces what the output shows
+    ends_with_launcher: bool
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Take new events, unmerged."""
+        ...
+
+    def show(self, view: JobView) -> None:
+        """Take the newest report and all events."""
+        ...
+
+    def wake(self, *, last: bool) -> None:
+        """Start the output's threads on what they have, also without a report."""
+        ...
+
+    def report_problem(self, error: Exception) -> None:
+        """Take an error of the last look at the job."""
+        ...
+
+    def finish(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the threads. Return whether they have ended."""
+        ...
 
 
 class OutputThread(threading.Thread):
