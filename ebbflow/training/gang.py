@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -21,13 +20,12 @@ from ebbflow.training.compat import PrefixStore, Store, all_gather_flat, open_tc
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
 from ebbflow.training.launch.transport import is_loopback
-from ebbflow.training.network_probe import Link, probe_links, summarize_links, time_all_reduce
-from ebbflow.training.peer_sockets import (
-    LARGEST_ROW_BYTES,
-    MOST_RANKS,
-    PeerSockets,
-    connect_peers,
-    find_addresses,
+from ebbflow.training.network_probe import (
+    Link,
+    find_own_address,
+    probe_links,
+    summarize_links,
+    time_all_reduce,
 )
 
 _SIGN_SECONDS = 5.0  # between two signs of life of a rank that works while others wait
@@ -46,7 +44,6 @@ class Gang:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     # For messages outside collectives; None without torchrun's environment
     store: Store | None = None
-    peers: PeerSockets | None = None  # for small rows; None if the process group is used for them
     group: dist.ProcessGroup | None = None  # for the exchanges; None for the default one
     collective_seconds: float | None = None  # the timeout of each collective; None: torch's default
     # What the probe of the network found (`training.network_probe`)
@@ -61,13 +58,8 @@ class Gang:
         """Gather each rank's row `[k]` into `[world_size, k]`, equal on every rank. Collective."""
         if self.alone:
             return row[None]
-        if self.peers is not None and 0 < row.nbytes <= LARGEST_ROW_BYTES:
-            # Numpy has no bfloat16
-            own = row.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-            rows = torch.frombuffer(bytearray(self.peers.gather(own)), dtype=row.dtype)
-        else:
-            rows = row.new_empty(self.world_size * row.numel())
-            all_gather_flat(rows, row, group=self.group)
+        rows = row.new_empty(self.world_size * row.numel())
+        all_gather_flat(rows, row, group=self.group)
         return rows.view(self.world_size, -1)
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[tuple[float, ...]]:
@@ -75,14 +67,10 @@ class Gang:
 
         Collective.
         """
-        layout = struct.Struct(f"{len(numbers)}d")
-        rows = layout.pack(*numbers)
-        if self.peers is not None and layout.size <= LARGEST_ROW_BYTES:
-            rows = self.peers.gather(rows)
-        elif not self.alone:
-            own = torch.frombuffer(bytearray(rows), dtype=torch.float64).to(self.device)
-            rows = self.gather(own).numpy(force=True).tobytes()
-        return list(layout.iter_unpack(rows))
+        if self.alone:
+            return [tuple(map(float, numbers))]
+        row = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return [tuple(values) for values in self.gather(row).tolist()]
 
     def announce(self, alive: Callable[[], object]) -> Callable[[], object]:
         """Return a function for work before `await_ranks`: it calls `alive`, and tells the ranks
@@ -165,7 +153,6 @@ def connect(
     own_gpus = detect_gpus(device_choice, promised=promised_gpus)
     seen = [own_gpus]
     store = None
-    peers = None
     links = None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     began = time.monotonic()
@@ -191,15 +178,6 @@ def connect(
             timeout=timedelta(seconds=collective_seconds),
             device_id=device if device.type == "cuda" else None,
         )
-        if device.type == "cpu" and 1 < world_size <= MOST_RANKS:
-            peers = connect_peers(
-                PrefixStore("peers", store),
-                rank,
-                world_size,
-                main=(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-                start_seconds=start_seconds,
-                seconds=collective_seconds,
-            )
     network = None
     if links is not None:
         speed = time_all_reduce(device, world_size)
@@ -213,7 +191,6 @@ def connect(
         ranks_per_node=per_node,
         device=device,
         store=store,
-        peers=peers,
         collective_seconds=collective_seconds,
         network=network,
         device_note=assigned.note,
@@ -243,7 +220,7 @@ def _probe(
         store.set("probe", "no" if mark is not None and mark.exists() else "yes")
     if store.get("probe") != b"yes":
         return None
-    address, _ = find_addresses(main, int(os.environ["MASTER_PORT"]), start_seconds)
+    address = find_own_address(main, int(os.environ["MASTER_PORT"]), start_seconds)
     links = probe_links(
         store, rank // per_node, nodes, address=address, name=name, lead=rank % per_node == 0
     )

@@ -9,6 +9,7 @@ all ranks time an all-reduce. The probe takes at most 60 s, usually under 3 s.
 
 import contextlib
 import hashlib
+import ipaddress
 import json
 import socket
 import struct
@@ -26,7 +27,6 @@ import torch.distributed as dist
 from ebbflow.training.compat import PrefixStore, Store
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.transport import control_ports
-from ebbflow.training.peer_sockets import open_listener
 
 LIMIT_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
@@ -41,6 +41,7 @@ _REDUCTIONS = 3
 _CLOCK = b"c"
 _DATA = b"d"
 _IP_MTU = 14  # <linux/in.h>
+_BACKLOG = 256
 _PROBLEMS = (dist.DistError, RuntimeError, OSError)
 
 
@@ -58,6 +59,20 @@ class Link:
     mtu: int | None = None
     bandwidth: float | None = None
     error: str = ""
+
+
+def find_own_address(host: str, port: int, seconds: float) -> str:
+    """Return the address at which other nodes reach this one.
+
+    This is the address of the interface with which this node reaches the gang's main node at `host`
+    and `port`. On the main node, the node's own name may resolve to a loopback address (Debian's
+    127.0.1.1), while other nodes resolve it to a reachable address. Then the result is the name.
+    """
+    with socket.create_connection((host, port), seconds) as connection:
+        address = connection.getsockname()[0]
+    if host in (address, "localhost") or not ipaddress.ip_address(address).is_loopback:
+        return address
+    return host
 
 
 def probe_links(
@@ -153,7 +168,7 @@ def _listen(ports: Sequence[int]) -> Iterator[socket.socket]:
     """Listen on the first free port of the gang's range, or on any port if none is free."""
     for port in [*ports, 0]:
         with contextlib.suppress(OSError):
-            listener = open_listener("", port)  # the name of the main node may have an IPv6 address
+            listener = _open_listener(port)
             break
     else:
         raise OSError("no port is free")
@@ -163,6 +178,18 @@ def _listen(ports: Sequence[int]) -> Iterator[socket.socket]:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)  # `close` alone does not end `accept`
         listener.close()
+
+
+def _open_listener(port: int) -> socket.socket:
+    """Listen on all interfaces, also by IPv6, because the main node's name may have such an address.
+
+    Port 0 means any free port. Raises OSError.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _serve(listener: socket.socket, token: bytes) -> None:

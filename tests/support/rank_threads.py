@@ -1,14 +1,10 @@
-"""Gangs whose ranks are threads of one process, connected by the sockets of a real gang, or by a
-process group.
-"""
+"""Gangs whose ranks are threads of one process, connected by gloo, or by a process group of threads."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import combinations
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -20,32 +16,38 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from ebbflow.training.gang import Gang
-from ebbflow.training.peer_sockets import PeerSockets
 
 T = TypeVar("T")
 
 
-@contextmanager
-def connected_gangs(world_size: int) -> Iterator[list[Gang]]:
-    """Return a context with the gang of each rank."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        for lower, higher in combinations(range(world_size), 2):
-            ends[lower][higher] = socket.create_connection(server.getsockname())
-            ends[higher][lower], _ = server.accept()
-    peers = [PeerSockets(rank, ends[rank], 20.0) for rank in range(world_size)]
-    try:
-        yield [
-            Gang(rank=rank, world_size=world_size, peers=peers[rank]) for rank in range(world_size)
-        ]
-    finally:
-        for connections in peers:
-            connections.close()
+def connect_gangs(world_size: int, seconds: float = 20.0) -> list[Gang]:
+    """Connect one gang by gloo, and return it as each rank has it.
+
+    Args:
+        seconds: timeout of each collective.
+    """
+    store = dist.HashStore()
+
+    def connect(rank: int) -> Gang:
+        gloo = dist.ProcessGroupGloo(
+            dist.PrefixStore("gang", store), rank, world_size, timedelta(seconds=seconds)
+        )
+        group = dist.ProcessGroup(store, rank, world_size)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        group._register_backend(torch.device("cpu"), kind, gloo)
+        group._set_default_backend(kind)
+        return Gang(rank=rank, world_size=world_size, group=group)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(connect, range(world_size)))
 
 
-def call_on_ranks(world_size: int, work: Callable[[Gang], T]) -> list[T | Exception]:
+def call_on_ranks(
+    world_size: int, work: Callable[[Gang], T], *, seconds: float = 20.0
+) -> list[T | BaseException]:
     """Call `work` on all ranks at once. Return what each rank returned or raised, in rank order."""
-    with connected_gangs(world_size) as gangs, ThreadPoolExecutor(world_size) as pool:
+    gangs = connect_gangs(world_size, seconds)
+    with ThreadPoolExecutor(world_size) as pool:
         calls = [pool.submit(work, gang) for gang in gangs]
         errors = [call.exception() for call in calls]
         return [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ebbflow.training.launch.blame import LoneCall, blame, detect_stall, settle_seconds
+from ebbflow.training.launch.blame import blame, detect_stall, settle_seconds
 from ebbflow.training.launch.evidence import WorkerFailure
 from tests.support.rank_evidence import EXCHANGE_PLACE, USER_PLACE, calls, failed, hung, seen
 
@@ -23,7 +23,6 @@ OUTSIDE = "it stands outside of any collective"
 DEVICE = "its GPU has not started a collective in which the others' GPUs wait"
 LEFT = "it left while the others went on"
 ELSEWHERE = "its collective was called from another place than the others'"
-ALONE = "it waits in a collective that the other ranks did not call"
 FEWEST = "it has called the fewest collectives"
 FURTHEST = "it is furthest behind"
 ALIKE = "all ranks wait alike"
@@ -284,44 +283,12 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         1,
         LEFT,
     ),
-    "a rank without records is not ahead": (
+    "a rank without records is neither ahead nor late": (
         [hung(0, where=USER, step=9), ahead(1), late(2)],
-        1,
-        ALONE,
+        2,
+        FEWEST,
     ),
-    "the first of two that called alone": ([ahead(1), ahead(0), late(2), late(3)], 0, ALONE),
     "more ranks ahead than late": ([ahead(0), ahead(1), late(2)], 2, FEWEST),
-    "as many ahead as late, one of them by habit": (
-        [
-            ahead(0, calls=HABIT),
-            ahead(1, calls=calls(*"gggggggggu", group="1")),
-            late(2, calls=HABIT[:-1]),
-            late(3, calls=calls(*"ggggggggg", group="1")),
-        ],
-        2,
-        FEWEST,
-    ),
-    "late ranks of which one is outside of the engine": (
-        [ahead(0), late(1), late(2, where=USER)],
-        1,
-        FEWEST,
-    ),
-    "late ranks of which one waits for its device": (
-        [ahead(0), late(1, waiting=False, calls=calls(*"gg", state="scheduled")), late(2)],
-        1,
-        FEWEST,
-    ),
-    "ranks ahead of which one is in the engine": (
-        [ahead(0), ahead(1, where=ENGINE), late(2), late(3)],
-        2,
-        FEWEST,
-    ),
-    "ranks ahead in the same step": ([ahead(0, step=9), late(1, step=9)], 0, ALONE),
-    "ranks ahead of which one is a step further": (
-        [ahead(0, step=9), ahead(1, step=10), late(2, step=9), late(3, step=11)],
-        2,
-        FEWEST,
-    ),
     "ranks of which each is behind in one group": (
         [
             late(0, calls=[["a", 1, "g"], ["b", 2, "g"]]),
@@ -379,21 +346,8 @@ def test_blame_names_the_rank_by_the_rule_that_decides(name: str) -> None:
             ],
             "proven",
         ),
-        ([ahead(0), late(1)], "proven"),
-        (
-            [seen(0, where=USER, calls=calls(*"ggu")), seen(1, where=SYNC, calls=calls(*"gg"))],
-            "proven",
-        ),
-        ([ahead(0), late(1, where=ENGINE)], "slow"),  # in a backward pass, healthy ranks wait
-        (
-            [seen(0, where=USER, calls=calls(*"ggu")), hung(1, where=ENGINE, calls=calls(*"gg"))],
-            "slow",
-        ),
+        ([ahead(0), late(1)], "slow"),  # the late rank may still come
         ([failed(0, left=True, witness=True), hung(1)], "proven"),
-        # A rank without a stack may go on
-        ([ahead(0), late(1), late(2, where="", waiting=False, calls=())], "slow"),
-        # A device may be slow
-        ([ahead(0), late(1, calls=calls(*"gg", state="scheduled"))], "slow"),
         # All wait, but a peer may still come
         ([hung(0, calls=calls(*"gg")), hung(1, calls=calls("g"))], "slow"),
         ([failed(0), hung(1)], "proven"),
@@ -580,49 +534,6 @@ def test_a_failure_without_place_or_calls_has_those_of_the_ranks_last_position()
         calls("b"),
     )
     assert blame([lost, *others]).because == NONE_STANDS_OUT
-
-
-def test_a_lone_call_lasts_when_two_seconds_have_not_changed_it() -> None:
-    alone = [ahead(0), late(1), late(2)]
-    lone = LoneCall()
-    assert not lone.lasts(alone, 100.0)
-    assert not lone.lasts(alone, 101.99)
-    assert lone.lasts(alone, 102.0)
-    assert lone.lasts(alone[::-1], 103.0)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        [ahead(0, where="user/loss.py:10 in log"), late(1), late(2)],
-        [ahead(0, calls=calls(*"ggv")), late(1), late(2)],
-        [late(0), ahead(1), late(2)],
-        [ahead(0), late(1)],
-    ],
-)
-def test_a_lone_call_that_moves_does_not_last(changed: Evidence) -> None:
-    lone = LoneCall()
-    lone.lasts([ahead(0), late(1), late(2)], 100.0)
-    assert not lone.lasts(changed, 103.0)
-    assert not lone.lasts(changed, 104.9)
-    assert lone.lasts(changed, 105.0)
-
-
-@pytest.mark.parametrize(
-    "healthy",
-    [
-        [hung(0, calls=calls(*"gg")), hung(1, calls=calls(*"gg"))],  # all wait, none of them alone
-        [ahead(0), late(1, where=ENGINE)],  # alone, but one is in a backward pass
-        [ahead(0), late(1), late(2, where="", waiting=False, calls=())],
-    ],
-)
-def test_ranks_that_may_go_on_are_no_lone_call(healthy: Evidence) -> None:
-    lone = LoneCall()
-    assert [lone.lasts(healthy, seconds) for seconds in (100.0, 103.0, 200.0)] == [
-        False,
-        False,
-        False,
-    ]
 
 
 @pytest.mark.parametrize(

@@ -593,27 +593,6 @@ def test_collectives_that_differ_are_a_failure_before_any_rank_has_failed(gang: 
     )
 
 
-def lone_call(coordinator: CoordinatorPeers) -> None:
-    """What a dump of ranks 0 and 1 shows: rank 0 is alone in a collective."""
-    coordinator.report(seen(0, where="user/loss.py:9 in log", step=9, calls=calls(*"ggu")))
-    coordinator.report(
-        seen(1, where="training/step_sync.py:155 in exchange", step=9, calls=calls(*"gg"))
-    )
-
-
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_a_lone_call_is_a_failure_once_it_has_lasted_for_all_ranks(nodes: int, gang: Gang) -> None:
-    coordinator = gang.open(nodes)
-    gang.start()
-    lone_call(coordinator)
-    gang.clock.seconds += 2.25
-    assert coordinator.poll() is None and not coordinator.take_witness_request()
-    lone_call(coordinator)
-    assert coordinator.take_witness_request() is (nodes == 2), (
-        "of three ranks, the third may be on its way"
-    )
-
-
 def test_an_idle_rank_for_which_all_others_wait_is_a_stall(gang: Gang) -> None:
     coordinator = gang.open(3)
     gang.start()

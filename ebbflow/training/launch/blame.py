@@ -10,8 +10,7 @@ The culprit is the first of the following that the evidence shows:
 6. a living rank that waits neither in a collective nor for its GPU, while other ranks wait
 7. a rank that finished while the other ranks continued
 8. a rank whose collective failed at another code location than on the other ranks
-9. the rank that waits in a collective that the other ranks did not call, else the rank that is
-    furthest behind
+9. the rank that is furthest behind
 10. the network
 
 The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
@@ -43,7 +42,6 @@ LEFT_EARLY = "left early"
 HANG = "hang"
 _by_time = attrgetter("timestamp")
 _MOST_UNUSUAL_FIRST = (True, None, False)  # results of `is_unusual_call`
-_LONE_CALL_SECONDS = 2.0  # the ranks report the positions of one dump within less
 _STALL_SECONDS = 1.0  # without CPU time
 # An exception counts as the cause of a kill only if it is more than this earlier
 _KILL_SECONDS = 1.0
@@ -60,7 +58,6 @@ class BlameRule(StrEnum):
     OUTSIDE_COLLECTIVE = "it stands outside of any collective"
     LEFT_EARLY = "it left while the others went on"
     CALLED_ELSEWHERE = "its collective was called from another place than the others'"
-    CALLED_ALONE = "it waits in a collective that the other ranks did not call"
     FEWEST_CALLS = "it has called the fewest collectives"
     FURTHEST_BEHIND = "it is furthest behind"
     ALL_WAIT = "all ranks wait alike"
@@ -69,7 +66,6 @@ class BlameRule(StrEnum):
 
 _DIFFERENT_CALLS_RULES = (
     BlameRule.RECORDERS_DIFFER,
-    BlameRule.CALLED_ALONE,
     BlameRule.CALLED_ELSEWHERE,
 )
 
@@ -149,47 +145,6 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
     latest = _latest(evidence)
     calls = {failure.rank: failure.calls for failure in latest}
     return find_mismatch(calls, {failure.rank: failure.where for failure in latest})
-
-
-class LoneCall:
-    """A rank alone in a collective that the other ranks did not call, as dumps of all ranks show it
-    over time.
-
-    All ranks wait then, and none of them can continue. It proves that the gang has failed if a
-    second dump shows it.
-    """
-
-    def __init__(self) -> None:
-        self._since = 0.0
-        self._places = list[tuple[int, str, str]]()
-
-    def lasts(self, evidence: Sequence[WorkerFailure], now: float) -> bool:
-        alone = _all_wait_for_good(evidence) and blame(evidence).because is BlameRule.CALLED_ALONE
-        if alone:
-            places = sorted(
-                (failure.rank, failure.where, str(failure.calls)) for failure in evidence
-            )
-        else:
-            places = []
-        if not alone or places != self._places:
-            self._since = now
-            self._places = places
-        return now - self._since >= _LONE_CALL_SECONDS
-
-
-def _all_wait_for_good(evidence: Sequence[WorkerFailure]) -> bool:
-    """Return whether the gang is deadlocked: each rank waits for other ranks, outside of a backward
-    pass.
-
-    Waits for a device do not count, since it may just be slow, nor waits in a backward pass for
-    slower ranks.
-    """
-    places = (
-        failure.where
-        for failure in evidence
-        if failure.waiting and not has_queued_calls(failure.calls)
-    )
-    return sum(not place.startswith("training/engine/loop.py") for place in places) == len(evidence)
 
 
 def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:
@@ -339,39 +294,11 @@ def _behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     behind = find_furthest_behind({failure.rank: failure.calls for failure in ranks})
     if behind:
         late = [failure for failure in ranks if failure.rank in behind]
-        ahead = [failure for failure in ranks if failure.rank not in behind and failure.calls]
-        if _called_alone(ahead, late):
-            return _Accusation(min(ahead, key=_by_time), BlameRule.CALLED_ALONE)
         return _Accusation(min(late, key=_by_time), BlameRule.FEWEST_CALLS)
     alive = [failure for failure in ranks if not failure.cascade]
     if len({_place(failure) for failure in alive}) > 1:
         return _Accusation(min(alive, key=_place_and_time), BlameRule.FURTHEST_BEHIND)
     return None
-
-
-def _called_alone(ahead: Sequence[WorkerFailure], late: Sequence[WorkerFailure]) -> bool:
-    """Return whether the ranks in `ahead` called a collective that the ranks in `late` will not
-    call.
-
-    In this case the late ranks only appear to be behind. They wait in an exchange of the engine in
-    the same step, which flight recorders do not show for a CPU gang
-    (`ebbflow.training.peer_sockets`).
-
-    The smaller group is at fault. If both groups have the same size, the ranks ahead are at fault.
-    The exception is a rank ahead that had already made its last two calls in this order before:
-    then the ranks ahead are not at fault.
-    """
-    if not ahead or not all(
-        failure.waiting and is_engine_location(failure.where) for failure in late
-    ):
-        return False
-    if any(is_engine_location(failure.where) for failure in ahead):
-        return False
-    if max(failure.step for failure in ahead) > min(failure.step for failure in late):
-        return False
-    if len(ahead) == len(late):
-        return all(is_unusual_call(failure.calls) is not False for failure in ahead)
-    return len(ahead) < len(late)
 
 
 def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
@@ -410,8 +337,6 @@ def _certainty_of(rule: BlameRule, evidence: Sequence[WorkerFailure]) -> str:
         if any(has_other_size(failure.message) for failure in evidence):
             return PROVEN
         return SLOW
-    if rule is BlameRule.CALLED_ALONE and _all_wait_for_good(evidence):
-        return PROVEN
     return ""
 
 

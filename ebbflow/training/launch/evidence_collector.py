@@ -2,7 +2,6 @@
 
 from ebbflow.training.launch.blame import (
     Culprit,
-    LoneCall,
     detect_mismatch,
     detect_stall,
     settle_seconds,
@@ -25,7 +24,6 @@ class EvidenceCollector:
         # rank: (time of the report, its position)
         self._positions: dict[int, tuple[float, WorkerFailure]] = {}
         self._failed_at: float | None = None
-        self._lone_call = LoneCall()
 
     @property
     def shows_failure(self) -> bool:
@@ -35,7 +33,7 @@ class EvidenceCollector:
         """Add a failure, or the position of a rank that has not failed."""
         if report.witness:
             self._positions[report.rank] = (now, report)
-            failed = self._positions_prove_failure(now)
+            failed = detect_mismatch(self.evidence(now)) is not None
         else:
             self._failures.append(report)
             failed = True
@@ -65,9 +63,3 @@ class EvidenceCollector:
     def _is_complete(self, now: float) -> bool:
         """Return whether each rank has failed or reported its position."""
         return len({report.rank for report in self.evidence(now)}) == self._world_size
-
-    def _positions_prove_failure(self, now: float) -> bool:
-        evidence = self.evidence(now)
-        if detect_mismatch(evidence) is not None:
-            return True
-        return self._is_complete(now) and self._lone_call.lasts(evidence, now)
