@@ -23,13 +23,14 @@ from ebbflow.core.store import Store
 from ebbflow.core.terms import Terms
 from ebbflow.training.data import SampleOrder, open_tokens
 from ebbflow.training.engine.loop import train
-from ebbflow.training.engine.trainer_setup import build_trainer, open_saver
+from ebbflow.training.engine.trainer_setup import build_trainer
 from ebbflow.training.errors import TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.session import open_saver
 from ebbflow.training.worker import arrange_arithmetic
 from tests.support.no_saver import NoSaver
 
@@ -70,7 +71,7 @@ class EngineLoop:
             saver = open_saver(worker, gang, reporter)
         else:
             saver = NoSaver()
-        self._trainer = build_trainer(worker, gang, nodes=1, reporter=reporter, saver=saver)
+        self._trainer = build_trainer(worker, gang, reporter=reporter, saver=saver)
         self._at = Position()
 
     def run(self, steps: int) -> Lap:
@@ -79,7 +80,7 @@ class EngineLoop:
         training = self._trainer.config.training.model_copy(update={"max_steps": until})
         config = self._trainer.config.model_copy(update={"training": training})
         trainer = replace(self._trainer, config=config, start=self._at)
-        arrange_arithmetic(training, trainer.gang.device)
+        arrange_arithmetic(training, trainer.session.gang.device)
         began = time.monotonic()
         cpu_began = time.process_time()
         ending = train(trainer)
@@ -105,8 +106,8 @@ class EngineLoop:
         return self._trainer.spread.module, self._trainer.optimizer
 
     def close(self) -> None:
-        if not isinstance(self._trainer.saver, NoSaver):
-            self._trainer.saver.close()
+        if not isinstance(self._trainer.session.saver, NoSaver):
+            self._trainer.session.saver.close()
         self._log.close()
 
     def _emit(self, name: str, **data: Any) -> None:

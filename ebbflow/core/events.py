@@ -538,7 +538,7 @@ def _compile_shape(shape: Any) -> Callable[[Any], str]:
         return _compile_fields(shape)
     if isinstance(shape, list):
         check = _compile_shape(shape[0])
-        items = lambda value: (_below(f"[{at}]", check(item)) for at, item in enumerate(value))  # noqa: E731
+        items = lambda value: (_below(f"[{at}]", check(item)) for at, item in enumerate(value))
         return lambda value: (
             next(filter(None, items(value)), "") if isinstance(value, list) else _is_wrong(value)
         )

@@ -79,7 +79,8 @@ def _export(arguments: argparse.Namespace) -> int:
     path = Path(arguments.config).resolve()
     job = arguments.job or plain_name(Path(arguments.config).stem)
     check_job_name(job)
-    if refusal := refusal_reason(config, path):
+    refusal = refusal_reason(config, path)
+    if refusal is not None:
         print(refusal, file=sys.stderr)
         return Outcome.CONFIG.exit_code
     now = time.time()
@@ -129,7 +130,8 @@ def make_task(
         f"cost.regions=[{chosen.region}]",
     ]
     words = [".venv/bin/ebbflow", "supervise", path, "--job", job]
-    words += [word for setting in settings for word in ("--set", setting)]
+    for setting in settings:
+        words += ["--set", setting]
     return {
         "name": job,
         "num_nodes": 1,

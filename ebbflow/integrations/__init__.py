@@ -42,7 +42,7 @@ class _AfterImport(MetaPathFinder):
         self._left = dict(_TRAINERS)
         self._settings = settings
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, name: str, *_: object) -> Any:
         known = self._left.pop(name, None)
         if known is None:
             return None
@@ -55,7 +55,8 @@ class _AfterImport(MetaPathFinder):
                 trainer = module.Trainer
                 (library, method, _) = known
                 setattr(trainer, method, _committing(getattr(trainer, method), *known))
-                if settings := self._settings.get(library):
+                settings = self._settings.get(library)
+                if settings:
                     trainer.__init__ = _constructing(trainer.__init__, settings)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -82,13 +83,14 @@ def _committing(
             callbacks = trainer.callback_handler.callbacks
         else:
             callbacks = trainer.callbacks
-        if not any(isinstance(one, callback) for one in callbacks):
+        if not any(isinstance(known, callback) for known in callbacks):
             if method == "fit":
                 loader = [options.get("train_dataloaders", given[1] if len(given) > 1 else None)]
             else:
                 loader = []
             callbacks.append(callback())
-            if restored := callback.restore(trainer, *loader):
+            restored = callback.restore(trainer, *loader)
+            if restored:
                 if method == "train":
                     given = given[:0]
                 options[argument] = restored

@@ -9,7 +9,7 @@ DTensors, which any number of ranks can read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ebbflow.training.attach.job import AttachedJob, Stateful
+from ebbflow.training.attach.capture import ScriptState, Stateful
 from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
@@ -34,34 +34,36 @@ from ebbflow.training.weights.load import weights_sha256
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-class Job(AttachedJob):
-    """The job of a script that trains a model in FSDP1."""
-
-    _by_library = True
+class Fsdp1State(ScriptState):
+    """State of a script that trains a model in FSDP1."""
 
     def __init__(
         self,
-        spec: WorkerSpec,
         gang: Gang,
         model: nn.Module,
         optimizer: Optimizer | None,
-        states: dict[str, Stateful],
+        states: Mapping[str, Stateful],
     ) -> None:
         if optimizer is None or not isinstance(model, FullyShardedDataParallel):
             fix = "fix: attach(model, optimizer), with the outermost FullyShardedDataParallel"
             raise AttachError(f"attach: FSDP1 needs its outermost model and its optimizer; {fix}")
         self._sharded = _ShardedState(model, optimizer)
-        super().__init__(spec, gang, model, optimizer, {"model": self._sharded} | states)
+        states = {"model": self._sharded, **states}
+        super().__init__(gang, model, optimizer, states, by_library=True)
 
-    def _capture(self, step: int) -> dict[str, Any]:
-        updated = self._updated
-        captured = super()._capture(step)
-        # Torch may have initialised the optimizer's state by a step without effect
-        self._updated = updated
-        return captured
-
-    def _digest(self) -> str:
+    def digest(self) -> str:
         return weights_sha256(_Parameters(self._sharded.parameters()))
+
+
+def make_state(
+    _spec: WorkerSpec,
+    gang: Gang,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    states: Mapping[str, Stateful],
+) -> Fsdp1State:
+    """Return the state of a script's job. Raises AttachError for a model that cannot be saved."""
+    return Fsdp1State(gang, model, optimizer, states)
 
 
 class _ShardedState:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from ebbflow.training.attach.attach import attach_folder
 from ebbflow.training.attach.folder import FolderJob
-from ebbflow.training.attach.job import refuse
+from ebbflow.training.attach.loop import refuse
 from ebbflow.training.attach.state import BatchSource
 from ebbflow.training.errors import AttachError
 
@@ -39,8 +39,10 @@ class CommitCallback(Callback):
         self._wanted = {"store": store, "name": name, "config": config}
         self._job: FolderJob | None = None
         self._seed = torch.initial_seed()
-        # Epochs read, batches of this epoch read, batches to skip
-        self._epoch = self._read = self._skip = 0
+        # Epochs read, batches of this epoch read, and batches to skip
+        self._epoch = 0
+        self._read = 0
+        self._skip = 0
         self._global_step = 0
         self._last: Path | None = None
 
@@ -53,7 +55,9 @@ class CommitCallback(Callback):
         one.
         """
         found = [
-            one for one in getattr(trainer, "callbacks", []) if isinstance(one, CommitCallback)
+            callback
+            for callback in getattr(trainer, "callbacks", [])
+            if isinstance(callback, CommitCallback)
         ]
         if len(found) != 1:
             refuse(
@@ -78,7 +82,9 @@ class CommitCallback(Callback):
             def read(loader: DataLoader[Any]) -> Iterator[Any]:
                 # Lightning may copy it for another sampler
                 if not sources or sources[-1].loader is not loader:
-                    sources.append(BatchSource(loader, self._seed, job.say, iterate=iterate))
+                    sources.append(
+                        BatchSource(loader, self._seed, job.record_notice, iterate=iterate)
+                    )
                 self._read = self._skip
                 self._skip = 0
                 job.restore_random_states()
@@ -125,14 +131,13 @@ class CommitCallback(Callback):
         # Lightning ends at SIGTERM, some steps before the save that all ranks agree on
         job.watch_signals()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: object, **__: object) -> None:
         self._attach(trainer).begin_step()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: object, **__: object
     ) -> None:
+        del pl_module  # an argument of Lightning's hook
         job = self._attach(trainer)
         self._read += 1
         if isinstance(outputs, dict):
@@ -149,7 +154,7 @@ class CommitCallback(Callback):
         if job.end_step(samples, updated=updated and not trainer.is_last_batch):
             self._save(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, *_: object, **__: object) -> None:
         self._epoch = self._epoch + 1
         self._read = 0
 
@@ -163,17 +168,10 @@ class CommitCallback(Callback):
         if former is not None and trainer.is_global_zero:
             former.unlink(missing_ok=True)
 
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, *_: object, **__: object) -> None:
         self._attach(trainer).begin_evaluation()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, *_: object, **__: object) -> None:
         job = self._attach(trainer)
         if not job.is_committed:
             self._save(trainer)
@@ -182,5 +180,6 @@ class CommitCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        del trainer, pl_module  # arguments of Lightning's hook
         if self._job is not None:
-            self._job.__exit__(type(exception), exception, None)
+            self._job.fail(exception)

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from ebbflow.training.attach.attach import attach_folder
 from ebbflow.training.attach.folder import FolderJob
-from ebbflow.training.attach.job import refuse
+from ebbflow.training.attach.loop import refuse
 from ebbflow.training.errors import AttachError
 
 
@@ -77,7 +77,7 @@ class CommitCallback(TrainerCallback):
         return self._job
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *_: object, **kwargs: Any
     ) -> None:
         job = self._attach(args)
         job.describe(kwargs["model"], state.max_steps, divided=args.max_steps <= 0)
@@ -90,9 +90,7 @@ class CommitCallback(TrainerCallback):
                 )
             )
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, *_: object, **__: object) -> None:
         self._attach(args).begin_step()
 
     def on_step_end(
@@ -107,28 +105,22 @@ class CommitCallback(TrainerCallback):
         wanted = self._attach(args).end_step(samples, learning_rate=rate)
         control.should_save |= wanted or state.global_step >= state.max_steps
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_log(self, *_: object, **kwargs: Any) -> None:
         logs = kwargs.get("logs") or {}
         if self._job is not None and "loss" in logs:
             self._job.log_last_step(logs["loss"])
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *_: object, **__: object
     ) -> None:
         assert args.output_dir is not None
         self._attach(args).commit(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, *_: object, **__: object) -> None:
         if self._job is not None:
             self._job.begin_evaluation()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, *_: object, **kwargs: Any) -> None:
         metrics = kwargs.get("metrics") or {}
         if self._job is not None:
             numbers = {
@@ -138,7 +130,5 @@ class CommitCallback(TrainerCallback):
                 **{name: value for name, value in numbers.items() if math.isfinite(value)}
             )
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
         self._attach(args).complete()

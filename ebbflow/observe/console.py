@@ -338,7 +338,7 @@ class RunView:
                     self._happened(event)
 
     # One branch for each kind of event.
-    def _happened(self, event: Event) -> None:  # noqa: C901, PLR0912
+    def _happened(self, event: Event) -> None:
         data = event.data
         if event.step is None:
             at = ""

@@ -27,6 +27,7 @@ from ebbflow.training.weights.files import find_weights
 _OTHERS_NAMED = 5
 _OTHERS_LOOKED_AT = 2000
 _READABLE_LOOKED_AT = 200
+WORKLOAD_CHECK = "workload"
 
 
 def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
@@ -202,11 +203,12 @@ def _place(config: RunConfig) -> RankLayout:
     # If the plan will choose the number of ranks, checks that depend on it are made by the plan and
     # by the ranks.
     tensor = config.parallel.tensor_size
-    chosen = config.parallel.shard_size or 2 * tensor, tensor
     if gang:
-        ranks, ranks_per_node = (gang.ranks, gang.processes_per_node)
+        ranks = gang.ranks
+        ranks_per_node = gang.processes_per_node
     else:
-        ranks, ranks_per_node = chosen
+        ranks = config.parallel.shard_size or 2 * tensor
+        ranks_per_node = tensor
     return RankLayout(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
@@ -310,11 +312,11 @@ def check_initial_weights(context: PreflightContext) -> CheckFinding:
     numbers = sum(math.prod(stored.shape) for stored in found.values())
     files = len({s.file for s in found.values()})
     arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
-    if config.user_code is None and numbers != (
-        wanted := footprint.causal_lm_shape(config.model).parameters
-    ):
-        fix = "the model section that these weights are of"
-        return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
+    if config.user_code is None:
+        wanted = footprint.causal_lm_shape(config.model).parameters
+        if numbers != wanted:
+            fix = "the model section that these weights are of"
+            return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
     return CheckFinding.passed(arithmetic)
 
 

@@ -19,6 +19,9 @@ from ebbflow.training.launch.messages import OrderRecord
 
 # The deadline of a workload's `prepare`, which may download and convert data
 PREPARE_SECONDS = 6 * 3600.0
+_LEAVING_SECONDS = 2.0  # reserved between the last save and the exit of the process
+_STEPS_REMEMBERED = 32
+_LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,6 @@ class LoopResult:
     step: int  # the last step that was taken
     message: str = ""  # the reason if the loop stopped early, else ""
     weights_sha256: str | None = None  # the hash of the final weights; None if it was not computed
-
-
-_LEAVING_SECONDS = 2.0  # reserved between the last save and the exit of the process
-_STEPS_REMEMBERED = 32
-_LOOK_SECONDS = 0.01
 
 
 class Stop(IntEnum):
@@ -103,9 +101,11 @@ class Limits:
 
     @property
     def drain_requested(self) -> bool:
-        if self._control is not None and (leave_at := self._control.leave_at) < math.inf:
-            self._asked = True
-            self._killed_at = min(self._killed_at, leave_at - _LEAVING_SECONDS)
+        if self._control is not None:
+            leave_at = self._control.leave_at
+            if leave_at < math.inf:
+                self._asked = True
+                self._killed_at = min(self._killed_at, leave_at - _LEAVING_SECONDS)
         return self._asked
 
     def wait_for_drain(self, seconds: float) -> None:
@@ -152,9 +152,11 @@ class Limits:
         terms = self.terms
         if terms is None:
             return Stop.NONE
-        if steps_left > 0 and (why := self._why_leave(terms, steps_left)):
-            self._why_left = why
-            return Stop.INTERRUPTED
+        if steps_left > 0:
+            why = self._why_leave(terms, steps_left)
+            if why:
+                self._why_left = why
+                return Stop.INTERRUPTED
         if (
             terms.spendable_usd is not None
             and self.spent_usd + self.next_step_usd >= terms.spendable_usd

@@ -10,6 +10,7 @@ all ranks time an all-reduce. The probe takes at most 60 s, usually under 3 s.
 import contextlib
 import hashlib
 import ipaddress
+import itertools
 import json
 import socket
 import struct
@@ -108,12 +109,14 @@ def probe_links(
             store.set(f"at/{node}", json.dumps([address, listener.getsockname()[1]]))
             links = _measure(node, [(host, port) for host, port in collect("at")], token)
             store.set(f"links/{node}", json.dumps([asdict(link) for link in links]))
-        links = [Link(**one) for found in collect("links") for one in found]
+        records = itertools.chain.from_iterable(collect("links"))
+        links = [Link(**record) for record in records]
         broken = [link for link in links if link.error]
         if not broken:
             return links
         shown = [
-            f"node {one.source} cannot reach node {one.target}: {one.error}" for one in broken[:4]
+            f"node {link.source} cannot reach node {link.target}: {link.error}"
+            for link in broken[:4]
         ]
         if len(broken) > 4:
             shown += [f"{len(broken) - 4} more pairs"]
@@ -145,12 +148,12 @@ def summarize_links(links: Sequence[Link], *, nodes: int, seconds: float) -> dic
     where: dict[str, str] = {}
 
     def worst(key: str, pick: Callable[..., Link]) -> Any:
-        known = [one for one in links if getattr(one, key) is not None]
+        known = [link for link in links if getattr(link, key) is not None]
         if not known:
             return None
-        one = pick(known, key=lambda link: abs(getattr(link, key)))
-        where[key] = f"node {one.source} → node {one.target}"
-        return getattr(one, key)
+        link = pick(known, key=lambda link: abs(getattr(link, key)))
+        where[key] = f"node {link.source} → node {link.target}"
+        return getattr(link, key)
 
     return {
         "nodes": nodes,

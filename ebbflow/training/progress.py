@@ -46,6 +46,9 @@ from ebbflow.training.reporter import process_start_monotonic
 _SECONDS = 0.2
 _AGAIN_SECONDS = 0.05  # after a restart, which has an earlier measurement
 _SIZE = {"cpu": 1024, "cuda": 4096}
+_INTERVAL_SECONDS = 10.0
+Emit = Callable[..., Any]
+_GPU_WAIT_SECONDS = 1.0
 
 
 def peak_flops_per_second(
@@ -91,9 +94,6 @@ def measure_flops_per_second(
             torch.cuda.synchronize()
         best = min(best, time.monotonic() - start)
     return 2.0 * size**3 / best
-
-
-_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +204,6 @@ def _duration(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-Emit = Callable[..., Any]
-_GPU_WAIT_SECONDS = 1.0
-
-
 @contextlib.contextmanager
 def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
     """Yield a function that calls `emit` and also updates this node's metrics.
@@ -250,14 +246,12 @@ class NodeMetrics:
             self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - started
         )
         self._heartbeats: dict[int, Heartbeat] = {}
-        for one in (
-            range(rank, rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            if spec.heartbeat_path
-            else ()
-        ):
-            path = Path(spec.heartbeat_path or "").with_name(f"rank-{one}.heartbeat")
-            if path.exists():
-                self._heartbeats[one] = Heartbeat(path)
+        if spec.heartbeat_path:
+            ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            for other in range(rank, rank + ranks_of_node):
+                path = Path(spec.heartbeat_path).with_name(f"rank-{other}.heartbeat")
+                if path.exists():
+                    self._heartbeats[other] = Heartbeat(path)
         self._gpus = GpuMonitor(kernel_log=os.devnull)
         self._unshown: set[str] = set()
         # US dollars, and the monotonic time of the event

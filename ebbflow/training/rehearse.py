@@ -25,6 +25,35 @@ from pathlib import Path
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.infra.notices import rehearse_notice
 
+NOTICE = "notice"
+NON_FINITE = "non-finite"
+_NODE_LOSS = "node-loss"
+_SLOW_STEP = "slow-step"
+_SECONDS = {NOTICE: 120.0, _SLOW_STEP: 5.0}  # defaults
+KINDS = {
+    _NODE_LOSS: "SIGKILL to a node's agent and all its ranks",
+    "rank-kill": "SIGKILL to one rank",
+    NOTICE: (
+        f"a spot notice to a node, which is killed after :seconds=S, {_SECONDS[NOTICE]:g} by "
+        "default"
+    ),
+    "exception": "RuntimeError on one rank",
+    "sleep": "time.sleep on one rank, forever",
+    "busy-loop": "one rank computes forever",
+    "gil-held": "a C call on one rank that keeps the interpreter's lock",
+    "loader-stuck": "one rank waits for a loader process that returns nothing",
+    "extra-collective": "a collective that one rank alone calls",
+    "uneven-steps": "one rank waits at the epoch's end while the others continue",
+    NON_FINITE: "a non-finite loss on one rank in the next step",
+    _SLOW_STEP: f"one step of one rank takes :seconds=S longer, {_SECONDS[_SLOW_STEP]:g} by default",
+}
+_OF_NODES = (_NODE_LOSS, NOTICE)
+_OF_GANGS = ("extra-collective", "uneven-steps")
+_PATTERN = re.compile(
+    r"(?P<kind>[a-z-]+)@(?:(?P<percent>\d+(?:\.\d+)?)%|step:(?P<step>\d+))"
+    r"(?::(?P<target>node|rank)=(?P<number>\d+))?(?::seconds=(?P<seconds>\d+(?:\.\d+)?))?"
+)
+
 
 def busy_loop() -> None:
     while True:
@@ -72,30 +101,6 @@ def slow(seconds: float) -> None:
     time.sleep(seconds)
 
 
-NOTICE = "notice"
-NON_FINITE = "non-finite"
-_NODE_LOSS = "node-loss"
-_SLOW_STEP = "slow-step"
-_SECONDS = {NOTICE: 120.0, _SLOW_STEP: 5.0}  # defaults
-KINDS = {
-    _NODE_LOSS: "SIGKILL to a node's agent and all its ranks",
-    "rank-kill": "SIGKILL to one rank",
-    NOTICE: (
-        f"a spot notice to a node, which is killed after :seconds=S, {_SECONDS[NOTICE]:g} by "
-        "default"
-    ),
-    "exception": "RuntimeError on one rank",
-    "sleep": "time.sleep on one rank, forever",
-    "busy-loop": "one rank computes forever",
-    "gil-held": "a C call on one rank that keeps the interpreter's lock",
-    "loader-stuck": "one rank waits for a loader process that returns nothing",
-    "extra-collective": "a collective that one rank alone calls",
-    "uneven-steps": "one rank waits at the epoch's end while the others continue",
-    NON_FINITE: "a non-finite loss on one rank in the next step",
-    _SLOW_STEP: f"one step of one rank takes :seconds=S longer, {_SECONDS[_SLOW_STEP]:g} by default",
-}
-_OF_NODES = (_NODE_LOSS, NOTICE)
-_OF_GANGS = ("extra-collective", "uneven-steps")
 _HOOKS: dict[str, Callable[..., None]] = {
     "exception": raise_error,
     "sleep": asleep,
@@ -106,10 +111,6 @@ _HOOKS: dict[str, Callable[..., None]] = {
     "uneven-steps": uneven_steps,
     _SLOW_STEP: slow,
 }
-_PATTERN = re.compile(
-    r"(?P<kind>[a-z-]+)@(?:(?P<percent>\d+(?:\.\d+)?)%|step:(?P<step>\d+))"
-    r"(?::(?P<target>node|rank)=(?P<number>\d+))?(?::seconds=(?P<seconds>\d+(?:\.\d+)?))?"
-)
 
 
 class RehearsalError(InfraError, outcome=Outcome.CONFIG):

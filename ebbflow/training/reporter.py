@@ -8,6 +8,24 @@ from dataclasses import dataclass, field
 from ebbflow.core.events import PHASE, LedgerClass
 from ebbflow.core.process import process_stat
 
+# The ledger class of each phase. The phases are those of the heartbeat.
+_CLASS_OF_PHASE = {
+    "init": LedgerClass.STARTUP,
+    "compile": LedgerClass.STARTUP,
+    "restore": LedgerClass.RESTORE,
+    "data": LedgerClass.DATA_WAIT,
+    "forward": LedgerClass.USEFUL_STEP,
+    "backward": LedgerClass.USEFUL_STEP,
+    "optimizer": LedgerClass.USEFUL_STEP,
+    "checkpoint": LedgerClass.CHECKPOINT_STALL,
+    "store": LedgerClass.CHECKPOINT_STALL,  # waiting for a save to be durable; has its own deadline
+    "evaluation": LedgerClass.EVALUATION,
+    "done": LedgerClass.SHUTDOWN,
+}
+# Phases in which a rank computes. The waits for other ranks within them are excluded
+# (`gang.time_waits`).
+_OWN_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
+
 
 class Clock:
     """Clock that assigns every second since the start of a rank's process to exactly one ledger
@@ -107,27 +125,6 @@ def process_start_monotonic() -> float:
     return time.monotonic() - max(age, 0.0)
 
 
-# The ledger class of each phase. The phases are those of the heartbeat.
-_CLASS_OF_PHASE = {
-    "init": LedgerClass.STARTUP,
-    "compile": LedgerClass.STARTUP,
-    "restore": LedgerClass.RESTORE,
-    "data": LedgerClass.DATA_WAIT,
-    "forward": LedgerClass.USEFUL_STEP,
-    "backward": LedgerClass.USEFUL_STEP,
-    "optimizer": LedgerClass.USEFUL_STEP,
-    "checkpoint": LedgerClass.CHECKPOINT_STALL,
-    "store": LedgerClass.CHECKPOINT_STALL,  # waiting for a save to be durable; has its own deadline
-    "evaluation": LedgerClass.EVALUATION,
-    "done": LedgerClass.SHUTDOWN,
-}
-
-
-# Phases in which a rank computes. The waits for other ranks within them are excluded
-# (`gang.time_waits`).
-_OWN_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
-
-
 @dataclass(frozen=True)
 class Reporter:
     """Reporting interface of one rank: phases go to its agent, time goes to the ledger, and events
@@ -136,9 +133,9 @@ class Reporter:
 
     clock: Clock  # assigns time to ledger classes
     emit: Callable[..., object]  # takes (name, step=, flush=, **data)
-    beat: Callable[[int, str], None] = lambda step, phase: None  # writes a heartbeat
+    beat: Callable[[int, str], None] = lambda *_: None  # writes a heartbeat
     # Tells the agent the last completed step
-    mark_trained: Callable[[int], None] = lambda step: None
+    mark_trained: Callable[[int], None] = lambda _: None
     _at: list[tuple[str, int]] = field(default_factory=lambda: [("init", 0)])
     _on_close: list[Callable[[], object]] = field(default_factory=list)
 

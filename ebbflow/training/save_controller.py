@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ebbflow.core.config.schema import CheckpointConfig
+from ebbflow.core.config.schema import CheckpointConfig, RunConfig
 from ebbflow.core.events import COMMIT_SKIPPED, INTERVAL, LedgerClass
 from ebbflow.core.reliability import (
     GammaHazard,
@@ -27,6 +27,8 @@ from ebbflow.core.reliability import (
 )
 from ebbflow.training.checkpoint import Checkpointer
 from ebbflow.training.engine.parallel import Spread
+from ebbflow.training.gang import Gang
+from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.step_sync import StepSync
@@ -39,6 +41,7 @@ _REMEMBERED = 8  # the number of saves from which the next is estimated
 _STEPS_REMEMBERED = 64
 _STEPS_TO_COMPARE = 3
 Hazard = GammaHazard | PlannedHazard
+_LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +170,20 @@ class SaveSchedule:
         return max(0.0, longer) * self._busy_steps / self._saves
 
 
+def make_save_schedule(spec: WorkerSpec, config: RunConfig, gang: Gang) -> SaveSchedule | None:
+    """Return the rule for when to save, on rank 0; None on other ranks, whose votes do not count."""
+    if gang.rank != 0:
+        return None
+    planned = spec.terms.hazard_per_hour if spec.terms is not None else None
+    interruptions = max(0, spec.generation - 1)
+    return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=interruptions))
+
+
 def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
     """Return the estimated hazard at the start of a generation, from the plan and the job's
     interruptions so far.
     """
     return PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR)).seen(interruptions, 0.0)
-
-
-_LOOK_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,22 +199,9 @@ class SaveController:
     reporter: Reporter
     extra: dict[str, Any]  # fields that every commit has, besides step, cursor and spent dollars
     # Returns further fields of the commit of a step
-    carried: Callable[[int], dict[str, Any]] = lambda step: {}
+    carried: Callable[[int], dict[str, Any]] = lambda _: {}
     # The rule for when to save, on rank 0; None on other ranks
     save_schedule: SaveSchedule | None = None
-
-    def row_fields(self, step: int, *, owed: bool = False) -> dict[str, float]:
-        """Return this rank's fields of a `Row` about saves: its vote (`owed`: from earlier), and
-        its last saves.
-        """
-        saver = self.saver
-        return {
-            "save_due": self.due(step) or owed,
-            "saving": saver.busy,
-            "save_seconds": self.last_save_seconds,
-            "save_limit_seconds": saver.limit_seconds,
-            "failed_save": saver.failed_step or 0,
-        }
 
     def due(self, step: int) -> bool:
         """Return this rank's vote for a save after `step`; only the vote of rank 0 counts."""

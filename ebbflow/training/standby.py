@@ -70,8 +70,10 @@ def _await_request() -> dict[str, Any]:
         if woken in ready:
             os.read(woken, 4096)
             with contextlib.suppress(ChildProcessError):
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    _answer({"ended": ended[0], "status": os.waitstatus_to_exitcode(ended[1])})
+                ended, status = os.waitpid(-1, os.WNOHANG)
+                while ended:
+                    _answer({"ended": ended, "status": os.waitstatus_to_exitcode(status)})
+                    ended, status = os.waitpid(-1, os.WNOHANG)
         if 0 not in ready:
             continue
         data = os.read(0, 1 << 20)

@@ -157,9 +157,12 @@ class _Streak:
         self._drags.append(drag)
         if len(self._drags) < STEPS_IN_A_ROW:
             return None
-        names = ("share", "usd_per_hour", "ratio", "seconds")
         self.told = replace(
-            drag, **{n: statistics.fmean(getattr(one, n) for one in self._drags) for n in names}
+            drag,
+            share=statistics.fmean(drag.share for drag in self._drags),
+            usd_per_hour=statistics.fmean(drag.usd_per_hour for drag in self._drags),
+            ratio=statistics.fmean(drag.ratio for drag in self._drags),
+            seconds=statistics.fmean(drag.seconds for drag in self._drags),
         )
         return self.told
 
@@ -212,14 +215,15 @@ class StepSync:
         """
         if not older.rows:
             return self
-        names = ("stop", "save_due", "renew")
-        pairs = zip(self.rows, older.rows, strict=True)
-        return StepSync(
-            [
-                row._replace(**{n: max(getattr(row, n), getattr(before, n)) for n in names})
-                for row, before in pairs
-            ]
-        )
+        rows = [
+            row._replace(
+                stop=max(row.stop, before.stop),
+                save_due=max(row.save_due, before.save_due),
+                renew=max(row.renew, before.renew),
+            )
+            for row, before in zip(self.rows, older.rows, strict=True)
+        ]
+        return StepSync(rows)
 
     @property
     def weight(self) -> float:
@@ -274,14 +278,18 @@ class StepSync:
     @property
     def non_finite(self) -> str:
         """Message that names the ranks with a non-finite loss or gradient; "" if all are finite."""
-        if ranks := [
+        bad_losses = [
             str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.loss_sum)
-        ]:
-            return f"loss is not finite on rank {', '.join(ranks)}"
-        if ranks := [
+        ]
+        if bad_losses:
+            return f"loss is not finite on rank {', '.join(bad_losses)}"
+        bad_gradients = [
             str(rank) for rank, row in enumerate(self.rows) if not math.isfinite(row.square_sum)
-        ]:
-            return f"gradient is not finite on rank {', '.join(ranks)}, though every loss is"
+        ]
+        if bad_gradients:
+            return (
+                f"gradient is not finite on rank {', '.join(bad_gradients)}, though every loss is"
+            )
         return ""
 
     @property
@@ -334,9 +342,9 @@ def exchange(gang: Gang, row: Row) -> StepSync:
     return sync
 
 
-_LOSS, _WEIGHT, _SQUARES = (
-    Row._fields.index(name) for name in ("loss_sum", "weight", "square_sum")
-)
+_LOSS = Row._fields.index("loss_sum")
+_WEIGHT = Row._fields.index("weight")
+_SQUARES = Row._fields.index("square_sum")
 
 
 class DeviceExchange:

@@ -35,12 +35,13 @@ from ebbflow.training.checkpoint.rollback import add_permits, requested_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.engine.loop import train
-from ebbflow.training.engine.trainer_setup import build_trainer, open_reporter, open_saver, restore
+from ebbflow.training.engine.trainer_setup import build_trainer, restore
 from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import PREPARE_SECONDS, LoopResult
+from ebbflow.training.session import open_reporter, open_saver
 from ebbflow.training.workload import WorkloadContext
 from ebbflow.training.workload_loader import prepare_data, workload_context
 
@@ -339,8 +340,8 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
             print(f"network of {nodes} nodes: {describe_network(gang.network)}", flush=True)
             reporter.emit(NETWORK, **gang.network)
         saver = open_saver(spec, gang, reporter)
-        trainer = build_trainer(spec, gang, nodes=nodes, reporter=reporter, saver=saver)
-        ending = train(replace(trainer, start=restore(trainer, saver, spec.candidates)))
+        trainer = build_trainer(spec, gang, reporter=reporter, saver=saver)
+        ending = train(replace(trainer, start=restore(trainer, spec.candidates)))
         saver.close()
     if spec.result_path:
         standalone.write_result(Path(spec.result_path), ending)

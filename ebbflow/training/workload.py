@@ -19,6 +19,8 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.store import Store
 from ebbflow.training.errors import WorkloadError
 
+_LARGEST_PICTURES_BYTES = 2**18  # of one evaluation: events are read whole
+
 
 def _only_own(row: Tensor) -> Tensor:
     return row[None]
@@ -203,9 +205,6 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             f"evaluate() must return one number for each name: {' '.join(str(error).split())}; "
             'fix: such as {"held_out_accuracy": 0.97}'
         ) from error
-
-
-_LARGEST_PICTURES_BYTES = 2**18  # of one evaluation: events are read whole
 
 
 def draw_pictures(workload: Any) -> dict[str, str]:

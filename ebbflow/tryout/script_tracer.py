@@ -87,7 +87,7 @@ class Tracer:
     """Writer of a record of each step's beginning, in the process of one of the script's ranks."""
 
     def __init__(self, traces: list[Path], rank: int, steps: int, folder: Path) -> None:
-        self._trace = open(traces[rank], "w")  # noqa: SIM115
+        self._trace = open(traces[rank], "w")
         self._traces = traces
         self._last = steps
         self._folder = f"{folder}{os.sep}"
@@ -303,9 +303,9 @@ class Tracer:
             return
         self._step += 1
         self._record = {}
-        job = getattr(sys.modules.get("ebbflow.training.attach.job"), "current", None)
-        if job is not None and job._saved_step != self._saved:
-            self._saved = job._saved_step
+        job = getattr(sys.modules.get("ebbflow.training.attach.loop"), "current", None)
+        if job is not None and job.saved_step != self._saved:
+            self._saved = job.saved_step
             self._write({"saved": self._step, "place": "", "by": "attach"})
         if self._step >= self._last:
             end = {
@@ -324,7 +324,7 @@ class Tracer:
         """
         limit = time.monotonic() + _SETTLE_SECONDS
         own = Path(f"{self._trace.name}.ended")
-        while job is not None and job._saver.busy and time.monotonic() < limit:
+        while job is not None and job.is_saving and time.monotonic() < limit:
             time.sleep(0.01)
         own.touch()
         while (

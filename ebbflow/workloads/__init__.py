@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
             return HuggingFace
         case "ImageClassifier":
-            from ebbflow.workloads.vision.vision import ImageClassifier
+            from ebbflow.workloads.vision.classifier import ImageClassifier
 
             return ImageClassifier
         case "ImageModel":

@@ -340,7 +340,7 @@ def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(
     tmp_path: Path,
 ) -> None:
     leave = (  # after step 13, once there is a commit
-        "import glob, os, time\nfrom ebbflow.training.attach.job import AttachedJob as "
+        "import glob, os, time\nfrom ebbflow.training.attach.loop import AttachedLoop as "
         "Job\nafter = Job._after_step\ndef leave(job):\n    after(job)\n    while job.step == "
         "13:\n        time.sleep(0.02)\n        glob.glob('runs/jobs/train/commits/*') and "
         "os.kill(os.getpid(), 9)\nJob._after_step = leave\n"

@@ -26,7 +26,6 @@ from ebbflow.training.checkpoint import (
 )
 from ebbflow.training.checkpoint.manifest import CheckpointId, Manifest
 from ebbflow.training.checkpoint.verified_io import sha256_text
-from ebbflow.training.engine.trainer_setup import open_saver
 from ebbflow.training.errors import (
     CheckpointError,
     DamagedLineage,
@@ -37,6 +36,7 @@ from ebbflow.training.errors import (
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.session import open_saver
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from ebbflow.core.store import Store
 from ebbflow.infra.notices import rehearse_notice
 from ebbflow.training.checkpoint import reachable_commits
 from ebbflow.training.engine.parallel import Spread
-from ebbflow.training.engine.trainer import Evaluation
+from ebbflow.training.evaluation import Evaluation
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import GangSpec

@@ -41,11 +41,11 @@ from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import Limits
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.save_controller import SaveSchedule, prior_hazard
 from ebbflow.training.step_sync import DeviceExchange, Row
 from ebbflow.training.worker import arrange_arithmetic, describe_promise, flush_before_end
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.workloads.language.language_model import TextWorkload
+from tests.support.assembled_trainer import assemble_trainer
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
 from tests.support.flow import wait_until
 from tests.support.no_saver import NoSaver
@@ -140,18 +140,16 @@ def make_trainer(
     clock = Clock(emit)
     workload = Workload()
     spread = spread_model(workload, config, gang)  # type: ignore[arg-type]
-    trainer = Trainer(
-        config=config,
-        gang=gang,
-        workload=workload,  # type: ignore[arg-type]
+    trainer = assemble_trainer(
+        config,
+        gang,
+        workload=workload,
         spread=spread,
         optimizer=make_optimizer(spread.module, config.training),
-        saver=saver or NoSaver(),  # type: ignore[arg-type]
+        saver=saver or NoSaver(),
         limits=Limits(None, world_size=1, elapsed_seconds=lambda: clock.elapsed_seconds),
         reporter=Reporter(clock, emit),
-        save_schedule=SaveSchedule(config.checkpoint, prior_hazard(None, interruptions=0)),
         guards=Guards(config=config, gang=gang, copies=spread.copies, emit=emit),
-        extra={},
     )
     return trainer, events
 
@@ -203,7 +201,7 @@ def test_the_host_waits_for_no_result_of_the_step_in_progress(
     )
     gpu.take_waits()
     ending = train(trainer)
-    assert (ending.outcome, ending.step, trainer.saver.steps) == ("completed", 8, [5, 8])  # type: ignore[attr-defined]
+    assert (ending.outcome, ending.step, trainer.session.saver.steps) == ("completed", 8, [5, 8])  # type: ignore[attr-defined]
     kinds = []
     for wait in waits:
         kinds.append([f"{what} {place.rpartition(' ')[2]}" for what, place in wait])
@@ -240,7 +238,7 @@ def test_a_loss_that_is_not_finite_ends_the_job_before_it_is_saved(
 
     trainer.workload.loss = loss  # type: ignore[method-assign,assignment]
     ending = train(trainer)
-    assert (ending.outcome, ending.step, trainer.saver.steps) == ("non_finite", 2, [])  # type: ignore[attr-defined]
+    assert (ending.outcome, ending.step, trainer.session.saver.steps) == ("non_finite", 2, [])  # type: ignore[attr-defined]
     assert ending.message.startswith("step 3: loss is not finite on rank 0")
 
 
@@ -514,8 +512,10 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
         store_uri=str(tmp_path),
         prepared={},
     )
-    keep = record_memory(spec, trainer.config, trainer.gang, trainer.reporter)
-    trainer = replace(trainer, guards=replace(trainer.guards, keep_snapshot=keep))
+    session = trainer.session
+    keep = record_memory(spec, trainer.config, session.gang, session.reporter)
+    guards = replace(session.guards, keep_snapshot=keep)
+    trainer = replace(trainer, session=replace(session, guards=guards))
     assert gpu.recorded == (500, "python")
 
     def step() -> None:
@@ -543,9 +543,9 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
     }
     notice = Event(name="notice", t_wall=1.0, t_mono=1.0, data={"message": said[0]}, **place)
     assert str(kept) in list_notable_events([notice])[0]["text"], "the report's page names it"
-    trainer.reporter.close()
+    trainer.session.reporter.close()
     assert gpu.recorded is None
-    record_memory(spec, trainer.config, Gang(), trainer.reporter)(2)
+    record_memory(spec, trainer.config, Gang(), trainer.session.reporter)(2)
     assert [*tmp_path.rglob("*.pickle")] == [kept], "of a CPU there is none"
 
 

@@ -25,7 +25,7 @@ from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import build_report
 from ebbflow.training.engine.guards.guards import Guards
-from ebbflow.training.engine.trainer import Rehearsal, Trainer
+from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.errors import CheckpointError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import CAUSES, OrderRecord, RankOrder
@@ -33,7 +33,9 @@ from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveSchedule
+from ebbflow.training.session import Rehearsal
 from ebbflow.training.step_sync import Row, StepSync
+from tests.support.assembled_trainer import assemble_trainer
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
 
@@ -130,25 +132,34 @@ class Saver:
             raise CheckpointError(self._fails)
 
 
-def trainer_of(saver: Saver, events: list, **checkpoint: Any) -> Trainer:
+def trainer_of(
+    saver: Saver,
+    events: list,
+    *,
+    limits: Limits | None = None,
+    rehearsal: Rehearsal | None = None,
+    **checkpoint: Any,
+) -> Trainer:
     config = RunConfig.model_validate({"checkpoint": checkpoint})
 
     def emit(name: str, **data: Any) -> None:
         events.append((name, data))
 
     gang = Gang(rank=0, world_size=2)
-    return Trainer(
-        config=config,
-        gang=gang,
+    return assemble_trainer(
+        config,
+        gang,
         workload=None,
-        spread=SimpleNamespace(module=None, reset_compression=lambda: None),
+        spread=SimpleNamespace(
+            module=None, reset_compression=lambda: None, square_sum=lambda gradients: 1.0
+        ),
         optimizer=None,
         saver=saver,
-        limits=Limits(None, world_size=2, elapsed_seconds=lambda: 0.0),
+        limits=limits or Limits(None, world_size=2, elapsed_seconds=lambda: 0.0),
         reporter=Reporter(Clock(emit, started=0.0), emit),
         guards=Guards(config=config, gang=gang, copies=1, emit=emit),
-        extra={},
         save_schedule=SaveSchedule(config.checkpoint, GammaHazard.from_prior(0.1)),
+        rehearsal=rehearsal,
     )
 
 
@@ -167,7 +178,7 @@ def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(
     saver = Saver()
     events = []
     trainer = trainer_of(saver, events, when_busy=when_busy)
-    trainer.save_controller.save_if_due(
+    trainer.session.save_if_due(
         Position(7),
         sync_of({"save_due": 1.0}, {"saving": 1.0, "save_limit_seconds": 300.0}),
         last=False,
@@ -176,11 +187,11 @@ def test_a_rank_that_is_still_saving_makes_all_wait_or_all_skip(
     skipped = [data for name, data in events if name == COMMIT_SKIPPED]
     assert bool(skipped) is not bool(saved)
     assert not skipped or (skipped[0]["step"] == 7 and "rank 1" in skipped[0]["reason"])
-    trainer.save_controller.save_if_due(
+    trainer.session.save_if_due(
         Position(8), sync_of({"saving": 1.0}, {"save_due": 1.0}), last=False
     )
     assert saver.asked == saved, "rank 0 alone decides what is due"
-    trainer.save_controller.save_if_due(Position(9), sync_of({}, {"saving": 1.0}), last=True)
+    trainer.session.save_if_due(Position(9), sync_of({}, {"saving": 1.0}), last=True)
     assert saver.asked[-1] == (9, 120.0), "the last step is saved in any case"
 
 
@@ -188,9 +199,7 @@ def test_a_save_that_is_asked_for_waits_for_the_one_under_way(tmp_path: Path) ->
     saver = Saver()
     control = OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
-    saves = replace(
-        trainer_of(saver, [], interval="steps", interval_steps=100), limits=limits
-    ).save_controller
+    saves = trainer_of(saver, [], limits=limits, interval="steps", interval_steps=100).session.saves
     control.write(RankOrder(seconds=math.inf, cause=CAUSES[5], node=0))
     saver.busy = True
     assert not saves.due(7)
@@ -219,7 +228,7 @@ def test_a_rehearsed_notice_arrives_at_its_step(tmp_path: Path) -> None:
         notice_path=str(notice),
     )
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
-    trainer = replace(trainer_of(Saver(), []), limits=limits, rehearsal=aim)
+    trainer = trainer_of(Saver(), [], limits=limits, rehearsal=aim)
     trainer.rehearse_fault(4)
     assert not notice.exists()
     trainer.rehearse_fault(5)
@@ -231,10 +240,10 @@ def test_a_notice_hurries_the_last_save_of_a_job_that_is_done(tmp_path: Path) ->
     saver = Saver()
     control = OrderRecord.create(tmp_path / "record")
     limits = Limits(None, world_size=2, elapsed_seconds=lambda: 0.0, control=control)
-    trainer = trainer_of(saver, [])
+    session = trainer_of(saver, [], limits=limits).session
     phases = []
-    reporter = replace(trainer.reporter, beat=lambda step, phase: phases.append(phase))
-    saves = replace(trainer, limits=limits, reporter=reporter).save_controller
+    reporter = replace(session.reporter, beat=lambda step, phase: phases.append(phase))
+    saves = replace(session.saves, reporter=reporter)
     reporter.enter("checkpoint", 9)
     saves.finish()
     assert saver.asked == ["before_step"]
@@ -257,18 +266,18 @@ def test_a_notice_leads_to_a_save_in_time_or_to_none() -> None:
     trainer = trainer_of(saver, events, deadline_seconds=60)
     leaving = {"stop": float(Stop.INTERRUPTED)}
     fits = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 9.0})
-    trainer.save_controller.save_if_due(Position(3), fits, last=True)
+    trainer.session.save_if_due(Position(3), fits, last=True)
     assert saver.asked == ["hurry", (3, 28.0)]
     uneven = sync_of(
         {**leaving, "stop_seconds": 280.0}, {"save_limit_seconds": 90.0, "stop_seconds": 300.0}
     )
-    trainer.save_controller.save_if_due(Position(3), uneven, last=True)
+    trainer.session.save_if_due(Position(3), uneven, last=True)
     assert saver.asked[2:] == ["hurry", (3, 90.0)], (
         "more than deadline_seconds, and the same on both ranks"
     )
     del saver.asked[2:]
     late = sync_of({**leaving, "save_seconds": 5.0, "stop_seconds": 28.0}, {"save_seconds": 31.0})
-    trainer.save_controller.save_if_due(Position(4), late, last=True)
+    trainer.session.save_if_due(Position(4), late, last=True)
     assert saver.asked == ["hurry", (3, 28.0), "hurry"]
     (skipped,) = [data for name, data in events if name == COMMIT_SKIPPED]
     assert skipped["reason"] == "a save takes 31.0 s and 28.0 s are left; the last commit counts"
@@ -289,18 +298,13 @@ def test_a_bandwidth_cap_does_not_apply_to_an_urgent_save(
 ) -> None:
     rows: list[Row] = []
     monkeypatch.setattr(
-        "ebbflow.training.engine.trainer.exchange",
-        lambda gang, row: rows.append(row) or StepSync([row]),
+        "ebbflow.training.session.exchange", lambda gang, row: rows.append(row) or StepSync([row])
     )
     for cap in (None, 0.5):
         saver = Saver()
         saver.expected_seconds = 40.0
         trainer = trainer_of(saver, [], upload_mib_per_second=cap)
-        trainer = replace(
-            trainer,
-            workload=SimpleNamespace(flops=lambda batch: 1.0),
-            spread=SimpleNamespace(module=None, square_sum=lambda gradients: 1.0),
-        )
+        trainer = replace(trainer, workload=SimpleNamespace(flops=lambda batch: 1.0))
         trainer.sync_step(Position(3), None, SimpleNamespace(sum=1.0, weight=1.0), [])
     assert [row.save_seconds for row in rows] == [40.0, 0.0]
 

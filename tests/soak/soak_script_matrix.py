@@ -118,7 +118,7 @@ def record(samples):
 
 
 def write_samples(*_):
-    import ebbflow.training.attach.job as attached, json, os, time
+    import ebbflow.training.attach.loop as attached, json, os, time
     if pending:
         rank, step = int(os.environ.get("RANK", 0)), attached.current.step + 1
         with open({folder!r} + f"/{{os.getpid()}}.jsonl", "a") as file:

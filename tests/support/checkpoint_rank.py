@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import Checkpointer, Generation, reachable_commits
-from ebbflow.training.engine.trainer_setup import meet_others
 from ebbflow.training.errors import RendezvousError, TrainingError
 from ebbflow.training.gang import connect
+from ebbflow.training.session import meet_others
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))

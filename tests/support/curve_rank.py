@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from ebbflow.training.engine.loop import train
 from ebbflow.training.engine.trainer import Trainer
-from ebbflow.training.engine.trainer_setup import build_trainer, open_saver, restore
+from ebbflow.training.engine.trainer_setup import build_trainer, restore
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.reporter import Clock, Reporter
+from ebbflow.training.session import open_saver
 from ebbflow.training.workload import Cursor
 from tests.support.no_saver import NoSaver
 
@@ -68,8 +69,8 @@ def run(curve: dict[str, Any], gang: Gang, weights: Path) -> dict[str, Any]:
         saver = open_saver(spec, gang, reporter)
     else:
         saver = NoSaver()
-    trainer = build_trainer(spec, gang, nodes=1, reporter=reporter, saver=saver)
-    trainer = replace(trainer, start=restore(trainer, saver, spec.candidates), progress=None)
+    trainer = build_trainer(spec, gang, reporter=reporter, saver=saver)
+    trainer = replace(trainer, start=restore(trainer, spec.candidates), progress=None)
     watched = Watched(trainer.workload, leave_after=curve.get("leave_after"))
     ending = train(replace(trainer, workload=watched))
     if spec.generation:

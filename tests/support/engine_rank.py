@@ -27,15 +27,15 @@ from ebbflow.training.engine.guards.guards import Guards
 from ebbflow.training.engine.loop import train
 from ebbflow.training.engine.optimizer import make_optimizer
 from ebbflow.training.engine.parallel import spread_model
-from ebbflow.training.engine.trainer import Rehearsal, Trainer
 from ebbflow.training.gang import Gang, connect, disconnect, leave, time_waits
-from ebbflow.training.limits import Limits, Position
+from ebbflow.training.limits import Limits
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock, Reporter
-from ebbflow.training.save_controller import SaveSchedule, prior_hazard
+from ebbflow.training.session import Rehearsal
 from ebbflow.training.workload import Cursor, Loss
 from ebbflow.training.workload_loader import workload_context
 from ebbflow.workloads.language.language_model import TextBatch, TextWorkload
+from tests.support.assembled_trainer import assemble_trainer
 from tests.support.no_saver import NoSaver
 
 
@@ -121,21 +121,16 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
     limits = Limits(None, world_size=gang.world_size, elapsed_seconds=lambda: clock.elapsed_seconds)
     limits.watch_signals()
     saver = NoSaver()
-    trainer = Trainer(
-        config=config,
-        gang=gang,
+    trainer = assemble_trainer(
+        config,
+        gang,
         workload=workload,
         spread=spread,
         optimizer=make_optimizer(spread.module, config.training),
         saver=saver,
         limits=limits,
         reporter=reporter,
-        save_schedule=SaveSchedule(config.checkpoint, prior_hazard(None, interruptions=0))
-        if gang.rank == 0
-        else None,
         guards=Guards(config=config, gang=gang, copies=spread.copies, emit=log.emit),
-        extra={},
-        start=Position(),
         rehearsal=_rehearsal(scenario.get("rehearse")),
     )
     leave = scenario.get("leave")

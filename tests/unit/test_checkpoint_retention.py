@@ -51,8 +51,8 @@ from ebbflow.training.checkpoint.retention import (
 )
 from ebbflow.training.checkpoint.signing import signer
 from ebbflow.training.checkpoint.verified_io import seal, unseal
-from ebbflow.training.engine.trainer_setup import retention_policy
 from ebbflow.training.errors import DamagedLineage, GenerationSuperseded
+from ebbflow.training.session import retention_policy
 from tests.support.commits import RecordingStore, put_generation, put_manifest, put_whole_commit
 
 DAY = 86_400.0

@@ -27,7 +27,7 @@ from ebbflow.core.requirements import REQUIREMENTS
 from ebbflow.infra.checks.environment import ADVICE
 from ebbflow.training.checkpoint.retention import WholeCommit, choose_commits
 from ebbflow.training.checks import commits_room
-from ebbflow.training.engine.trainer_setup import retention_policy
+from ebbflow.training.session import retention_policy
 from tests.support.checks import ALL_CHECKS, CHECKS, ROOT, failed, passed, skipped
 
 HUGE = {"hidden_size": 65536, "num_layers": 100, "num_heads": 64}

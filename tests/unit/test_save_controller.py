@@ -155,29 +155,10 @@ def test_a_rank_without_a_schedule_saves_without_its_fields() -> None:
     assert bench.events_of(INTERVAL) == []
 
 
-@pytest.mark.parametrize("step", [3, 4])
-@pytest.mark.parametrize("owed", [True, False])
-def test_a_row_has_the_vote_and_the_last_saves_of_its_rank(step: int, owed: bool) -> None:
-    bench = Bench(interval_steps=4)
-    bench.saver.expected_seconds = 9.0
-    bench.saver.failed_step = 2
-    assert bench.controller.row_fields(step, owed=owed) == {
-        "save_due": owed or step == 4,
-        "saving": False,
-        "save_seconds": 9.0,
-        "save_limit_seconds": 70.0,
-        "failed_save": 2,
-    }
-    assert bench.controller.row_fields(step)["save_due"] is (step == 4)
-    fresh = Bench(saver=Saver(busy_seconds=60.0))
-    assert fresh.controller.row_fields(1) == {
-        "save_due": False,
-        "saving": True,
-        "save_seconds": 0.0,
-        "save_limit_seconds": 70.0,
-        "failed_save": 0,
-    }
-    assert not Bench(scheduled=False, interval_steps=4).controller.due(4)
+@pytest.mark.parametrize(("step", "vote"), [(3, False), (4, True)])
+def test_the_vote_for_a_save_follows_the_schedule_of_rank_0(step: int, vote: bool) -> None:
+    assert Bench(interval_steps=4).controller.due(step) is vote
+    assert not Bench(scheduled=False, interval_steps=4).controller.due(step)
 
 
 def test_a_capped_upload_leaves_the_time_of_the_last_save_unknown() -> None:

@@ -187,9 +187,7 @@ class RunVerdict(StrEnum):
 
 
 # Rules in order, of which the first that applies decides.
-def judge_run(  # noqa: PLR0911
-    exit_code: int, before: JobRecord, after: JobRecord
-) -> RunVerdict:
+def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
     """Return the verdict on one run, from its exit code and the job's record before and after the
     run.
 

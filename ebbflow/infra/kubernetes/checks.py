@@ -98,7 +98,7 @@ def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 
 @_for_cluster
-def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
+def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:
     """Check that this account may create, read and delete Jobs, JobSets and pods
     (SelfSubjectAccessReview).
     """

@@ -19,9 +19,11 @@ from ebbflow.core.config.load import load_config
 from ebbflow.core.errors import InfraError
 from ebbflow.core.layout import job_of_script, job_prefix
 from ebbflow.core.store import Store
-from ebbflow.training.attach import job as attached_job
+from ebbflow.training.attach import loop as attached_loop
+from ebbflow.training.attach.capture import ScriptState, Stateful
 from ebbflow.training.attach.folder import FolderJob
-from ebbflow.training.attach.job import AttachedJob, Stateful, refuse
+from ebbflow.training.attach.job import AttachedJob
+from ebbflow.training.attach.loop import AttachedLoop, refuse
 from ebbflow.training.attach.standalone import claim_for_ranks, open_job, share_from_rank_0
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.checkpoint.state import named_state
@@ -31,7 +33,9 @@ from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
 
-Job = TypeVar("Job", bound=AttachedJob)
+# Class of the model: integration
+_SHARDING = {"DeepSpeedEngine": "deepspeed", "FullyShardedDataParallel": "fsdp1"}
+Job = TypeVar("Job")
 
 
 def attach(
@@ -70,13 +74,12 @@ def attach(
         if isinstance(inner, Optimizer):
             optimizer = inner  # accelerate's wrapper runs no hooks
         _check_arguments(model, optimizer, states)
-        kind = _job_class(model)
-        return open_attached(
-            lambda spec, gang: kind(spec, gang, model, optimizer, states),
-            store=store,
-            name=name,
-            config=config,
-        )
+
+        def make(spec: WorkerSpec, gang: Gang) -> AttachedJob:
+            state = _make_state(spec, gang, model, optimizer, states)
+            return AttachedJob(AttachedLoop(spec, gang, state), state)
+
+        return open_attached(make, store=store, name=name, config=config)
     except (TrainingError, InfraError) as error:
         refuse(error)
 
@@ -102,18 +105,30 @@ def attach_folder(
         refuse(error)
 
 
-def _job_class(model: nn.Module) -> type[AttachedJob]:
-    """Return the class of the job: that of an integration if only a library can save the model."""
+def _make_state(
+    spec: WorkerSpec,
+    gang: Gang,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    states: dict[str, Stateful],
+) -> ScriptState:
+    match _sharding_library(model):
+        case "deepspeed":
+            from ebbflow.integrations.deepspeed import make_state
+
+            return make_state(spec, gang, model, optimizer, states)
+        case "fsdp1":
+            from ebbflow.integrations.fsdp1 import make_state
+
+            return make_state(spec, gang, model, optimizer, states)
+        case _:
+            return ScriptState(gang, model, optimizer, states)
+
+
+def _sharding_library(model: nn.Module) -> str:
+    """Return the integration for a model whose state only its library can save, else ""."""
     kinds = {type(module).__name__ for module in model.modules()}
-    if "DeepSpeedEngine" in kinds:
-        from ebbflow.integrations.deepspeed import Job as DeepSpeedJob
-
-        return DeepSpeedJob
-    if "FullyShardedDataParallel" in kinds:
-        from ebbflow.integrations.fsdp1 import Job as ShardedJob
-
-        return ShardedJob
-    return AttachedJob
+    return next((library for kind, library in _SHARDING.items() if kind in kinds), "")
 
 
 def _check_arguments(
@@ -134,13 +149,13 @@ def _check_arguments(
         raise AttachError(
             f"attach: the optimizer has type {kind}; fix: pass the torch.optim.Optimizer second"
         )
-    for name, one in states.items():
-        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+    for name, state in states.items():
+        if not (hasattr(state, "state_dict") and hasattr(state, "load_state_dict")):
             raise AttachError(
-                f"attach: {name} has type {type(one).__name__}, without state_dict and "
+                f"attach: {name} has type {type(state).__name__}, without state_dict and "
                 "load_state_dict; fix: give it both, or leave it out"
             )
-    if _job_class(model) is not AttachedJob:
+    if _sharding_library(model):
         return
     try:
         named_state(model, optimizer)
@@ -163,7 +178,7 @@ def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path 
         AttachError: this process already has a job, or there are several ranks without a process
             group.
     """
-    current = attached_job.current
+    current = attached_loop.current
     if current is not None:
         raise AttachError(
             f"attach: this process already runs job {current.name}; fix: call attach once, and "
@@ -178,8 +193,7 @@ def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path 
         sys.exit(spec)
     if gang.store is not None:  # a later job of this process has keys of its own
         gang = replace(gang, store=PrefixStore(spec.generation_id, gang.store))
-    attached_job.current = job = make(spec, gang)
-    return job
+    return make(spec, gang)
 
 
 def _join_gang() -> Gang:
@@ -212,17 +226,17 @@ def _open(
     use_signing_key(loaded.config.checkpoint.signing_key_env)
     uri = Store.open(settings["store"]).uri
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
-    if config is None:
-        path = ""
-    else:
-        path = str(config)
-    prepared = {"fingerprint": "", "weight_unit": "samples"}
     job_store = Store.open(uri).sub(job_prefix(job))
-    known = {"config": settings, "sources": loaded.sources}
-    parent = rewind_parent(job_store)
-    if sys.argv:
-        script = os.path.abspath(sys.argv[0])
-    else:
-        script = "script"
-    spec = open_job(uri, job, {"path": path, **known}, prepared, parent=parent, script=script)
+    spec = open_job(
+        uri,
+        job,
+        {
+            "path": "" if config is None else str(config),
+            "config": settings,
+            "sources": loaded.sources,
+        },
+        {"fingerprint": "", "weight_unit": "samples"},
+        parent=rewind_parent(job_store),
+        script=os.path.abspath(sys.argv[0]) if sys.argv else "script",
+    )
     return replace(spec, overrides=read_overrides(job_store).to_json())

@@ -10,85 +10,232 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ebbflow.training.attach.capture import Captured, Say, Stateful
 from ebbflow.training.attach.guards import describe_resize
-from ebbflow.training.attach.job import AttachedJob, refuse
+from ebbflow.training.attach.loop import AttachedLoop, refuse
+from ebbflow.training.attach.state import BatchSource
 from ebbflow.training.checkpoint.manifest import TensorEntry
 from ebbflow.training.checkpoint.restore import Place, RestoreResult
 from ebbflow.training.checkpoint.state import SHARED_PREFIX, FurtherState
 from ebbflow.training.errors import AttachError, TrainingError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
-from ebbflow.training.limits import Position, Stop
+from ebbflow.training.limits import Stop
 from ebbflow.training.step_sync import StepSync
 
 _PREFIX = f"{SHARED_PREFIX}file."
 
 
-class FolderJob(AttachedJob):
+class FolderState:
+    """State whose commits have the files of one folder, or one file.
+
+    Attributes:
+        folder: the folder or file for the next commit.
+        restored: path of the restored folder or file; None if there was no commit.
+    """
+
+    by_library = True
+    commits_guards = False
+    optimizer: Optimizer | None = None
+    source: BatchSource | None = None
+
+    def __init__(self, spec: WorkerSpec, gang: Gang, into: Path) -> None:
+        self.model = nn.Module()
+        self.same_data = "the library's own position"
+        self.resized = ""
+        self.folder = Path()
+        self.restored: Path | None = None
+        self._into = into
+        self._gang = gang
+        # One rank of each node writes the files
+        self._writes = gang.rank % spec.colocated_ranks == 0
+
+    @property
+    def stateful_objects(self) -> Sequence[Stateful]:
+        return ()
+
+    def capture(self, _step: int, /) -> Captured:
+        folder = self.folder
+        if folder.is_file():
+            paths = [folder]
+        else:
+            paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        if not paths:
+            raise AttachError(
+                f"{folder}: rank {self._gang.rank} sees no files; fix: let all ranks write to "
+                "one folder"
+            )
+        shared: dict[str, Tensor] = {}
+        empty: list[str] = []
+        for path in paths:
+            name = str(path.relative_to(folder.parent))
+            size = path.stat().st_size
+            if size:
+                shared[f"{_PREFIX}{name}"] = torch.from_file(
+                    str(path), shared=False, size=size, dtype=torch.uint8
+                )
+            else:
+                empty.append(name)
+        fields = {"name": folder.name, "empty": empty, "resized": self.resized}
+        return Captured({"folder": fields}, FurtherState({}, shared))
+
+    def open_place(self) -> Place:
+        """Return where the files of a commit are written, on one rank of each node."""
+        partial = self._partial
+        if self._writes:
+            shutil.rmtree(partial, ignore_errors=True)
+
+        def place(name: str, entry: TensorEntry) -> Tensor | None:
+            if not is_file(name) or not self._writes:
+                return None
+            path = _path_inside(partial, name.removeprefix(_PREFIX))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # left by a damaged commit that was tried before
+            return torch.from_file(str(path), shared=True, size=entry.shape[0], dtype=torch.uint8)
+
+        return place
+
+    def restore(self, restored: RestoreResult, say: Say) -> None:
+        """Move the files that were written to their place. Collective."""
+        fields = restored.extra.get("folder")
+        if fields is None:
+            raise AttachError(
+                f"{restored.key} is no folder of a framework; fix: give this job another name"
+            )
+        self.restored = _path_inside(self._into, fields["name"])
+        self.resized = fields.get("resized", "")
+        if restored.world_size != self._gang.world_size:
+            self.resized = describe_resize(restored.world_size, self._gang.world_size)
+            say(f"{self.resized}; the rest of this epoch may have other samples")
+        if self.resized:
+            # Frameworks skip batches, which had other samples from then on
+            self.same_data = ""
+        if self._writes:
+            for name in fields["empty"]:
+                path = _path_inside(self._partial, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+            if self.restored.is_dir():
+                shutil.rmtree(self.restored)
+            (self._partial / fields["name"]).replace(self.restored)
+            shutil.rmtree(self._partial, ignore_errors=True)
+        self.wait_for_all()
+
+    def digest(self) -> str | None:
+        return None
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder when all ranks have come here. Collective."""
+        self.wait_for_all()
+        if self._writes:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        if not self._gang.alone:
+            dist.barrier(group=self._gang.group)
+
+    @property
+    def _partial(self) -> Path:
+        """Folder for files of a commit that is not completely restored yet."""
+        return self._into / ".ebbflow-restored"
+
+
+class FolderJob:
     """A job driven by a framework, which calls `end_step` after each step and writes the folders
     that are committed.
 
     Attributes:
+        name: name of the job.
+        step: number of completed steps.
+        resumed: whether a commit was restored.
         restored: path of the restored folder or file; None if there was no commit.
     """
 
     def __init__(self, spec: WorkerSpec, gang: Gang, into: Path) -> None:
-        self.restored: Path | None = None
-        self._into = into
-        self._folder = Path()
+        self._state = FolderState(spec, gang, into)
+        self._loop = AttachedLoop(spec, gang, self._state, kept_steps=1)
+        # The sync after which a commit is due; None if none is due
         self._pending: StepSync | None = None
-        super().__init__(spec, gang, nn.Module(), None, {})
 
-    _kept_steps = 1
-    _by_library = True
-    _same_data = "the library's own position"
+    @property
+    def name(self) -> str:
+        return self._loop.name
+
+    @property
+    def step(self) -> int:
+        return self._loop.step
+
+    @property
+    def resumed(self) -> bool:
+        return self._loop.resumed
+
+    @property
+    def restored(self) -> Path | None:
+        return self._state.restored
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the state after the last step was saved."""
+        return self._loop.saved_step == self.step
 
     def describe(self, model: nn.Module, max_steps: float, *, divided: bool) -> None:
         """Set what only the framework knows: model, number of steps, and whether more ranks take
         fewer steps.
         """
-        self._divided = divided
-        self._model = model
+        self._state.model = model
+        self._loop.divided = divided
         if 0 < max_steps < sys.maxsize:
-            self._max_steps = int(max_steps)
+            self._loop.max_steps = int(max_steps)
         else:
-            self._max_steps = 0
+            self._loop.max_steps = 0
 
     def record_inexact_data(self) -> None:
         """Record that a resumed run may read samples that differ from those of an uninterrupted
         run.
         """
-        self._same_data = ""
+        self._state.same_data = ""
 
-    @property
-    def is_committed(self) -> bool:
-        """Whether the state after the last step was saved."""
-        return self._saved_step == self.step
+    def say(self, text: str) -> None:
+        """Print a line if this is rank 0."""
+        self._loop.say(text)
+
+    def record_notice(self, text: str) -> None:
+        """Print a line, and record it as an event, if this is rank 0."""
+        self._loop.record_notice(text)
+
+    def log(self, **values: Any) -> None:
+        """Record the `loss` and `tokens` of this step, and metrics under any other names."""
+        self._loop.step_log.log(values)
 
     def log_last_step(self, loss: float) -> None:
         """Record the loss of the last step, which some frameworks provide only after the step has
         ended.
         """
-        if self._steps:
-            self._steps[-1] = (*self._steps[-1][:3], loss)
+        self._loop.step_log.set_last_loss(loss)
+
+    def restore_random_states(self) -> None:
+        """Restore the random states of the commit again; only the first call has an effect."""
+        self._loop.restore_random_states()
 
     def watch_signals(self) -> None:
         """Replace the framework's SIGTERM handler, so that SIGTERM makes the job save and exit."""
-        self._limits.watch_signals()
+        self._loop.session.limits.watch_signals()
 
     def begin_step(self) -> None:
-        self._looping = True
-        self._begin_step()
+        self._loop.begin_framework_step()
 
     def begin_evaluation(self) -> None:
-        self._reporter.enter("evaluation", self.step)
+        self._loop.session.reporter.enter("evaluation", self.step)
 
     def end_step(
         self, samples: int = 1, *, learning_rate: float | None = None, updated: bool = True
@@ -101,21 +248,11 @@ class FolderJob(AttachedJob):
             updated: whether the optimizer has applied all gradients; only then can the state be
                 saved.
         """
-        self.step += 1
-        self._samples += samples
-        self._record(samples, learning_rate)
-        self._after_step()
-        if self.step >= self._next_sync or (self._gang.alone and self._limits.drain_requested):
-            sync = self._agree(not updated)
-            skipped = sync.saving and self._config.checkpoint.when_busy == "skip"
-            if sync.stop is not Stop.NONE or (sync.save_due and not skipped):
-                if sync.settled:
-                    self._pending = sync
-                else:
-                    self._next_sync = self.step + 1
-            else:
-                self._plan_next_sync(sync)
-        self._reporter.enter("data", self.step + 1)
+        loop = self._loop
+        loop.count_step(samples, learning_rate)
+        if loop.sync_is_due:
+            self._agree(updated)
+        loop.session.reporter.enter("data", self.step + 1)
         return self._pending is not None
 
     def commit(self, folder: Path | str) -> None:
@@ -123,114 +260,56 @@ class FolderJob(AttachedJob):
 
         If the job was asked to stop, exit afterwards (with code 75 after a notice or SIGTERM).
         """
+        loop = self._loop
+        saver = loop.session.saver
         sync = self._pending
         self._pending = None
-        self._reporter.enter("checkpoint", self.step)
-        self._folder = Path(folder)
-        self._flush_steps()  # so that no commit is newer than the recorded steps
-        self._wait_for_all()
+        loop.session.reporter.enter("checkpoint", self.step)
+        self._state.folder = Path(folder)
+        loop.step_log.flush()  # so that no commit is newer than the recorded steps
+        self._state.wait_for_all()
         try:
-            if sync is not None:
-                self._save(sync)
-            else:
-                self._saves.save(Position(self.step, self._samples))
-            self._saver.before_step()
+            loop.save(sync)
+            saver.before_step()
         except TrainingError as error:
             refuse(error)
-        self._saver.further = FurtherState()  # closes the files
-        if sync is not None and sync.stop is not Stop.NONE:
-            self._leave(sync.stop.outcome, self._limits.describe(sync.stop))
-        self._plan_next_sync(sync or self._agree())
-        self._reporter.enter("data", self.step + 1)
+        saver.further = FurtherState()  # closes the files
+        if sync is None:
+            sync = loop.agree()
+        else:
+            loop.leave_if_stopped(sync)
+        loop.plan_next_sync(sync)
+        loop.session.reporter.enter("data", self.step + 1)
 
     def complete(self) -> None:
         """End the job without a further commit."""
-        self._saved_step = self.step
-        self._complete()
+        self._loop.saved_step = self.step
+        self._loop.complete()
 
-    def _capture(self, step: int) -> dict[str, Any]:
-        folder = self._folder
-        if folder.is_file():
-            paths = [folder]
+    def fail(self, error: BaseException) -> None:
+        """End the job with the error that ended the framework's loop."""
+        self._loop.leave_block(error)
+
+    def _agree(self, updated: bool) -> None:
+        """Agree with the other ranks whether a commit is due."""
+        loop = self._loop
+        sync = loop.agree(not updated)
+        skips_save = sync.saving and loop.session.config.checkpoint.when_busy == "skip"
+        save_is_due = sync.save_due and not skips_save
+        if sync.stop is Stop.NONE and not save_is_due:
+            loop.plan_next_sync(sync)
+        elif sync.settled:
+            self._pending = sync
         else:
-            paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        if not paths:
-            raise AttachError(
-                f"{folder}: rank {self._gang.rank} sees no files; fix: let all ranks write to "
-                "one folder"
-            )
-        shared = {}
-        for path in paths:
-            if size := path.stat().st_size:
-                name = f"{_PREFIX}{path.relative_to(folder.parent)}"
-                shared[name] = torch.from_file(
-                    str(path), shared=False, size=size, dtype=torch.uint8
-                )
-        self._saver.further = FurtherState({}, shared)
-        self._saved_step = step
-        empty = [str(path.relative_to(folder.parent)) for path in paths if not path.stat().st_size]
-        return {"folder": {"name": folder.name, "empty": empty, "resized": self._resized}}
-
-    def _restore(self) -> None:
-        self._read_commit(lambda name, entry: None)
-
-    def _read_commit(self, place: Place) -> RestoreResult | None:
-        """Write the files of the newest commit into the target folder, on one rank of each node.
-
-        Collective.
-        """
-        partial = self._into / ".ebbflow-restored"
-        if self._writes:
-            shutil.rmtree(partial, ignore_errors=True)
-
-        def place_file(name: str, entry: TensorEntry) -> Tensor | None:
-            if not name.startswith(_PREFIX):
-                return place(name, entry)
-            if not self._writes:
-                return None
-            path = _inside(partial, name.removeprefix(_PREFIX))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # left by a damaged commit that was tried before
-            return torch.from_file(str(path), shared=True, size=entry.shape[0], dtype=torch.uint8)
-
-        restored = super()._read_commit(place_file)
-        if restored is None:
-            return None
-        known = restored.extra.get("folder")
-        if known is None:
-            raise AttachError(
-                f"{restored.key} is no folder of a framework; fix: give this job another name"
-            )
-        self.restored = _inside(self._into, known["name"])
-        self._resized = known.get("resized", "")
-        if restored.world_size != self._gang.world_size:
-            self._resized = describe_resize(restored.world_size, self._gang.world_size)
-            self.say(f"{self._resized}; the rest of this epoch may have other samples")
-        if self._resized:
-            # Frameworks skip batches, which had other samples from then on
-            self.record_inexact_data()
-        if self._writes:
-            for name in known["empty"]:
-                path = _inside(partial, name)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch()
-            if self.restored.is_dir():
-                shutil.rmtree(self.restored)
-            (partial / known["name"]).replace(self.restored)
-            shutil.rmtree(partial, ignore_errors=True)
-        self._wait_for_all()
-        return restored
-
-    @property
-    def _writes(self) -> bool:
-        return self._gang.rank % self._spec.colocated_ranks == 0
-
-    def _wait_for_all(self) -> None:
-        if not self._gang.alone:
-            dist.barrier(group=self._gang.group)
+            loop.postpone_sync()
 
 
-def _inside(folder: Path, name: str) -> Path:
+def is_file(name: str) -> bool:
+    """Return whether a tensor of a commit with this name is a file of a folder."""
+    return name.startswith(_PREFIX)
+
+
+def _path_inside(folder: Path, name: str) -> Path:
     path = (folder / name).absolute()
     if ".." in Path(name).parts or not path.is_relative_to(folder.absolute()):
         raise AttachError(f"{name!r} of a commit leads out of {folder}")

@@ -7,7 +7,6 @@ save), before a save. Therefore no commit holds weights after a bad loss.
 
 import contextlib
 import json
-import math
 import os
 import sys
 import threading
@@ -30,53 +29,54 @@ from ebbflow.training.attach.standalone import record_exception
 from ebbflow.training.attach.state import BatchSource
 from ebbflow.training.compat import PrefixStore
 from ebbflow.training.engine.guards.guards import Action, Guards, make_guards
-from ebbflow.training.engine.trainer_setup import make_rehearsal
 from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang, at_end_of_backward, time_waits
 from ebbflow.training.launch.messages import PROBE_VARIABLE, WorkerSpec
-from ebbflow.training.limits import Limits, Position
+from ebbflow.training.limits import Position
 from ebbflow.training.reporter import Reporter
+from ebbflow.training.session import JobSession
 from ebbflow.training.step_sync import StepSync, find_slowest
 from ebbflow.training.weights.load import weights_sha256
 
 # In a step beyond the last one of another rank, which may be about to end by a break
 _UNEQUAL_SECONDS = 4.0
 _ALL_END = timedelta(seconds=3)  # for all ranks to learn that they end; each looks every second
+EXACT = "bit for bit"
+CLOSE = "within tolerance"
+NOT_EXACT = "not exact"
+
+
+def make_script_guards(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+) -> Guards:
+    """Return the guards of an attached job. They go back to a commit instead of skipping a step."""
+    changed: dict[str, Any] = {"memory_growth": "off"}
+    if config.guards.non_finite == "skip":
+        changed["non_finite"] = "rewind"
+    if config.guards.spike == "skip":
+        changed["spike"] = "rewind"
+    return make_guards(
+        spec, config.changed("guards", **changed), gang, copies=1, emit=reporter.emit
+    )
 
 
 class ScriptGuards:
-    """Guards of an attached job against non-finite losses and loss spikes, its rehearsed fault, and
-    its promise.
+    """What the guards of an attached job need of a script: judgement of its losses between two
+    syncs, its ranks' own times, its promise, and the probe of `ebbflow examine`.
     """
 
-    def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
-        rules = config.guards
-        changed: dict[str, Any] = {
-            name: "rewind" for name in ("non_finite", "spike") if getattr(rules, name) == "skip"
-        }
-        changed["memory_growth"] = "off"
-        config = config.changed("guards", **changed)
-        self._gang = gang
-        self._reporter = reporter
-        self._promised = {}
-        self._guards: Guards = make_guards(spec, config, gang, copies=1, emit=reporter.emit)
-        self._rehearsal = make_rehearsal(
-            spec, gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or 1
-        )
-        if os.environ.get(PROBE_VARIABLE):
-            self._probe = Probe(os.environ[PROBE_VARIABLE])
-        else:
-            self._probe = None
-        self.numbers = self._guards.numbers
+    def __init__(self, session: JobSession) -> None:
+        self._session = session
+        self._promised: dict[str, Any] = {}
+        path = os.environ.get(PROBE_VARIABLE)
+        self._probe = Probe(path) if path else None
         self._timed = False
-        self._own = 0.0
-        self._slowest = dict[str, Any]()
+        self._own_seconds = 0.0
+        self._slowest: dict[str, Any] = {}
         # Samples before it are skipped after a rewind
-        self.first_sample = self._guards.overrides.first_sample
+        self.first_sample = session.guards.overrides.first_sample
 
-    def judge(
-        self, sync: StepSync, synced_step: int, samples: int, settle: Callable[[], object]
-    ) -> str:
+    def judge(self, sync: StepSync, synced_step: int, samples: int) -> str:
         """Judge the losses since the sync at `synced_step`; return why the job must stop, else "".
 
         Collective.
@@ -86,26 +86,27 @@ class ScriptGuards:
         """
         if not sync.non_finite and all(row.loss_sum == 0.0 for row in sync.rows):
             return ""  # no loss was logged
-        before = Position(synced_step, samples - self._guards.config.training.batch_size)
-        verdict = self._guards.judge(before, sync, settle)
-        if verdict.action is Action.STOP:
-            return verdict.reason
+        batch_size = self._session.guards.config.training.batch_size
+        judgement = self._session.judge(Position(synced_step, samples - batch_size), sync)
+        if judgement.action is Action.STOP:
+            return judgement.reason
         return ""
 
     def time_model(self, model: nn.Module) -> None:
         """Measure this rank's own time from now on: its waits for other ranks are not counted."""
-        if self._gang.alone or any(
-            parameter.device.type != "cpu" for parameter in model.parameters()
-        ):
+        on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
+        if self._session.gang.alone or on_device:
             return  # the host of a GPU does not wait
         self._timed = True
-        clock = self._reporter.clock
+        clock = self._session.reporter.clock
         time_waits(clock.exclude)
 
-        def mark(module: nn.Module, _: Any, output: Any) -> None:
-            for one in tree_leaves(output) if module.training else ():
-                if isinstance(one, torch.Tensor) and one.requires_grad:
-                    at_end_of_backward(one, clock.end_own)
+        def mark(module: nn.Module, _: object, output: object) -> None:
+            if not module.training:
+                return
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    at_end_of_backward(leaf, clock.end_own)
 
         model.register_forward_hook(mark)
 
@@ -113,71 +114,51 @@ class ScriptGuards:
         """Return the fields of a step's event about the rank's own time."""
         if not self._timed:
             return {}
-        own = self._reporter.clock.take_own()
-        self._own += own
-        return {"own_seconds": own, **self._slowest}
+        own_seconds = self._session.reporter.clock.take_own()
+        self._own_seconds += own_seconds
+        return {"own_seconds": own_seconds, **self._slowest}
 
     def take_own(self) -> float:
         """Return the rank's own seconds since the last call."""
-        own = self._own
-        self._own = 0.0
-        return own
+        own_seconds = self._own_seconds
+        self._own_seconds = 0.0
+        return own_seconds
 
-    def record_pace(self, step: int, sync: StepSync, usd_per_second: float) -> None:
+    def record_pace(self, step: int, sync: StepSync) -> None:
         """On rank 0, find the slowest rank since the last sync.
 
         The events of the steps until the next sync name it.
         """
-        if self._timed and self._gang.rank == 0:
-            rank, ratio, seconds = find_slowest(sync.own_seconds)
+        if self._timed and self._session.gang.rank == 0:
+            slowest = find_slowest(sync.own_seconds)
             self._slowest = {
-                "slowest_rank": rank,
-                "slowest_ratio": ratio,
-                "slowest_seconds": seconds,
+                "slowest_rank": slowest.rank,
+                "slowest_ratio": slowest.ratio,
+                "slowest_seconds": slowest.lost_seconds,
             }
-            self._guards.record_pace(step, sync, usd_per_second)
+            usd_per_second = self._session.limits.usd_per_second
+            self._session.guards.record_pace(step, sync, usd_per_second)
 
     def probe(self, step: int, model: nn.Module, **facts: Any) -> None:
+        """Measure the step if `ebbflow examine` asked for it (`Probe.end_step`)."""
         if self._probe is not None:
             self._probe.end_step(step, model, **facts)
 
-    def rehearse(self, step: int, max_steps: int, limits: Limits) -> None:
-        if self._rehearsal is not None:
-            self._rehearsal.inject(
-                step, max_steps=max_steps, gang=self._gang, reporter=self._reporter, limits=limits
-            )
-
-    def spoil(self, loss: Any) -> Any:
-        """Return `loss`.
-
-        If a rehearsed non-finite loss has fired since the last call, return NaN instead of `loss`.
-        """
-        if self._rehearsal is None or not self._rehearsal.spoils_loss:
-            return loss
-        self._rehearsal.spoils_loss = False
-        return math.nan
-
-    def promise(self, step: int, model: nn.Module, **facts: Any) -> None:
+    def promise(self, step: int, promise: dict[str, Any]) -> None:
         """On rank 0, record how exactly this job resumes (`describe_promise`), unless an equal
         promise is on record.
         """
-        if self._gang.rank == 0 and (found := describe_promise(model, **facts)) != self._promised:
-            self._promised = found
-            self._reporter.emit(PROMISE, step=step, **found)
-
-
-def worst_loss(losses: list[float]) -> float:
-    """Return the largest loss, NaN if a loss is not finite, or 0 if there are no losses."""
-    if all(map(math.isfinite, losses)):
-        return max(losses, default=0.0)
-    return math.nan
+        if self._session.gang.rank == 0 and promise != self._promised:
+            self._promised = promise
+            self._session.reporter.emit(PROMISE, step=step, **promise)
 
 
 def script_sha256(model: nn.Module) -> str:
     """Return the hash of a script's weights, as `weights_sha256`, without the names that DDP adds."""
     model = getattr(model, "module", model)
     if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
-        model = nn.ModuleDict({name: getattr(one, "module", one) for name, one in model.items()})
+        parts = {name: getattr(part, "module", part) for name, part in model.items()}
+        model = nn.ModuleDict(parts)
     return weights_sha256(model)
 
 
@@ -201,14 +182,15 @@ class Probe:
         if step == 1:
             self._counter.__enter__()
             return
-        divided = divided or isinstance(getattr(loader, "sampler", None), DistributedSampler)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        found = {
-            "parameters": parameters,
+        reads_a_share = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+        measured = {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "flops": float(self._counter.get_total_flops()),
             "samples": samples / step,
+            "steps": steps,
+            "divided": divided or reads_a_share,
         }
-        self._path.write_text(json.dumps(found | {"steps": steps, "divided": divided}))
+        self._path.write_text(json.dumps(measured))
         os._exit(0)
 
 
@@ -253,15 +235,15 @@ class LoopWatch:
                 time.sleep(1.0)
                 if store.check(["verdict"]):
                     self._end_process(*json.loads(store.get("verdict")))
+                rank = 0
+                left = sys.maxsize
                 if store.check(["left"]):
                     rank, left = json.loads(store.get("left"))
-                else:
-                    rank, left = (0, sys.maxsize)
                 step = self._step_begun()
-                if step > left:
-                    since = since or time.monotonic()
-                else:
+                if step <= left:
                     since = 0.0
+                elif not since:
+                    since = time.monotonic()
                 if since and time.monotonic() - since > _UNEQUAL_SECONDS:
                     leavers = store.add("leavers", 0)
                     text = (
@@ -303,11 +285,6 @@ class LoopWatch:
 
 def describe_resize(before: int, now: int) -> str:
     return f"a commit of {before} ranks was resumed on {now}, whose sums differ"
-
-
-EXACT = "bit for bit"
-CLOSE = "within tolerance"
-NOT_EXACT = "not exact"
 
 
 def describe_promise(

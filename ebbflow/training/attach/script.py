@@ -50,10 +50,7 @@ def flow_options(words: list[str]) -> list[str] | None:
     The flow adds preflight, plan, attempts on other machines and the report; without the flow, a
     node's agent suffices.
     """
-    if "--" in words:
-        own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :])
-    else:
-        own, arguments = (words, [])
+    own, arguments = _split_words(words)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("script")
     parser.add_argument("--nodes", default=None)
@@ -67,26 +64,20 @@ def flow_options(words: list[str]) -> list[str] | None:
         "script_args": json.dumps(arguments),
     }
     given |= {"cluster.nodes": known.nodes or "1", "cluster.processes_per_node": known.ranks}
-    settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
-    if "--job" in rest:
-        job = []
-    else:
-        job = ["--job", job_of_script(None, known.script)]
-    return [
-        *(word for one in known.backends for word in ("--with", one)),
-        "run",
-        *job,
-        *settings,
-        *rest,
-    ]
+    options: list[str] = []
+    for backend in known.backends:
+        options += ["--with", backend]
+    options.append("run")
+    if "--job" not in rest:
+        options += ["--job", job_of_script(None, known.script)]
+    for key, value in given.items():
+        options += ["--set", f"{key}={value}"]
+    return options + rest
 
 
 def main(words: list[str]) -> int:
     """Run a script's ranks until they have ended, and return the exit code of the job's outcome."""
-    if "--" in words:
-        own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :])
-    else:
-        own, arguments = (words, [])
+    own, arguments = _split_words(words)
     parser = argparse.ArgumentParser(
         prog="ebbflow run",
         description="Run a script's ranks on this machine.",
@@ -172,13 +163,21 @@ def main(words: list[str]) -> int:
         claim.release()
 
 
+def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the command, and those after "--", which are the script's arguments."""
+    if "--" not in words:
+        return words, []
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
+
+
 def run_script(spec: WorkerSpec) -> LoopResult:
     """Run the script in this rank.
 
     Return its attached job's result, or COMPLETED at step 0 if it never attached.
     """
     # With torch, which the launcher does not import
-    from ebbflow.training.attach import job as attached_job
+    from ebbflow.training.attach import loop as attached_loop
     from ebbflow.training.attach.standalone import write_result
 
     script = find_script(
@@ -192,7 +191,7 @@ def run_script(spec: WorkerSpec) -> LoopResult:
         heartbeat = Heartbeat(Path(spec.heartbeat_path))
         threading.Thread(
             target=_beat_while_working,
-            args=(heartbeat, lambda: attached_job.current is not None),
+            args=(heartbeat, lambda: attached_loop.current is not None),
             name="heartbeat",
             daemon=True,
         ).start()
@@ -201,13 +200,13 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     sys.path[0] = str(script.parent)
     try:
         try:
-            with profile_script(spec, lambda: attached_job.current is not None):
+            with profile_script(spec, lambda: attached_loop.current is not None):
                 runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0) and not result.is_file():
                 raise
-        if attached_job.current is not None:
-            attached_job.current.close_at_exit()
+        if attached_loop.current is not None:
+            attached_loop.current.close_at_exit()
     except SystemExit as end:
         if isinstance(end.__cause__, TrainingError | InfraError):  # `refuse` has printed it
             raise end.__cause__ from None

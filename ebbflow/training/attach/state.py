@@ -30,6 +30,10 @@ from ebbflow.training.errors import AttachError
 _LARGEST_BUFFER_BYTES = 16 * 2**20
 _Iterate = Callable[[Any], Iterator[Any]]
 _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set}
+# Limits of the search for random generators
+_MOST_ITEMS = 64  # of a list
+_MOST_OBJECTS = 10_000  # in all
 
 
 def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -39,51 +43,57 @@ def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     Raises:
         AttachError: a value is neither a tensor nor plain data (numbers, texts, lists, dicts).
     """
-    if isinstance(state, Tensor):
-        tensors[path] = state.detach()
-        return {"tensor": path}
     if state is None or isinstance(state, bool | int | str):
-        return state
-    if isinstance(state, float):
-        if math.isfinite(state):
-            return state
-        return {"float": str(state)}
-    if isinstance(state, bytes):
-        if state:
-            tensors[path] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        else:
-            tensors[path] = torch.empty(0)
-        return {"bytes": path}
-    if isinstance(state, list | tuple | set):
-        kind = next(kind for kind in (list, tuple, set) if isinstance(state, kind)).__name__
-        return {
-            kind: [
-                split_state(value, f"{path}.{number}", tensors)
-                for number, value in enumerate(state)
-            ]
-        }
-    if isinstance(state, Mapping):
-        kind = next((name for name, own in _MAPPINGS.items() if type(state) is own), "dict")
-        items = enumerate(state.items())
-        return {
-            kind: [
-                [_key(key, path), split_state(value, f"{path}.{n}", tensors)]
-                for n, (key, value) in items
-            ]
-        }
+        form = state
+    elif isinstance(state, float):
+        form = state if math.isfinite(state) else {"float": str(state)}
+    elif isinstance(state, Tensor):
+        tensors[path] = state.detach()
+        form = {"tensor": path}
+    elif isinstance(state, bytes):
+        tensors[path] = (
+            torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.empty(0)
+        )
+        form = {"bytes": path}
+    elif isinstance(state, list | tuple | set):
+        form = _split_sequence(state, path, tensors)
+    elif isinstance(state, Mapping):
+        form = _split_mapping(state, path, tensors)
+    elif _is_numpy_number(state):
+        tensors[path] = torch.from_numpy(sys.modules["numpy"].array(state))
+        form = {"array" if isinstance(state, sys.modules["numpy"].ndarray) else "number": path}
+    else:
+        kind = f"{type(state).__module__}.{type(state).__qualname__}"
+        raise AttachError(
+            f"{path}: a {kind} in state_dict() cannot be saved; fix: let its state_dict return "
+            "tensors, numbers, texts, lists and dicts"
+        )
+    return form
+
+
+def _split_sequence(
+    values: list | tuple | set, path: str, tensors: dict[str, Tensor]
+) -> dict[str, list]:
+    kind = next(kind for kind in (list, tuple, set) if isinstance(values, kind))
+    forms = [split_state(value, f"{path}.{number}", tensors) for number, value in enumerate(values)]
+    return {kind.__name__: forms}
+
+
+def _split_mapping(values: Mapping, path: str, tensors: dict[str, Tensor]) -> dict[str, list]:
+    kind = next((name for name, known in _MAPPINGS.items() if type(values) is known), "dict")
+    forms = [
+        [_key(key, path), split_state(value, f"{path}.{number}", tensors)]
+        for number, (key, value) in enumerate(values.items())
+    ]
+    return {kind: forms}
+
+
+def _is_numpy_number(state: Any) -> bool:
+    """Return whether `state` is a number or an array of numbers of numpy, if it is loaded."""
     numpy = sys.modules.get("numpy")
-    if (
-        numpy is not None
-        and isinstance(state, numpy.generic | numpy.ndarray)
-        and state.dtype.kind in "biuf"
-    ):
-        tensors[path] = torch.from_numpy(numpy.array(state))
-        return {"number" if isinstance(state, numpy.generic) else "array": path}
-    kind = f"{type(state).__module__}.{type(state).__qualname__}"
-    raise AttachError(
-        f"{path}: a {kind} in state_dict() cannot be saved; fix: let its state_dict return "
-        "tensors, numbers, texts, lists and dicts"
-    )
+    if numpy is None or not isinstance(state, numpy.generic | numpy.ndarray):
+        return False
+    return state.dtype.kind in "biuf"
 
 
 def _key(key: Any, path: str) -> Any:
@@ -103,23 +113,21 @@ def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
         return form
     (kind, value), *_ = form.items()
     if kind == "tensor":
-        return tensors[value]
-    if kind == "float":
-        return float(value)
-    if kind == "bytes":
-        return tensors[value].numpy().tobytes()
-    if kind in ("number", "array"):
-        array = tensors[value].numpy()
-        if kind == "array":
-            return array
-        return array[()]
-    if kind in _MAPPINGS:
-        return _MAPPINGS[kind](
-            {join_state(key, {}): join_state(inner, tensors) for key, inner in value}
-        )
-    return {"list": list, "tuple": tuple, "set": set}[kind](
-        join_state(inner, tensors) for inner in value
-    )
+        state = tensors[value]
+    elif kind == "float":
+        state = float(value)
+    elif kind == "bytes":
+        state = tensors[value].numpy().tobytes()
+    elif kind == "array":
+        state = tensors[value].numpy()
+    elif kind == "number":
+        state = tensors[value].numpy()[()]
+    elif kind in _MAPPINGS:
+        pairs = {join_state(key, {}): join_state(inner, tensors) for key, inner in value}
+        state = _MAPPINGS[kind](pairs)
+    else:
+        state = _SEQUENCES[kind](join_state(inner, tensors) for inner in value)
+    return state
 
 
 def from_bytes(tensor: Tensor) -> Any:
@@ -169,11 +177,6 @@ def random_numbers_of(seed: int) -> Iterator[None]:
             numpy.random.set_state(kept[2])
 
 
-# Limits of the search for random generators
-_MOST_ITEMS = 64  # of a list
-_MOST_OBJECTS = 10_000  # in all
-
-
 def find_generators(dataset: Any) -> list[Any]:
     """Return the random generators of a dataset: in its attributes, such as transforms, and as
     globals of its code.
@@ -185,50 +188,50 @@ def find_generators(dataset: Any) -> list[Any]:
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
         common.append(numpy.random.mtrand._rand)
-    found = []
-    seen = {id(one) for one in common}
+    generators = []
+    seen = {id(generator) for generator in common}
 
-    def search(one: Any, depth: int) -> None:
-        plain = one is None or isinstance(
-            one, ModuleType | type | Tensor | str | bytes | int | float
+    def search(value: Any, depth: int) -> None:
+        plain = value is None or isinstance(
+            value, ModuleType | type | Tensor | str | bytes | int | float
         )
-        if plain or id(one) in seen or depth == 0 or len(seen) > _MOST_OBJECTS:
+        if plain or id(value) in seen or depth == 0 or len(seen) > _MOST_OBJECTS:
             return
-        seen.add(id(one))
-        if isinstance(one, kinds):
-            found.append(one)
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            generators.append(value)
             return
-        is_mapping = isinstance(one, Mapping)
-        if isinstance(one, list | tuple):
-            inner = one
-        elif is_mapping:
-            inner = one.values()
+        if isinstance(value, list | tuple):
+            parts = value
+        elif isinstance(value, Mapping):
+            parts = value.values()
         else:
-            inner = _names_of(one)
-        for each in itertools.islice(inner, _MOST_ITEMS):
-            search(each, depth - 1)
+            parts = _names_of(value)
+        for part in itertools.islice(parts, _MOST_ITEMS):
+            search(part, depth - 1)
 
     search(dataset, 6)
-    return found
+    return generators
 
 
-def _names_of(one: Any) -> Iterator[Any]:
+def _names_of(value: Any) -> Iterator[Any]:
     """Yield the attributes of an object, and the globals to which its methods for samples refer."""
-    yield from list(getattr(one, "__dict__", {}).values())
+    yield from list(getattr(value, "__dict__", {}).values())
     for name in ("__getitem__", "__getitems__", "__call__"):
-        method: Any = getattr(type(one), name, None)
+        method: Any = getattr(type(value), name, None)
         code = getattr(method, "__code__", None)
         if code is not None:
             yield from (method.__globals__.get(other) for other in code.co_names)
 
 
-def _seed_generator(one: Any, seed: int) -> None:
-    if isinstance(one, torch.Generator):
-        one.manual_seed(seed)
-    elif (bits := getattr(one, "bit_generator", None)) is not None:  # numpy.random.Generator
+def _seed_generator(generator: Any, seed: int) -> None:
+    bits = getattr(generator, "bit_generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif bits is not None:  # numpy.random.Generator
         bits.state = type(bits)(seed).state
     else:
-        one.seed(seed % 2**32)
+        generator.seed(seed % 2**32)
 
 
 class _SeededBatch(list):
@@ -245,7 +248,7 @@ class _SeededDataset:
     dataset's own.
     """
 
-    _own: list[Any] | None = None  # found in the process that loads the batches
+    _generators: list[Any] | None = None  # found in the process that loads the batches
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -257,10 +260,10 @@ class _SeededDataset:
         if isinstance(batch, _SeededBatch):
             if get_worker_info() is not None:
                 seed_all(batch.seed)
-            if self._own is None:
-                self._own = find_generators(self._dataset)
-            for one in self._own:
-                _seed_generator(one, batch.seed)
+            if self._generators is None:
+                self._generators = find_generators(self._dataset)
+            for generator in self._generators:
+                _seed_generator(generator, batch.seed)
         whole = getattr(self._dataset, "__getitems__", None)
         if whole:
             return whole(list(batch))
@@ -304,6 +307,10 @@ class _EpochOrder:
             yield batch
 
 
+def _is_stateful(source: Any) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
 class BatchSource:
     """Reader of a user's loader that can begin at any batch of any epoch.
 
@@ -327,14 +334,15 @@ class BatchSource:
         dataset = getattr(loader, "dataset", None)
         stock = type(loader) is DataLoader
         workers = getattr(loader, "num_workers", 0) > 0
-        self._stateful: Any = None
         # By accelerate
         self._prepared = hasattr(loader, "skip_batches") and hasattr(loader, "base_dataloader")
-        for one in (
-            () if self._prepared else (None if stock else loader, None if workers else dataset)
-        ):
-            if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-                self._stateful = self._stateful or one
+        self._stateful: Any = None
+        if self._prepared:
+            pass
+        elif not stock and _is_stateful(loader):
+            self._stateful = loader
+        elif not workers and _is_stateful(dataset):
+            self._stateful = dataset
         self._in_sampler = isinstance(loader, DataLoader) and not isinstance(
             dataset, IterableDataset
         )
@@ -379,9 +387,10 @@ class BatchSource:
 
     def epoch(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return an iterator over the batches of `epoch`, without the first `skip` batches."""
-        own = (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
-        for one in (self.loader, *own):
-            set_epoch = getattr(one, "set_epoch", None)
+        names = ("sampler", "batch_sampler", "dataset")
+        parts = (getattr(self.loader, name, None) for name in names)
+        for part in (self.loader, *parts):
+            set_epoch = getattr(part, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
                 break
@@ -491,8 +500,10 @@ class StrayReads:
     """
 
     def __init__(self, saved: Iterable[Any], say: Callable[[str], None]) -> None:
-        held = [one for state in saved for one in (state, *getattr(state, "__dict__", {}).values())]
-        self._saved = [getattr(one, "dataset", one) for one in held]
+        held: list[Any] = []
+        for state in saved:
+            held += [state, *getattr(state, "__dict__", {}).values()]
+        self._saved = [getattr(value, "dataset", value) for value in held]
         self._say = say
         self.step = 0
         self.found = ""
@@ -517,7 +528,7 @@ class StrayReads:
         if self.found or not self.step or not torch.is_grad_enabled():
             return
         first = vars(batches).setdefault("_ebbflow_first_step", self.step)
-        if first != self.step and not any(batches._dataset is one for one in self._saved):
+        if first != self.step and not any(batches._dataset is dataset for dataset in self._saved):
             self.found = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
             self._say(
                 f"{self.found} draws batches whose position is not saved, and begins anew after "
@@ -532,8 +543,8 @@ def split_states(states: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[
     Return {name: JSON form}; add the tensors to `tensors`.
     """
     return {
-        name: split_state(one.state_dict(), f"{SHARED_PREFIX}{name}", tensors)
-        for name, one in states.items()
+        name: split_state(stateful.state_dict(), f"{SHARED_PREFIX}{name}", tensors)
+        for name, stateful in states.items()
     }
 
 
@@ -556,7 +567,8 @@ def _is_trained(tensor: Tensor) -> bool | None:
 
 def find_frozen(model: nn.Module) -> list[str]:
     """Return the names of the parameters that are not trained."""
-    return [name for name, one in model_tensors(model).items() if _is_trained(one) is False]
+    tensors = model_tensors(model)
+    return [name for name, tensor in tensors.items() if _is_trained(tensor) is False]
 
 
 def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[str], None]) -> None:
@@ -572,7 +584,7 @@ def restore_frozen(model: nn.Module, frozen: list[str] | None, say: Callable[[st
         return
     names = set(frozen)
     found = model_tensors(model)
-    changed = [name for name, one in found.items() if _is_trained(one) is (name in names)]
+    changed = [name for name, tensor in found.items() if _is_trained(tensor) is (name in names)]
     if not changed:
         return
     shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")

@@ -127,7 +127,7 @@ class RestoreResult:
 
 
 # Collective with one caller, whose further arguments have defaults
-def restore_newest(  # noqa: PLR0913
+def restore_newest(
     store: Store,
     candidates: list[str],
     model: nn.Module,

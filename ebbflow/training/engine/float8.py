@@ -34,16 +34,13 @@ def convert_units(
         raise ParallelError(
             f"fsdp.float8 {mode}: {error}; fix: pip install torchao==0.18.0"
         ) from error
-    if (
-        mode == "on"
-        and device.type == "cuda"
-        and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY
-    ):
-        raise ParallelError(
-            f"fsdp.float8 on: {torch.cuda.get_device_name(device)} has compute capability "
-            f"{found[0]}.{found[1]}, fp8 needs 8.9 (L4, L40S, H100 or later); fix: fsdp.float8 "
-            "off"
-        )
+    if mode == "on" and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < _CAPABILITY:
+            raise ParallelError(
+                f"fsdp.float8 on: {torch.cuda.get_device_name(device)} has compute capability "
+                f"{major}.{minor}, fp8 needs 8.9 (L4, L40S, H100 or later); fix: fsdp.float8 off"
+            )
     config = Float8LinearConfig(emulate=mode == "emulate", pad_inner_dim=True)
     converted = dict[int, str]()
     for unit_name, unit in units:

@@ -33,7 +33,7 @@ def open_compile_cache(config: RunConfig, gang: Gang, store: Store) -> Callable[
         not (config.parallel.compile and config.parallel.compile_cache)
         or config.checkpoint.signing_key_env
     ):
-        return lambda step: None
+        return lambda _: None
     on_gpu = gang.device.type == "cuda"
     # Code for a CPU is cached as source for one width of vectors, and computes wrong values with
     # another.

@@ -32,6 +32,7 @@ def train(trainer: Trainer) -> LoopResult:
     training = trainer.config.training
     optimizer = trainer.optimizer
     spread = trainer.spread
+    guards = trainer.session.guards
     at = trainer.start
     stop = trainer.stop_before_first_step()
     while at.step < training.max_steps and stop is Stop.NONE:
@@ -45,8 +46,8 @@ def train(trainer: Trainer) -> LoopResult:
         loss = forward_backward(trainer, batch, step)
 
         gradients = spread.gradient_tensors()
-        if trainer.guards.loss_scale is not None:
-            torch._foreach_mul_(gradients, 1 / trainer.guards.loss_scale.value)  # pyright: ignore[reportPrivateImportUsage]
+        if guards.loss_scale is not None:
+            torch._foreach_mul_(gradients, 1 / guards.loss_scale.value)  # pyright: ignore[reportPrivateImportUsage]
         sync, scale, norm = trainer.sync_step(at, batch, loss, gradients)
         judgement = trainer.judge(sync)
         if judgement.action is Action.STOP:
@@ -55,9 +56,9 @@ def train(trainer: Trainer) -> LoopResult:
         trainer.enter("optimizer", step)
         set_learning_rate(optimizer, learning_rate(training, step))
         if judgement.action is Action.STEP:
-            with trainer.guards.catch_out_of_memory(step):
+            with guards.catch_out_of_memory(step):
                 scale_and_clip(gradients, scale=scale, norm=norm, limit=training.gradient_clip_norm)
-                trainer.saver.before_step()
+                trainer.session.saver.before_step()
                 skip_if_non_finite(optimizer, norm)
                 optimizer.step()
         optimizer.zero_grad()
@@ -67,25 +68,25 @@ def train(trainer: Trainer) -> LoopResult:
         trainer.rehearse_fault(step)
         last = step == training.max_steps or sync.stop is not Stop.NONE
         evaluated = not last and step % training.evaluation_interval_steps == 0
-        if (last or evaluated or sync.save_due or sync.renew) and (
-            newer := trainer.read_step(sync)
-        ).rows:
-            sync = newer
-            judgement = trainer.judge(newer)
-            if judgement.action is Action.STOP:
-                return end_non_finite(trainer, sync, judgement)
-            trainer.record_step(sync, judgement)
+        if last or evaluated or sync.save_due or sync.renew:
+            newer = trainer.read_step(sync)
+            if newer.rows:
+                sync = newer
+                judgement = trainer.judge(sync)
+                if judgement.action is Action.STOP:
+                    return end_non_finite(trainer, sync, judgement)
+                trainer.record_step(sync, judgement)
         stop = sync.stop
         last = last or stop is not Stop.NONE
         if evaluated and not last:
             trainer.evaluate(at)
-        trainer.save_controller.save_if_due(at, sync, last=last)
+        trainer.session.save_if_due(at, sync, last=last)
         trainer.renew_if_due(at, sync, last=last)
 
     if stop is Stop.NONE:
         stop = trainer.evaluate(at)
     if stop is not Stop.NONE:
-        return trainer.end(at, stop.outcome, trainer.limits.describe(stop))
+        return trainer.end(at, stop.outcome, trainer.session.limits.describe(stop))
     return trainer.end(at, Outcome.COMPLETED)
 
 
@@ -103,19 +104,18 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
     gradients are divided later.
     """
     parts = batch.split(trainer.config.training.gradient_accumulation_steps)
-    sums = torch.zeros((), device=trainer.gang.device)
+    sums = torch.zeros((), device=trainer.session.gang.device)
     weight = 0.0
-    with trainer.guards.catch_out_of_memory(step):
+    guards = trainer.session.guards
+    with guards.catch_out_of_memory(step):
         for number, part in enumerate(parts, start=1):
             with trainer.spread.gradients(last=number == len(parts)):
                 trainer.enter("forward", step)
                 loss = trainer.workload.loss(trainer.spread.model, part)
                 trainer.enter("backward", step)
-                scale = trainer.guards.loss_scale
-                if scale is None:
-                    scaled = loss.sum
-                else:
-                    scaled = loss.sum * scale.value
+                scaled = loss.sum
+                if guards.loss_scale is not None:
+                    scaled = loss.sum * guards.loss_scale.value
                 at_end_of_backward(scaled, trainer.end_own)
                 scaled.backward()
             sums += loss.sum.detach()

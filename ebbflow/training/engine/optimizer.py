@@ -18,6 +18,13 @@ from ebbflow.training.checkpoint.boxes import own_boxes
 from ebbflow.training.checkpoint.state import AVERAGE
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_MOMENTUM = 0.95
+# Coefficients and number of iterations of Keller Jordan's Muon
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_ITERATIONS = 5
+_ADAMW_RMS = 0.2
+_AVERAGED_STEPS = "ema_steps"
+_WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)
 
 
 def make_optimizer(
@@ -70,13 +77,6 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     )
 
 
-_MOMENTUM = 0.95
-# Coefficients and number of iterations of Keller Jordan's Muon
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-_NEWTON_SCHULZ_ITERATIONS = 5
-_ADAMW_RMS = 0.2
-
-
 class Muon(torch.optim.AdamW):
     """Muon for the groups with "muon_dtype", whose parameters are matrices [n, m]; AdamW for the
     other groups.
@@ -116,7 +116,7 @@ class Muon(torch.optim.AdamW):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum, weight, gradient = (
-            _local(one) for one in (state["momentum_buffer"], parameter, parameter.grad)
+            _local(tensor) for tensor in (state["momentum_buffer"], parameter, parameter.grad)
         )
         mean = momentum.lerp(gradient, 1 - _MOMENTUM)
         whole = _gather(
@@ -164,9 +164,6 @@ def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
     ).full_tensor()
 
 
-_AVERAGED_STEPS = "ema_steps"
-
-
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Update an average of each parameter after each optimizer step: average = decay · average + (1
     - decay) · weight.
@@ -174,7 +171,7 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     In step n the decay is at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
     """
 
-    def update(optimizer: torch.optim.Optimizer, arguments: Any, options: Any) -> None:
+    def update(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             steps = group[_AVERAGED_STEPS] = group.get(_AVERAGED_STEPS, 0) + 1
             averages = []
@@ -259,9 +256,6 @@ def skip_if_non_finite(optimizer: torch.optim.Optimizer, norm: float | Tensor) -
     if able and isinstance(norm, Tensor):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
     return able
-
-
-_WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)
 
 
 def learning_rate(training: TrainingConfig, step: int) -> float:

@@ -46,6 +46,27 @@ from ebbflow.training.weights.files import abbreviate
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Workload
 
+_POWERSGD_RANK = 2
+# torch requires two steps without compression at the start, because DDP may rebuild its buckets
+# between them.
+_POWERSGD_PLAIN_STEPS = 2
+FLOAT8 = "ebbflow.training.engine.float8"  # no room imports it when it is loaded itself
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_aten = torch.ops.aten
+# Outputs that cost much to compute for their size: matrix products, and attention in each of
+# torch's kernels.
+_EXPENSIVE = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
 
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Call `begun` when torch begins a compilation, and the function it returned when the
@@ -97,12 +118,6 @@ def make_mesh(gang: Gang, *, shard: int, tensor: int = 1) -> DeviceMesh:
         for name in names:
             set_group_timeout(mesh[name].get_group(), seconds)
     return mesh
-
-
-_POWERSGD_RANK = 2
-# torch requires two steps without compression at the start, because DDP may rebuild its buckets
-# between them.
-_POWERSGD_PLAIN_STEPS = 2
 
 
 def replicate_model(
@@ -172,9 +187,6 @@ def compress_gradients(model: DistributedDataParallel, kind: str) -> Callable[[]
     return functools.partial(state.__init__, *settings)
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def shard_model(
     module: nn.Module,
     units: Iterable[nn.Module],
@@ -207,23 +219,6 @@ def shard_model(
     for unit in units:
         fully_shard(unit, reshard_after_forward=not keep_gathered, **options)
     fully_shard(module, **options)
-
-
-_aten = torch.ops.aten
-
-# Outputs that cost much to compute for their size: matrix products, and attention in each of
-# torch's kernels.
-_EXPENSIVE = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
 
 
 def recompute_units(units: Iterable[nn.Module], how: str) -> None:
@@ -276,7 +271,7 @@ def _override_forward(
         unit.__class__ = kinds[kind]
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(_context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
     if operation in _EXPENSIVE:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -406,8 +401,9 @@ def refuse_unused_parameters(model: nn.Module) -> None:
         f"{owner or 'the model'} ({type(model.module.get_submodule(owner)).__name__})"
         for owner in owners
     ]
-    uses = [place for owner in owners if (place := _find_use(model.module, owner))]
-    places = ", used at ".join([abbreviate(kinds), *uses[:1]])
+    uses = [_find_use(model.module, owner) for owner in owners]
+    known_uses = [place for place in uses if place]
+    places = ", used at ".join([abbreviate(kinds), *known_uses[:1]])
     raise WorkloadError(
         f"rank {dist.get_rank()}: {abbreviate(unused)} of {len(trained)} parameters got no "
         f"gradient in this step, because its forward pass did not use {places}; DDP on the other "
@@ -462,8 +458,9 @@ def spread_model(
     blank = copy.deepcopy(module)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     place = RankLayout(gang.world_size, gang.ranks_per_node, gang.device.type == "cuda", parameters)
-    if found := find_unsupported_options(config, place):
-        raise ParallelError("; and ".join(map(str, found)))
+    unsupported = find_unsupported_options(config, place)
+    if unsupported:
+        raise ParallelError("; and ".join(map(str, unsupported)))
     size = shard_ranks(config, place.ranks, place.ranks_per_node)
     tensor = config.parallel.tensor_size
     small = 4 * parameters <= small_model_bytes

@@ -109,11 +109,10 @@ def _tensor_groups(config: RunConfig, place: RankLayout) -> Iterator[Unsupported
                 f"{tensor} × {number // tensor} + {number % tensor}",
                 f"set parallel.tensor_size to one of {', '.join(map(str, fitting))}",
             )
-    if (
-        config.workload is None
-        and not size % tensor
-        and (rest := model.hidden_size % (size // tensor))
-    ):
+    if config.workload is not None or size % tensor:
+        return
+    rest = model.hidden_size % (size // tensor)
+    if rest:
         yield UnsupportedOption(
             f"parallel.tensor_size {tensor}: FSDP2 cuts the columns of weights, "
             f"model.hidden_size {model.hidden_size}, into {size} / {tensor} = {size // tensor} "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -101,7 +101,8 @@ def split_weights(
                     layer = WHOLE
                 shape = list(parameter.shape)
                 if layer.dimension is not None:
-                    if shape[layer.dimension] % (pieces := group.size() * layer.parts):
+                    pieces = group.size() * layer.parts
+                    if shape[layer.dimension] % pieces:
                         raise WorkloadError(
                             f"parallel.tensor_size {group.size()}: a weight of "
                             f"{type(part).__name__} has {shape[layer.dimension]} values in "

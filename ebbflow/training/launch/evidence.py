@@ -49,6 +49,8 @@ _ENGINE_FILES = (
     "training/engine/trainer_setup.py",
     "training/engine/guards/",
     "training/engine/trainer.py",
+    "training/session.py",
+    "training/evaluation.py",
 )
 _ENGINE_PLACES = (*_WAITING_FILES, *_ENGINE_FILES)
 _WAITING_FUNCTIONS = ("sync_step",)  # the CPU waits here for the GPU, and so for its collectives
@@ -588,7 +590,7 @@ class WorkerFailure:
         return self.killed_by is not None or self.lost_node is not None
 
     @property
-    def kind(self) -> str:  # noqa: PLR0911 one return per kind
+    def kind(self) -> str:
         if self.memory_kill:
             return "killed for memory"
         if self.lost_node is not None:

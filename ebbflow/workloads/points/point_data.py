@@ -440,7 +440,7 @@ def choose_points(cloud: Tensor, count: int, generator: torch.Generator) -> Tens
     return torch.cat([cloud, cloud[repeated]])[torch.randperm(count, generator=generator)]
 
 
-def known_first(cloud: Tensor, known: int, generator: torch.Generator) -> Tensor:  # noqa: ARG001 (as the other rules take)
+def known_first(cloud: Tensor, known: int, generator: torch.Generator) -> Tensor:
     """Sort the points so that the first `known` are those on one side of the cloud, in a random
     direction.
     """

@@ -49,6 +49,12 @@ _SIGMA_PER_MAD = 1.4826
 # The smallest deviation that counts, as a share of the median. Otherwise, after equal values, a
 # rounding error would be a spike.
 _SMALLEST_SHARE = 1e-3
+# A prime below 2**53, because the step sync sends float64, which represents integers exactly up to
+# 2**53.
+_MODULUS = 2**47 - 115
+_MULTIPLIER = 1_000_003
+# Elements that are added up at once. A sum as int64 copies its input to up to eight times the size.
+_CHUNK = 2**22
 
 
 class RobustWindow:
@@ -193,14 +199,6 @@ class LossScale:
         return f"float16 overflow in gradients; loss scale {2 * self.value:g} → {self.value:g}"
 
 
-# A prime below 2**53, because the step sync sends float64, which represents integers exactly up to
-# 2**53.
-_MODULUS = 2**47 - 115
-_MULTIPLIER = 1_000_003
-# Elements that are added up at once. A sum as int64 copies its input to up to eight times the size.
-_CHUNK = 2**22
-
-
 def weights_checksum(module: nn.Module) -> int:
     """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
 
@@ -258,7 +256,7 @@ class Guards:
     growth: tuple[MemoryGrowthMonitor, ...] = ()  # monitors of memory growth; empty if they are off
     pace: PaceMonitor = field(default_factory=PaceMonitor)  # the detector of slowdowns
     # Keeps a snapshot of the GPU's memory; takes the step
-    keep_snapshot: Callable[[int], object] = lambda step: None
+    keep_snapshot: Callable[[int], object] = lambda _: None
     # The last step after which replicas had equal weights; None before a comparison
     agreed_step: int | None = None
     saved_step: int | None = None  # the last step that this start saved; None before the first save
@@ -320,7 +318,7 @@ class Guards:
         """
         if self.config.guards.hash_interval_steps is not None and self.copies > 1:
             sums = self.gang.gather_numbers([weights_checksum(module)])
-            self._compare(at, [one for (one,) in sums], seen_at=at.step)
+            self._compare(at, [checksum for (checksum,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
         """Decide whether to take the next step after position `at`, the same on all ranks.
@@ -333,7 +331,10 @@ class Guards:
         before = self.numbers.skipped_in_a_row
         # A non-finite loss is no matter of scale
         overflow = bool(non_finite) and math.isfinite(sync.loss)
-        if self.loss_scale is not None and (skipped := self.loss_scale.update(overflow=overflow)):
+        skipped = ""
+        if self.loss_scale is not None:
+            skipped = self.loss_scale.update(overflow=overflow)
+        if skipped:
             judgement = Judgement(Action.SKIP, skipped, finite=False)
         else:
             judgement = self.numbers.judge(
@@ -369,7 +370,8 @@ class Guards:
         If so, record an event.
         """
         for watch in self.growth:
-            if reason := watch.look(needed_seconds):
+            reason = watch.look(needed_seconds)
+            if reason:
                 self.emit(GUARD, action=GuardAction.RENEW, rank=self.gang.rank, reason=reason)
                 print(
                     f"rank {self.gang.rank}: {reason}; saved, to go on in new processes", flush=True
@@ -393,7 +395,10 @@ class Guards:
             self.keep_snapshot(step)
             if self.config.guards.out_of_memory == "stop":
                 raise
-            if step == self._first_step and (held := memory_of_other_processes(self.gang.device)):
+            held = ""
+            if step == self._first_step:
+                held = memory_of_other_processes(self.gang.device)
+            if held:
                 # Such as a rank that was killed just now. A smaller micro-batch would be used for
                 # the rest of the job.
                 first = " ".join(str(error).split())[:200]

@@ -27,6 +27,23 @@ _SAMPLES = 60
 _SAMPLES_PER_LOOK = 10  # all pairs of 60 samples take about a millisecond
 HORIZON_SECONDS = 300.0
 _GIB = 2**30
+# The number of AdamW's moments per parameter, which it allocates in its first step.
+_OPTIMIZER_COPIES = 2
+# Parts of the messages of other errors, from the host's allocator, CUDA, NCCL and libraries that
+# allocate themselves.
+_MEMORY_SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_alloc_failed",
+)
+# Contexts, NCCL and cuBLAS may have this share of a GPU outside of torch's allocator, and at least
+# these bytes.
+_OWN_SHARE = 0.1
+_OWN_BYTES = 2 * _GIB
 
 
 class MemoryGrowthMonitor:
@@ -102,33 +119,12 @@ def _slope(taken: deque[tuple[float, float]]) -> float:
     return statistics.median(slopes)
 
 
-# The number of AdamW's moments per parameter, which it allocates in its first step.
-_OPTIMIZER_COPIES = 2
-# Parts of the messages of other errors, from the host's allocator, CUDA, NCCL and libraries that
-# allocate themselves.
-_MEMORY_SIGNS = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "cusolver_status_alloc_failed",
-    "cusparse_status_alloc_failed",
-)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
         sign in str(error).lower() for sign in _MEMORY_SIGNS
     )
-
-
-# Contexts, NCCL and cuBLAS may have this share of a GPU outside of torch's allocator, and at least
-# these bytes.
-_OWN_SHARE = 0.1
-_OWN_BYTES = 2 * _GIB
 
 
 def memory_of_other_processes(device: torch.device) -> str:
@@ -183,7 +179,7 @@ def fitting_accumulation(
     gang: Gang,
     fits: Callable[[int], bool],
     *,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Return the smallest number of micro-batches for which memory suffices on all ranks.
 
@@ -213,7 +209,7 @@ def try_micro_batch(
     clears the gradients and restores the buffers. If `has_state` is False, it first allocates as
     much memory as the state of AdamW needs.
     """
-    part = max(batch.split(parts), key=lambda one: one.weight)
+    part = max(batch.split(parts), key=lambda micro_batch: micro_batch.weight)
     buffers = [buffer.clone() for buffer in module.buffers()]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     ballast: list[torch.Tensor] = []

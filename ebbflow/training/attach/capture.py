@@ -1,0 +1,230 @@
+"""What a commit of an attached job has: the script's model and optimizer, its further states, its
+buffers, and its place in the data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ebbflow.training.attach.guards import describe_resize, script_sha256
+from ebbflow.training.attach.state import (
+    BatchSource,
+    find_frozen,
+    from_bytes,
+    join_state,
+    own_buffers,
+    restore_buffers,
+    restore_frozen,
+    split_state,
+    split_states,
+)
+from ebbflow.training.checkpoint.manifest import TensorEntry
+from ebbflow.training.checkpoint.restore import Place, RestoreResult
+from ebbflow.training.checkpoint.state import FurtherState, to_bytes
+from ebbflow.training.errors import AttachError
+from ebbflow.training.gang import Gang
+
+Say = Callable[[str], None]  # prints a line on rank 0
+
+
+class Stateful(Protocol):
+    """An object whose state is saved with the job, such as a scheduler, a gradient scaler or
+    averaged weights.
+    """
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Captured:
+    fields: dict[str, Any]  # JSON of the commit
+    tensors: FurtherState  # the tensors to which the fields refer
+
+
+class JobState(Protocol):
+    """The state of an attached job, as `AttachedJob` saves and restores it."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    # How a resumed run reads the same data if the job has no loader; "" if it may not
+    same_data: str
+    resized: str  # why results may differ after a change of the number of ranks; "" if they do not
+    by_library: bool  # whether a library writes the state of model and optimizer
+    commits_guards: bool  # whether a commit has the state of the guards
+    source: BatchSource | None  # reader of the job's loader; None if the job has none
+
+    @property
+    def stateful_objects(self) -> Sequence[Stateful]:
+        """The objects that are saved besides model and optimizer."""
+        ...
+
+    def capture(self, step: int, /) -> Captured:
+        """Return the fields and tensors of the commit of a step, besides model and optimizer.
+
+        Collective.
+        """
+        ...
+
+    def open_place(self) -> Place:
+        """Prepare the restore of a commit, and return where its tensors are read to. Collective."""
+        ...
+
+    def restore(self, restored: RestoreResult, say: Say) -> None:
+        """Restore the fields and tensors of `capture`. Collective.
+
+        Raises AttachError if the commit is not one of such a job.
+        """
+        ...
+
+    def digest(self) -> str | None:
+        """Return the hash of the final weights, or None if it is unknown. Collective."""
+        ...
+
+
+class ScriptState:
+    """State of a script that keeps its own loop.
+
+    Attributes:
+        epoch: number of the current epoch, counted from 0.
+        batch: number of completed batches of this epoch.
+        epoch_samples: number of samples of this epoch that all ranks have read.
+        source: reader of the script's loader; None before it reads one.
+    """
+
+    commits_guards = True
+
+    def __init__(
+        self,
+        gang: Gang,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        states: Mapping[str, Stateful],
+        *,
+        by_library: bool = False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.by_library = by_library
+        self.same_data = "random states"
+        self.resized = ""
+        self.epoch = 0
+        self.batch = 0
+        self.epoch_samples = 0
+        self.source: BatchSource | None = None
+        self._gang = gang
+        self._states = states
+        self._seed = torch.initial_seed()
+        # The state of the source in the commit, until the script reads its loader
+        self._source_state: Any = None
+        # Whether a different number of ranks made the commit, in the middle of an epoch
+        self._in_other_batches = False
+
+    @property
+    def stateful_objects(self) -> Sequence[Stateful]:
+        return list(self._states.values())
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.batch = 0
+        self.epoch_samples = 0
+        self._source_state = None
+
+    def count_batch(self, samples: int = 0) -> None:
+        self.batch += 1
+        self.epoch_samples += samples
+
+    def open_source(self, loader: Any, warn: Say) -> BatchSource:
+        """Return the reader of `loader`, which begins at the place of the restored commit.
+
+        Raises AttachError if the loader cannot be read.
+        """
+        if self.source is None or self.source.loader is not loader:
+            self.source = BatchSource(loader, self._seed, warn)
+            if self._source_state is not None:
+                self.source.load(self._source_state)
+            if self._in_other_batches:
+                self._find_batch(loader)
+        return self.source
+
+    def _find_batch(self, loader: Any) -> None:
+        """Choose the batch at which to continue an epoch that a different number of ranks began.
+
+        Samples may repeat.
+        """
+        size = (getattr(loader, "batch_size", None) or 1) * self._gang.world_size
+        self.batch, repeated = divmod(self.epoch_samples, size)
+        self._in_other_batches = False
+        if repeated:
+            self.resized += f"; {repeated} samples of epoch {self.epoch} are read twice"
+
+    def capture(self, _step: int, /) -> Captured:
+        shared: dict[str, Tensor] = {}
+        forms = split_states(self._states, shared)
+        own = {} if self._gang.alone else own_buffers(self.model)
+        source = None if self.source is None else self.source.state()
+        own["attach"] = to_bytes({"seed": self._seed, "source": split_state(source, "source", own)})
+        fields = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "samples": self.epoch_samples,
+            "seed": self._seed,
+            "states": forms,
+            "frozen": None if self.by_library else find_frozen(self.model),
+            "resized": self.resized,
+        }
+        return Captured({"attach": fields}, FurtherState(own, shared))
+
+    def open_place(self) -> Place:
+        shared: dict[str, Tensor] = {}
+        split_states(self._states, shared)
+
+        def place(name: str, entry: TensorEntry) -> Tensor:
+            there = shared.get(name)
+            if there is None or tuple(there.shape) != entry.shape or not isinstance(there, DTensor):
+                return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            return there
+
+        return place
+
+    def restore(self, restored: RestoreResult, say: Say) -> None:
+        fields = restored.extra.get("attach")
+        if fields is None:
+            raise AttachError(
+                f"{restored.key} was not made by attach; fix: give this job another name"
+            )
+        lost = sorted(fields["states"].keys() - self._states.keys())
+        if lost:
+            raise AttachError(
+                f"{restored.key} has the state of {', '.join(lost)}, which attach was not given; "
+                f"fix: pass {', '.join(f'{name}=…' for name in lost)}, or give this job another "
+                "name"
+            )
+        for name, state in self._states.items():
+            if name in fields["states"]:
+                state.load_state_dict(join_state(fields["states"][name], restored.further.shared))
+            else:
+                say(f"{restored.key} has no state of {name}, which begins anew")
+        self.epoch = fields["epoch"]
+        self.batch = fields["batch"]
+        self.epoch_samples = fields.get("samples", 0)
+        self.resized = fields.get("resized", "")
+        if restored.world_size != self._gang.world_size:
+            self._seed = fields.get("seed", self._seed)
+            self._in_other_batches = self.epoch_samples > 0
+            self.resized = describe_resize(restored.world_size, self._gang.world_size)
+        restore_frozen(self.model, fields.get("frozen"), say)
+        own = restored.further.own
+        if "attach" in own:
+            kept = from_bytes(own["attach"])
+            self._seed = kept["seed"]
+            self._source_state = join_state(kept["source"], own)
+        restore_buffers(self.model, own)
+
+    def digest(self) -> str | None:
+        return None if self.by_library else script_sha256(self.model)

@@ -1,0 +1,564 @@
+"""The training loop of a script or framework, which Ebbflow follows step by step.
+
+The job saves and exits only between two steps. At certain steps, called syncs, all ranks agree
+whether to save and whether to stop. A sync is an all-gather over gloo, about twice a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import InfraError, Outcome, describe_error
+from ebbflow.core.events import EVALUATION, NOTICE, OUTCOME
+from ebbflow.training.attach.capture import JobState
+from ebbflow.training.attach.guards import (
+    LoopWatch,
+    ScriptGuards,
+    describe_promise,
+    make_script_guards,
+)
+from ebbflow.training.attach.standalone import release_job, write_result
+from ebbflow.training.attach.state import StrayReads
+from ebbflow.training.attach.steps import StepLog, SyncSchedule
+from ebbflow.training.checkpoint.signing import signer, use_signing_key
+from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name
+from ebbflow.training.engine.parallel import Spread, refuse_unused_parameters
+from ebbflow.training.engine.profiler import make_profiler
+from ebbflow.training.errors import AttachError, TrainingError, describe_exception
+from ebbflow.training.gang import Gang, leave
+from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.limits import Position, Stop
+from ebbflow.training.reporter import Reporter
+from ebbflow.training.save_controller import SaveController, make_save_schedule
+from ebbflow.training.session import (
+    JobSession,
+    make_limits,
+    make_rehearsal,
+    open_reporter,
+    open_saver,
+)
+from ebbflow.training.step_sync import Row, StepSync
+
+# Before SIGKILL, leave without a save if the gradients of a step are still accumulating
+_LAST_SECONDS = 2.0
+
+current: AttachedLoop | None = None  # the loop of this process's job
+
+
+def refuse(error: TrainingError | InfraError) -> NoReturn:
+    """Print the error in one line, and exit with the error's exit code."""
+    release_job()
+    print(f"ebbflow: {describe_error(error)}", file=sys.stderr, flush=True)
+    raise SystemExit(error.outcome.exit_code) from error
+
+
+class AttachedLoop:
+    """The loop of the job to which `attach` has attached this process.
+
+    Args:
+        kept_steps: number of the newest step events that wait for a loss that is logged later.
+
+    Attributes:
+        name: name of the job.
+        step: number of completed steps.
+        samples: number of samples that all ranks have read since the job began.
+        resumed: whether a commit was restored.
+        saved_step: the last step that this process saved; -1 before the first save.
+        max_steps: number of steps of the job; 0 if unknown.
+        divided: whether more ranks take fewer steps, because they divide each epoch.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, gang: Gang, state: JobState, *, kept_steps: int = 0
+    ) -> None:
+        global current
+        self.name = spec.job
+        self.step = 0
+        self.samples = 0
+        self.resumed = False
+        self.saved_step = -1
+        self.max_steps = 0
+        self.divided = False
+        self._in_step = 0  # number of the step that was begun last
+        self._begun = False  # whether a step was begun
+        self._running = False  # whether the script is in its loop
+        self._left = False  # whether the script left its loop by `break` or an exception
+        self._in_block = False  # whether the end of a `with` block completes the job
+        self._closed = False
+        self._exit_code: int | None = None
+        self._updated = False  # whether the optimizer has stepped since the last step of the loop
+        self._forwarded = False  # whether gradients were computed since the optimizer's last step
+        self._save_owed = False  # whether a save was due while gradients were accumulating
+        # A sync that waits for the end of the epoch: whether gradients are unused; None if none
+        self._held_sync: bool | None = None
+        self._rng: dict[str, Tensor] = {}
+        self._spec = spec
+        self._state = state
+        config = spec.config
+        use_signing_key(config.checkpoint.signing_key_env)
+        signer()  # raises at once if this node lacks the key
+        self._ends = contextlib.ExitStack()
+        reporter, _ = self._ends.enter_context(open_reporter(spec, gang))
+        self._former_handler = signal.getsignal(signal.SIGTERM)
+        self.session = _open_session(spec, gang, config, reporter, state, self._capture)
+        self._guards = ScriptGuards(self.session)
+        self._syncs = SyncSchedule(config.checkpoint)
+        self.step_log = StepLog(reporter, kept_steps)
+        self._profiler = make_profiler(spec, config, gang, reporter)
+        self._strays = StrayReads(state.stateful_objects, self.say)
+        self._ends.enter_context(self._strays.watch())
+        generation = f"{spec.generation}-{spec.generation_id}"
+        self._watch = LoopWatch(gang, generation, lambda: self._in_step if self._running else 0)
+        self._restore()
+        self._watch_model()
+        self.session.saver.prepare(self.session.saves.spread.module, self.session.saves.optimizer)
+        reporter.clock.emit_phases()
+        atexit.register(self._on_exit)
+        current = self
+
+    @property
+    def is_saving(self) -> bool:
+        return self.session.saver.busy
+
+    @property
+    def is_running(self) -> bool:
+        return self._running
+
+    @property
+    def skips_samples(self) -> bool:
+        """Whether the next samples are skipped after a rewind."""
+        return self.samples < self._guards.first_sample
+
+    def say(self, text: str) -> None:
+        """Print a line if this is rank 0."""
+        if self.session.gang.rank == 0:
+            print(f"ebbflow: {text}", flush=True)
+
+    def record_notice(self, text: str) -> None:
+        """Print a line, and record it as an event, if this is rank 0."""
+        self.say(text)
+        if self.session.gang.rank == 0:
+            self.session.reporter.emit(NOTICE, step=self.step, message=text)
+
+    def enter_block(self) -> None:
+        """Complete the job at the end of the script's `with` block, not of its loop."""
+        self._in_block = True
+
+    def leave_block(self, error: BaseException | None) -> None:
+        """Complete the job at the end of the block, or record the error that ended it."""
+        if error is None:
+            self.complete()
+        elif not self._closed:
+            if self._spec.agent_pid is None and self.session.gang.rank == 0:
+                self.session.reporter.emit(
+                    OUTCOME,
+                    step=self.step,
+                    outcome=str(Outcome.FAILED),
+                    message=describe_exception(error),
+                )
+            self._close()
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Run the script's outermost loop in this context. The job is completed at its end."""
+        if self._running or self._closed:
+            state = "has ended" if self._closed else "already runs a loop"
+            refuse(
+                AttachError(
+                    f"job {self.name} {state}; fix: use one of job.batches, job.epochs and "
+                    "job.steps, once"
+                )
+            )
+        self._running = True
+        self.restore_random_states()
+        self._syncs.start_clock()
+        try:
+            yield
+        except GeneratorExit:
+            self._left = True  # by break, or by an exception: known when the script ends
+            raise
+        finally:
+            self._running = False
+        if not self._in_block:
+            self.complete()
+
+    def restore_random_states(self) -> None:
+        """Restore the random states of the commit again, since code may have drawn random numbers
+        after `attach`.
+
+        Only the first call has an effect.
+        """
+        rank = self.session.gang.rank
+        states = {rng_name(rank, name): state for name, state in self._rng.items()}
+        self._rng = {}
+        restore_rng(rank, states)
+
+    @contextlib.contextmanager
+    def counting(self, count_batch: Callable[[], object] | None = None) -> Iterator[None]:
+        """Count the current step even if the user's code leaves the loop in the middle, after the
+        optimizer's step.
+        """
+        self._strays.step = self._in_step
+        try:
+            yield
+        except GeneratorExit:
+            if self._updated:
+                self.step += 1
+                if count_batch is not None:
+                    count_batch()
+            raise
+        finally:
+            self._strays.step = 0
+
+    def begin_step(self) -> None:
+        reporter = self.session.reporter
+        if not self._begun:
+            self._begun = True
+            reporter.clock.emit_phases()
+        self._in_step = self.step + 1
+        if self._profiler is not None:
+            self._profiler.reach(self._in_step)
+        reporter.enter("forward", self._in_step)
+
+    def begin_framework_step(self) -> None:
+        """Begin a step of a loop that is not in `run`."""
+        self._running = True
+        self.begin_step()
+
+    def end_step(self, samples: int, *, last: bool = False) -> None:
+        """Count the step, and sync if a sync is due.
+
+        After the last step of an epoch, the sync waits until the user's code at the end of the
+        epoch has run. Otherwise a commit could precede that code, and a script that resumed from
+        this commit would run the code without the variables of the epoch, such as the epoch's last
+        loss.
+        """
+        unsettled = self._state.optimizer is not None and not self._updated
+        self._updated = False
+        self.count_step(samples)
+        if self.sync_is_due:
+            if last:
+                self._held_sync = unsettled
+            else:
+                self._sync(unsettled)
+        self.session.reporter.enter("data", self.step + 1)
+
+    def end_epoch(self) -> None:
+        """Sync if the sync of the epoch's last step has waited for the end of the epoch."""
+        if self._held_sync is not None:
+            unsettled = self._held_sync
+            self._held_sync = None
+            self._sync(unsettled)
+
+    def count_step(self, samples: int, learning_rate: float | None = None) -> None:
+        """Count the step, and record its event."""
+        self.step += 1
+        self.samples += samples
+        self._record(samples, learning_rate)
+        self._after_step()
+
+    def skip_batch(self, samples: int) -> None:
+        """Count the samples of a batch that is skipped after a rewind."""
+        self.samples += samples
+
+    @property
+    def sync_is_due(self) -> bool:
+        session = self.session
+        stops_alone = session.gang.alone and session.limits.drain_requested
+        return self._syncs.is_due(self.step) or stops_alone
+
+    def agree(self, unsettled: bool = False) -> StepSync:
+        """Exchange whether each rank wants to save or to stop, and return the common result.
+
+        Exit if the losses since the last sync are bad. Collective.
+
+        Args:
+            unsettled: whether gradients are accumulated that no optimizer step has used.
+        """
+        session = self.session
+        row = Row(
+            step=self.step,
+            cursor=self.samples,
+            loss_sum=self.step_log.flush(all_steps=False),
+            weight=1.0,
+            square_sum=0.0,
+            flops=0.0,
+            compute_seconds=self._syncs.seconds_per_step(self.step),
+            data_seconds=0.0,
+            stop=session.limits.stop(),
+            own_seconds=self._syncs.mean_of_steps(self._guards.take_own(), self.step),
+            unsettled=unsettled,
+        )
+        sync = session.sync(session.with_save_request(row, save_owed=self._save_owed))
+        self._save_owed = sync.save_due and not sync.settled
+        self._guards.record_pace(self.step, sync)
+        self._guards.promise(self.step, self._describe_promise())
+        try:
+            bad = self._guards.judge(sync, self._syncs.synced_step, self.samples)
+        except TrainingError as error:
+            if self._spec.agent_pid is None:  # otherwise the agent starts the ranks again
+                refuse(error)
+            raise
+        if bad:
+            self.leave(Outcome.NON_FINITE, f"step {self.step}: {bad}; the last commit stands")
+        return sync
+
+    def postpone_sync(self) -> None:
+        """Sync again after the next step, since gradients are accumulating now."""
+        self._syncs.postpone(self.step)
+
+    def plan_next_sync(self, sync: StepSync) -> None:
+        self._syncs.plan_next(self.step, sync.rows[0].compute_seconds)
+
+    def save(self, sync: StepSync | None = None) -> None:
+        """Save as the ranks agreed in `sync`; without `sync`, save in any case. Collective."""
+        at = Position(self.step, self.samples)
+        if sync is None:
+            self.session.saves.save(at)
+        else:
+            last = sync.stop not in (Stop.NONE, Stop.INTERRUPTED)
+            self.session.save_if_due(at, sync, last=last)
+
+    def leave_if_stopped(self, sync: StepSync) -> None:
+        """End the job and this process if the ranks agreed to stop."""
+        if sync.stop is not Stop.NONE:
+            self.leave(sync.stop.outcome, self.session.limits.describe(sync.stop))
+
+    def leave(self, outcome: Outcome, message: str) -> NoReturn:
+        """End the job with the outcome, and exit with its exit code."""
+        session = self.session
+        at = Position(self.step, self.samples)
+        message = session.finish_saves(message, fatal=None)
+        message = f"{message}; {session.saves.describe_resume_point(at)}"
+        self._end(outcome, message)
+        self.say(f"job {self.name}, step {self.step}: {message}")
+        self._exit_code = outcome.exit_code
+        raise SystemExit(self._exit_code)
+
+    def complete(self) -> None:
+        """Make the final commit and end the job. Collective."""
+        if self._closed:
+            return
+        session = self.session
+        self._watch.leave(self.step)
+        session.reporter.enter("evaluation", self.step)
+        try:
+            # A script that left by break may have destroyed the group
+            if session.gang.alone or dist.is_initialized():
+                self.agree()  # all ranks are here, and the last losses are judged
+            self.step_log.flush()
+            if self.saved_step != self.step and self.step > 0:
+                self.save()
+            session.saves.finish()
+        except TrainingError as error:
+            refuse(error)
+        session.reporter.enter("done", self.step)
+        self._end(Outcome.COMPLETED, "", self._state.digest())
+
+    def close_at_exit(self) -> None:
+        """Complete the job if the script left its loop with `break`, and close it."""
+        if self._left and not self._closed and not hasattr(sys, "last_value"):
+            self.complete()
+        self._close()
+
+    def _describe_promise(self) -> dict[str, Any]:
+        state = self._state
+        return describe_promise(
+            state.model,
+            has_optimizer=state.optimizer is not None or state.by_library,
+            source=state.source,
+            same_data=state.same_data,
+            resized=state.resized,
+            stray=self._strays.found,
+        )
+
+    def _sync(self, unsettled: bool) -> None:
+        """Agree with the other ranks whether to save and whether to stop, and do both as agreed.
+
+        Collective.
+        """
+        sync = self.agree(unsettled)
+        wanted = sync.stop is not Stop.NONE or sync.save_due
+        _, seconds_left = sync.last_save
+        if wanted and not sync.settled and seconds_left > _LAST_SECONDS:
+            self.postpone_sync()
+            return
+        if sync.settled:
+            self.save(sync)
+            if self._state.optimizer is None:
+                self.session.saver.before_step()
+        self.leave_if_stopped(sync)
+        self.plan_next_sync(sync)
+
+    def _after_step(self) -> None:
+        source = self._state.source
+        self._guards.probe(
+            self.step,
+            self._state.model,
+            samples=self.samples,
+            steps=self.max_steps,
+            divided=self.divided,
+            loader=None if source is None else source.loader,
+        )
+        self.session.rehearse_fault(self.step, self.max_steps)
+
+    def _record(self, samples: int, learning_rate: float | None) -> None:
+        session = self.session
+        session.reporter.mark_trained(self.step)
+        seconds = session.reporter.clock.take()
+        data: dict[str, Any] = {"tokens": self.step_log.take("tokens", samples), "seconds": seconds}
+        if self._state.optimizer is not None:
+            learning_rate = self._state.optimizer.param_groups[0]["lr"]
+        if isinstance(learning_rate, float):
+            data["learning_rate"] = learning_rate
+        data |= session.saves.record_step_time(seconds, saving=session.saver.busy)
+        data |= self._guards.end_pace()
+        loss = self.step_log.take("loss")
+        if session.take_spoiled_loss():
+            loss = float("nan")
+        self.step_log.add(self.step, data, loss)
+        metrics = self.step_log.take_metrics()
+        if metrics:
+            if session.gang.rank == 0:
+                session.reporter.emit(EVALUATION, step=self.step, metrics=metrics)
+            session.saves.extra["metrics"] = {**metrics, "step": self.step}
+
+    def _capture(self, step: int) -> dict[str, Any]:
+        """Return the job's fields for a commit, and give the saver the tensors to which these
+        fields refer.
+        """
+        saver = self.session.saver
+        saver.further = FurtherState()  # releases the files of the last save
+        updated = self._updated
+        captured = self._state.capture(step)
+        # Torch may have initialised the optimizer's state by a step without effect
+        self._updated = updated
+        saver.further = captured.tensors
+        self.saved_step = step
+        if not self._state.commits_guards:
+            return captured.fields
+        return captured.fields | {"guards": self.session.guards.numbers.to_json()}
+
+    def _restore(self) -> None:
+        """Restore the newest commit, if there is one, and continue from its step. Collective."""
+        candidates = self._spec.candidates
+        if not candidates:
+            return
+        restored = self.session.restore(candidates, place=self._state.open_place())
+        if restored is None:
+            return
+        self.step = restored.step
+        self.samples = restored.extra["cursor"]
+        self.saved_step = self.step
+        self.resumed = True
+        self._syncs.begin(self.step)
+        self.session.guards.numbers.restore(restored.extra.get("guards", {}))
+        if restored.rng == "restored":
+            self._rng = restored.further.own
+        self.say(f"job {self.name} goes on from step {self.step}")
+        self._state.restore(restored, self.say)
+
+    def _watch_model(self) -> None:
+        """Register hooks on the optimizer's steps and on the model's forward passes."""
+        model = self._state.model
+        optimizer = self._state.optimizer
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self._before_optimizer_step)
+            optimizer.register_step_post_hook(self._on_optimizer_step)
+        if not hasattr(model, "_orig_mod") and model._compiled_call_impl is None:
+            model.register_forward_pre_hook(self._on_forward)
+            self._guards.time_model(model)
+
+    def _before_optimizer_step(self, *_: object) -> None:
+        if self._forwarded:
+            refuse_unused_parameters(self._state.model)
+        self._forwarded = False
+        self.session.saver.before_step()
+
+    def _on_optimizer_step(self, *_: object) -> None:
+        self._updated = True
+        self.session.reporter.mark_trained(self._in_step)
+        self.session.reporter.clock.begin_own()
+
+    def _on_forward(self, module: nn.Module, _: object) -> None:
+        """Report whether the model is evaluated or trained, because the agent has a hang threshold
+        for each phase.
+        """
+        if not module.training:
+            self.session.reporter.enter("evaluation", self.step)
+        elif self._running:
+            self._forwarded = torch.is_grad_enabled()
+            self.session.reporter.enter("forward", self.step + 1)
+
+    def _end(self, outcome: Outcome, message: str, sha256: str | None = None) -> None:
+        at = Position(self.step, self.samples)
+        ending = self.session.end(at, outcome, message, sha256)
+        if self._spec.result_path:
+            write_result(Path(self._spec.result_path), ending)
+        self._close()
+
+    def _on_exit(self) -> None:
+        self.close_at_exit()
+        if self._exit_code is not None:
+            leave(self._exit_code)  # torch aborts in some exits after a gloo group
+
+    def _close(self) -> None:
+        global current
+        if self._closed:
+            return
+        self._closed = True
+        self.step_log.flush()
+        self.session.saver.close()
+        self._ends.close()
+        signal.signal(signal.SIGTERM, self._former_handler)
+        release_job()
+        current = None
+
+
+def _open_session(
+    spec: WorkerSpec,
+    gang: Gang,
+    config: RunConfig,
+    reporter: Reporter,
+    state: JobState,
+    commit_fields: Callable[[int], dict[str, Any]],
+) -> JobSession:
+    """Open the session of a script. `commit_fields` returns the job's fields of a step's commit."""
+    limits = make_limits(spec, gang, config, reporter.clock)
+    saver = open_saver(spec, gang, reporter)
+    # The model whose tensors Ebbflow itself writes into a commit, and its optimizer
+    model = nn.Module() if state.by_library else state.model
+    optimizer = None if state.by_library else state.optimizer
+    saves = SaveController(
+        config=config.checkpoint,
+        rank=gang.rank,
+        spread=Spread(model=model, module=model, copies=1),
+        optimizer=optimizer,
+        saver=saver,
+        limits=limits,
+        reporter=reporter,
+        extra={},
+        carried=commit_fields,
+        save_schedule=make_save_schedule(spec, config, gang),
+    )
+    return JobSession(
+        config=config,
+        gang=gang,
+        reporter=reporter,
+        limits=limits,
+        saver=saver,
+        saves=saves,
+        guards=make_script_guards(spec, config, gang, reporter),
+        rehearsal=make_rehearsal(spec, gang),
+    )
