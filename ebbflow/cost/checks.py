@@ -276,7 +276,7 @@ def check_limits(context: PreflightContext) -> CheckFinding:
         limit = f"deadline {deadline:g} h"
     return CheckFinding.passed(
         f"{chosen}: ${chosen.expected_usd:.4f} + ${plan.reserve_usd:.4f} reserve, {budget}; "
-        f"{chosen.expected_hours:.3g} h, {limit} (estimated; price {chosen.price_kind})"
+        f"{chosen.expected_hours:.3g} h, {limit} (estimated; price {chosen.price.kind})"
     )
 
 

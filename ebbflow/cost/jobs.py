@@ -260,20 +260,19 @@ def get_cheapest_suitable_instance(
         raise PlanError(
             "no instance is suitable" if reason is None else f"{reason.message} ({reason.hint})"
         )
-    names = (
-        "instance_type",
-        "nodes",
-        "market",
-        "region",
-        "zone",
-        "usd_per_hour",
-        "on_demand_usd_per_hour",
-    )
-    known = {
-        name: getattr(best, name)
-        for name in (*names, "price_kind", "expected_hours", "expected_usd")
+    return {
+        "instance_type": best.instance_type,
+        "nodes": best.nodes,
+        "market": best.market,
+        "region": best.region,
+        "zone": best.zone,
+        "usd_per_hour": best.price.usd_float,
+        "on_demand_usd_per_hour": best.on_demand_usd_per_hour,
+        "price_kind": best.price.kind,
+        "expected_hours": best.expected_hours,
+        "expected_usd": best.expected_usd,
+        "savings_percent": best.savings_percent,
     }
-    return {**known, "savings_percent": best.savings_percent}
 
 
 def get_accumulated_cost(

@@ -83,7 +83,7 @@ def test_without_capacity_waiting_costs_nothing_and_the_last_moment_is_late() ->
     at, last, work_hours = course.decisions[-1]
     assert last.market == "on_demand" and course.markets.count("on_demand") == 1
     assert at / HOUR > DEADLINE - work_hours - 0.7, "not before slack ran out"
-    assert course.usd == pytest.approx((CASE.fixed_lost_hours + work_hours) * last.usd_per_hour)
+    assert course.usd == pytest.approx((CASE.fixed_lost_hours + work_hours) * last.price.usd_float)
 
 
 @settings(max_examples=12, deadline=None)

@@ -175,7 +175,9 @@ def test_a_region_without_prices_is_rejected_until_a_refresh(tmp_path: Path):
     assert brings in before.refusal.hint and any(brings in line for line in before.prices)
     folder = refresh(tmp_path, Aws(ANSWERS, TYPES), advisor=ADVISOR)
     after = make_plan(config, now_utc=1_790_000_000.0, catalogue=reread(folder))
-    assert {(candidate.market, candidate.quoted_usd_per_hour) for candidate in after.ranked} == {
+    assert {
+        (candidate.market, f"{candidate.price.usd_per_hour:f}") for candidate in after.ranked
+    } == {
         ("spot", "0.4527"),
         ("on_demand", "1.006"),
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from ebbflow.core.events import BATCH_ATTEMPT, COMMIT, Event
 from ebbflow.core.events import PLACED as PLACED_EVENT
 from ebbflow.core.store import Store
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement, read_attempts
+from ebbflow.cost.prices.quote import PoolPrice
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 from ebbflow.flows.attempts.placement import give_up_reason
 from ebbflow.flows.decorators import CapacityDecorator, apply_to_batch, cloud, run_locally
@@ -50,9 +52,7 @@ PLACED = Placement(
     memory_mib=15000,
     wall_seconds=7200,
     runnable_seconds=1800,
-    usd_per_hour=0.4,
-    quoted_usd_per_hour="0.4",
-    price_kind="recorded",
+    price=PoolPrice(usd_per_hour=Decimal("0.4"), kind="recorded"),
     expected_hours=1.0,
     expected_usd=0.4,
     reason="cheapest",

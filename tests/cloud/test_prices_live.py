@@ -187,7 +187,7 @@ def test_permanent_throttling_falls_back_to_the_price_table_with_a_note():
     assert "throttled" in answers.failed["us-east-1"] and clock.time < 30
     prices = LivePrices.of(answers)
     plan = make_plan(configuration(), now_utc=NOW, prices=prices)
-    assert plan.chosen.price_kind.startswith("estimated from on-demand recorded 2026-07-20")
+    assert plan.chosen.price.kind.startswith("estimated from on-demand recorded 2026-07-20")
     asked_again = (
         "because ec2:DescribeAvailabilityZones in us-east-1: throttled (RequestLimitExceeded) ("
     )
@@ -273,7 +273,7 @@ def test_an_empty_history_and_a_zone_without_a_price_are_answers():
         "no spot price of g5.xlarge in us-west-2 now by EC2: not offered there as Spot" in reasons
     )
     assert "spot prices: no history at all of these instance types in us-west-2" in plan.prices
-    assert plan.chosen.price_kind.startswith("live ") and " l" in render_plan(plan)
+    assert plan.chosen.price.kind.startswith("live ") and " l" in render_plan(plan)
 
 
 def test_one_region_that_fails_takes_the_table_and_the_others_stay_live():
@@ -283,8 +283,8 @@ def test_one_region_that_fails_takes_the_table_and_the_others_stay_live():
     west.page([record("us-west-2a", "0.2", 1.0)])
     config = configuration(regions=["us-east-1", "us-west-2"])
     plan = make_plan(config, now_utc=NOW, prices=LivePrices.of(asked(east, west)))
-    assert (plan.chosen.place, plan.chosen.usd_per_hour) == ("usw2-az2", 0.2)
-    kinds = {c.place: c.price_kind.split()[0] for c in plan.ranked if c.market == "spot"}
+    assert (plan.chosen.place, plan.chosen.price.usd_float) == ("usw2-az2", 0.2)
+    kinds = {c.place: c.price.kind.split()[0] for c in plan.ranked if c.market == "spot"}
     assert kinds == {"usw2-az2": "live", "us-east-1": "estimated"}
     assert any(line.startswith("spot prices of us-east-1: static table") for line in plan.prices)
 

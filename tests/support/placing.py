@@ -80,14 +80,13 @@ def attempt(
         "wall_seconds": 60,
         "runnable_seconds": 60,
         "usd_per_hour": 1.5,
-        "quoted_usd_per_hour": "1.5",
         "price_kind": "recorded",
         "expected_hours": 1.0,
         "expected_usd": 1.0,
         "reason": "",
     }
     return PastAttempt(
-        placement=Placement(**{**known, **values}),
+        placement=Placement.from_json({**known, **values}),
         placed_utc=WALL + at - 100,
         cause=cause,
         started_utc=WALL + at - 50 if started else None,
@@ -116,7 +115,7 @@ def placement(**values: Any) -> Placement:
         "expected_usd": 2.0,
         "reason": "it is cheap",
     }
-    return Placement(**{**known, **values})
+    return Placement.from_json({**known, **values})
 
 
 def in_region(

@@ -5,6 +5,7 @@ placement.
 from __future__ import annotations
 
 from dataclasses import replace
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -27,9 +28,12 @@ def template_plan() -> Plan:
 
 
 def changed_pool(pool: Candidate, **values: Any) -> Candidate:
-    """Change fields of a pool, or of its forecast's inputs."""
+    """Change fields of a pool, of its price (`usd_per_hour`), or of its forecast's inputs."""
     case = {name: value for name, value in values.items() if name in _CASE}
     rest = {name: value for name, value in values.items() if name not in _CASE}
+    usd = rest.pop("usd_per_hour", None)
+    if usd is not None and "price" not in rest:
+        rest["price"] = replace(pool.price, usd_per_hour=Decimal(str(usd)))
     return replace(pool, case=replace(pool.case, **case), **rest)
 
 

@@ -12,7 +12,7 @@ import pytest
 from ebbflow.core.events import PLAN, PRICES, Event
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
-from ebbflow.cost.ledger.pricing import NodePrice, PoolName, Pricing, parse_pool, parse_quote
+from ebbflow.cost.ledger.pricing import NodePrice, PoolName, Pricing, parse_pool, parse_usd
 from tests.support.timelines import WALL, event, paid_node, prices_event
 
 CHOSEN: dict[str, Any] = {
@@ -329,7 +329,7 @@ def test_a_batch_job_of_another_type_has_that_types_on_demand_price(
 
 
 @pytest.mark.parametrize(
-    ("values", "quote"),
+    ("values", "usd"),
     [
         ({}, None),
         ({"usd_per_hour": 2.5}, "2.5"),
@@ -342,7 +342,7 @@ def test_a_batch_job_of_another_type_has_that_types_on_demand_price(
         ({"usd_per_hour": "Infinity"}, None),
     ],
 )
-def test_a_batch_jobs_quote_is_a_price_or_nothing(values: dict, quote: str | None) -> None:
+def test_a_batch_jobs_price_is_valid_or_missing(values: dict, usd: str | None) -> None:
     job = BatchJob(
         job_id="j",
         nodes=1,
@@ -353,7 +353,7 @@ def test_a_batch_jobs_quote_is_a_price_or_nothing(values: dict, quote: str | Non
         placed_wall=0.0,
         candidate=values,
     )
-    assert (None if job.quote is None else str(job.quote)) == quote
+    assert (None if job.price is None else str(job.price.usd_per_hour)) == usd
 
 
 def test_a_batch_job_without_a_price_has_the_plans() -> None:
@@ -387,8 +387,8 @@ def test_a_pool_is_named_by_its_zone_or_its_region(
 
 
 def test_a_quote_is_exact_where_the_plan_has_it_as_text() -> None:
-    assert str(parse_quote({"quoted_usd_per_hour": "0.410400", "usd_per_hour": 0.41})) == "0.410400"
-    assert str(parse_quote({"usd_per_hour": 0.1})) == "0.1"
+    assert str(parse_usd({"quoted_usd_per_hour": "0.410400", "usd_per_hour": 0.41})) == "0.410400"
+    assert str(parse_usd({"usd_per_hour": 0.1})) == "0.1"
 
 
 POOL = {"instance_type": "g5.xlarge", "market": "spot", "changes": [[WALL, "1"]]}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.guarantee import DECIDE_HOURS, make_fallback
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.refusal import PlanRefusal
+from ebbflow.cost.prices.quote import PoolPrice
 from tests.support.capacity import queue, queues
 from tests.support.placing import (
     BOTH,
@@ -288,15 +290,14 @@ def test_the_catalogue_and_the_region_of_the_call_decide_which_queues_can_run_a_
 def test_a_placement_has_the_pool_its_machines_and_its_forecast() -> None:
     pool = spot_pool(
         processes_per_node=1,
-        quoted_usd_per_hour="1.50",
-        price_kind="live",
+        price=PoolPrice(usd_per_hour=Decimal("1.50"), kind="live"),
         expected_hours=9.5,
         zone="use1-az1",
         expected_usd=30.5,
     )
     found = place([pool, on_demand_pool()])
     kind = CATALOGUE["g5.xlarge"]
-    assert asdict(found) == {
+    assert found.to_json() == {
         "queue": "spot",
         "market": "spot",
         "instance_type": "g5.xlarge",

@@ -330,7 +330,9 @@ def test_the_plans_text_is_narrow_and_complete(sections: dict):
 
 def assert_shows(text: str, one: Plan, best: Candidate) -> None:
     assert f"+ {best.nodes} × {best.instance_type}" in text
-    assert f"${best.usd_per_hour:.4f}/h per node" in text and f"${best.expected_usd:,.4f}" in text
+    assert (
+        f"${best.price.usd_float:.4f}/h per node" in text and f"${best.expected_usd:,.4f}" in text
+    )
     assert ("simulated: this run stays" in text) == one.simulated
     assert text.count(", micro-batch ") == 1 and "… and" in text
 

@@ -50,7 +50,9 @@ def planned(config: RunConfig, **options: bool) -> Plan:
 def test_spot_pools_are_zones_and_the_cheapest_region_wins():
     plan = planned(configuration())
     spot = {
-        (c.instance_type, c.zone): c.quoted_usd_per_hour for c in plan.ranked if c.market == "spot"
+        (c.instance_type, c.zone): f"{c.price.usd_per_hour:f}"
+        for c in plan.ranked
+        if c.market == "spot"
     }
     assert spot == {
         ("g5.xlarge", "use1-az4"): "0.418200",  # the last change, not the first, and not Windows
@@ -145,7 +147,7 @@ def test_zones_of_the_configuration_find_no_price_in_a_file_that_names_zones_onl
 
 def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     plan = planned(configuration({"budget_usd": 50.0}))
-    assert plan.terms().usd_per_rank_second == float(plan.chosen.quoted_usd_per_hour) / 3600
+    assert plan.terms().usd_per_rank_second == float(plan.chosen.price.usd_per_hour) / 3600
     assert plan.terms().price_kind == "recorded"
     gang = GangLog(1, 10.0, [[0], [1]])
     gang.steps(1, 5, useful_step=7.7)
@@ -185,8 +187,8 @@ def test_a_stale_price_is_used_and_marked_as_stale():
     fresh = planned(configuration())
     stale = planned(configuration({"max_price_age_hours": 6.0}))
     assert stale.chosen.zone == fresh.chosen.zone
-    assert [c.price_stale for c in (fresh.chosen, stale.chosen)] == [False, True]
-    assert stale.chosen.price_kind.endswith(": stale") and not fresh.chosen.price_kind.endswith(
+    assert [c.price.is_stale for c in (fresh.chosen, stale.chosen)] == [False, True]
+    assert stale.chosen.price.kind.endswith(": stale") and not fresh.chosen.price.kind.endswith(
         "stale"
     )
     assert any("stale, older than cost.max_price_age_hours 6" in line for line in stale.prices)
@@ -227,7 +229,7 @@ def test_the_static_table_shows_its_age_and_covers_only_its_regions():
         "on-demand prices of 2026-07-20, 2 months old; savings of 2025-07, 15 months old"
         in both.prices[0]
     )
-    assert both.chosen.quoted_usd_per_hour == "0.410448" and both.chosen.price_kind.startswith(
+    assert str(both.chosen.price.usd_per_hour) == "0.410448" and both.chosen.price.kind.startswith(
         "estimated"
     )
 

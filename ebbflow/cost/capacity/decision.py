@@ -48,7 +48,6 @@ from ebbflow.cost.plan.guarantee import (
     usd_saved_by_moving,
 )
 from ebbflow.cost.plan.plan import Plan
-from ebbflow.cost.plan.pools import Pool
 from ebbflow.cost.prices.reservations import Reservation
 
 if TYPE_CHECKING:
@@ -357,23 +356,29 @@ def _why_no_spot(spares: Sequence[tuple[float, float]]) -> str:
     )
 
 
-_FORECAST = ("usd_per_hour", "quoted_usd_per_hour", "price_kind", "expected_hours", "expected_usd")
-
-
 def _placement(
     config: RunConfig, choice: _Choice, kind: InstanceType, wall: int, now_utc: float
 ) -> placement.Placement:
-    one = choice.offer.candidate
+    pool = choice.offer.candidate
     if choice.wait_hours is None:
-        wait = one.case.wait_hours + delay_hours(config)
+        wait = pool.case.wait_hours + delay_hours(config)
     else:
         wait = choice.wait_hours
     start_by = now_utc + choice.start_within_hours * HOUR
     return placement.Placement(
-        **{name: getattr(one, name) for name in (*Pool.__dataclass_fields__, *_FORECAST)},
+        instance_type=pool.instance_type,
+        nodes=pool.nodes,
+        processes_per_node=pool.processes_per_node,
+        market=pool.market,
+        region=pool.region,
+        zone=pool.zone,
+        reservation=pool.reservation,
+        price=pool.price,
+        expected_hours=pool.expected_hours,
+        expected_usd=pool.expected_usd,
         queue=choice.offer.queue,
         cpu=kind.vcpu,
-        gpu=min(one.processes_per_node, kind.gpu_count),
+        gpu=min(pool.processes_per_node, kind.gpu_count),
         memory_mib=placement.memory_mib(kind),
         wall_seconds=wall,
         runnable_seconds=math.ceil(wait * HOUR),

@@ -21,6 +21,7 @@ from ebbflow.core.events import (
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
+from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
 from ebbflow.infra.batch.queues import accepts_type
 from ebbflow.infra.notices import RECLAIMS
 
@@ -60,9 +61,7 @@ class Placement:
     runnable_seconds: (
         int  # longest wait for capacity. After it, the next attempt gets a new placement.
     )
-    usd_per_hour: float  # the plan's price of one node per hour
-    quoted_usd_per_hour: str  # the same price as exact decimal text, from which bills are computed
-    price_kind: str
+    price: PoolPrice  # the plan's price of one node
     # expected_hours, expected_usd: the plan's forecast for the rest of the job if it stays in this
     # pool
     expected_hours: float
@@ -87,22 +86,31 @@ class Placement:
 
     @property
     def gang_usd_per_hour(self) -> float:
-        return self.usd_per_hour * self.nodes
+        return self.price.usd_float * self.nodes
 
     def __str__(self) -> str:
         where = f"{self.nodes} × {self.instance_type} {self.market.replace('_', '-')}"
         return f"{where} in queue {short_queue_name(self.queue)}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        del data["price"]
+        return {**data, **self.price.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Placement:
         """Build a placement from the result of `to_json`.
 
-        Ignores unknown keys. Raises TypeError for a missing key.
+        Ignores unknown keys.
+
+        Raises:
+            KeyError: There is no price.
+            TypeError: Another key is missing.
+            ValueError: The price is invalid.
         """
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        known["price"] = PoolPrice.from_json(data)
+        return cls(**known)
 
 
 def pool_id(queue: str, instance_type: str, nodes: int) -> str:
@@ -312,18 +320,13 @@ def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> di
     Args:
         placement: Placement of the job; None if unknown.
     """
-    names = (
-        "instance_type",
-        "market",
-        "region",
-        "zone",
-        "processes_per_node",
-        "usd_per_hour",
-        "quoted_usd_per_hour",
-    )
+    names = ("instance_type", "market", "region", "zone", "processes_per_node")
+    if placement is None:
+        return {**asdict(attempt), **dict.fromkeys((*names, *PRICE_KEYS))}
     return {
         **asdict(attempt),
-        **{name: getattr(placement, name, None) for name in (*names, "price_kind")},
+        **{name: getattr(placement, name) for name in names},
+        **placement.price.to_json(),
     }
 
 
@@ -443,7 +446,7 @@ def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
 def _placement(data: Mapping[str, Any]) -> Placement | None:
     try:
         return Placement.from_json(data["placement"])
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         return None
 
 

@@ -21,7 +21,6 @@ has no event, all of its time counts as start-up.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +28,7 @@ from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerCla
 from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
+from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
 
 MINIMUM_SECONDS = 60.0
 # A longer pause is not counted, because the instance may have run another job. `cost.reconcile`
@@ -42,9 +42,7 @@ _CANDIDATE_KEYS = (
     "market",
     "region",
     "zone",
-    "usd_per_hour",
-    "quoted_usd_per_hour",
-    "price_kind",
+    *PRICE_KEYS,
 )
 
 
@@ -102,17 +100,12 @@ class BatchJob:
         return PaidStay(started=started, stopped=stopped, cause=self.cause)
 
     @property
-    def quote(self) -> Decimal | None:
-        """Dollars per hour of one node; None if no valid price was recorded."""
+    def price(self) -> PoolPrice | None:
+        """Price of one node; None if no valid price was recorded."""
         try:
-            usd = Decimal(
-                str(self.candidate.get("quoted_usd_per_hour") or self.candidate["usd_per_hour"])
-            )
-        except (KeyError, InvalidOperation):
+            return PoolPrice.from_json(self.candidate)
+        except (KeyError, ValueError):
             return None
-        if usd.is_finite() and usd >= 0:
-            return usd
-        return None
 
 
 def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:

@@ -16,6 +16,7 @@ from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
+from ebbflow.cost.prices.quote import PoolPrice
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"
@@ -176,7 +177,7 @@ class Pricing:
             kind = SIMULATED
         else:
             kind = str(chosen.get("price_kind", "recorded"))
-        first = parse_quote(chosen)
+        first = parse_usd(chosen)
         pool = planned
         if not simulated:
             pool = self._find_recorded_pool(machine, planned)
@@ -200,12 +201,13 @@ class Pricing:
             plan = before[-1].data
         else:
             plan = None
-        if job is None or job.quote is None:
+        if job is None or job.price is None:
             return plan
         if plan is None:
             return {"chosen": dict(job.candidate)}
         chosen = plan["chosen"]
-        if parse_pool(chosen) == parse_pool(job.candidate) and parse_quote(chosen) == job.quote:
+        same_pool = parse_pool(chosen) == parse_pool(job.candidate)
+        if same_pool and parse_usd(chosen) == job.price.usd_per_hour:
             return plan
         instance_type = job.candidate["instance_type"]
         if chosen["instance_type"] == instance_type:
@@ -248,7 +250,7 @@ def _price_without_changes(
     """
     planned = parse_pool(plan["chosen"])
     actual = _find_actual_pool(machine, planned, planned.place)
-    quoted = parse_quote(plan["chosen"])
+    quoted = parse_usd(plan["chosen"])
     alike = [
         candidate for candidate in plan.get("ranked") or [] if _is_alike(candidate, actual, plan)
     ]
@@ -266,7 +268,7 @@ def _price_without_changes(
                 f"{kind}, of the planned {planned}: the machine is in {zone}, no price is on "
                 "record",
             )
-        return parse_quote(there), parse_pool(there), _describe_quote(there)
+        return parse_usd(there), parse_pool(there), _describe_quote(there)
     if actual.market == "on_demand":
         usd = _find_on_demand_usd(plan, actual.instance_type)
         if usd is not None:
@@ -277,7 +279,7 @@ def _price_without_changes(
             )
     places = {machine.get("zone_id"), machine.get("zone")} - {None} or {planned.place}
     for candidate in sorted(alike, key=lambda one: parse_pool(one).place not in places):
-        return parse_quote(candidate), parse_pool(candidate), _describe_quote(candidate)
+        return parse_usd(candidate), parse_pool(candidate), _describe_quote(candidate)
     if actual.market == "on_demand":
         usual = _find_on_demand_usd(plan, planned.instance_type)
     else:
@@ -317,12 +319,9 @@ def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, A
     return same and candidate.get("region") == plan["chosen"].get("region")
 
 
-def parse_quote(candidate: Mapping[str, Any]) -> Decimal:
-    """Read a candidate's dollars per hour of one node, exactly as quoted.
-
-    Older plans only have a float.
-    """
-    return Decimal(candidate.get("quoted_usd_per_hour") or str(candidate["usd_per_hour"]))
+def parse_usd(candidate: Mapping[str, Any]) -> Decimal:
+    """Read a candidate's dollars per hour of one node, exactly as quoted."""
+    return PoolPrice.from_json(candidate).usd_per_hour
 
 
 def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:

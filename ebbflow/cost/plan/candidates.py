@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import PLAN, STEP, Event
@@ -44,11 +44,43 @@ from ebbflow.cost.plan.throughput import (
     speed_fingerprint,
     why_host_too_small,
 )
-from ebbflow.cost.prices.quote import PriceSource, Quote, is_zone_of
+from ebbflow.cost.prices.quote import PoolPrice, PriceSource, Quote, is_zone_of
 from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
 
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
+
+
+# Bandwidth between one rank and an object store, in either direction. Measured once: 1 GiB from
+# shared memory to Swift on the same machine (361 MiB/s). The node's network, which its ranks share,
+# may allow less.
+TRANSFER_BYTES_PER_SECOND = 361 * 2**20
+# Node counts tried for `cluster.nodes: auto`: powers of two divide common batch sizes.
+AUTO_NODES = (1, 2, 4, 8)
+# Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352
+# and 190385).
+OLDEST_COMPUTE_CAPABILITY = 7.5
+# Oldest GPUs that multiply fp8 numbers.
+OLDEST_FP8_CAPABILITY = 8.9
+
+# Kinds of rejections.
+ELSEWHERE = "outside cost.zones"
+NO_SPOT_PRICE = "no spot price"
+NO_ON_DEMAND_PRICE = "no on-demand price"
+HAZARD_UNKNOWN = "hazard unknown"
+MISSES_DEADLINE = "misses the deadline"
+NEVER_ENDS = "interrupted too often"
+NO_QUEUE = "no queue"
+RESERVATION = "reservation"
+OVER_BUDGET = "over the budget"
+MARKET_EXCLUDED = "market excluded"
+BACKEND_CANNOT = "backend cannot"
+TOO_FEW_GPUS = "too few GPUs"
+GPU_TOO_OLD = "GPU too old"
+PEAK_UNKNOWN = "peak unknown"
+SHARDS_DO_NOT_DIVIDE = "shards do not divide"
+BATCH_NOT_DIVISIBLE = "batch not divisible"
+DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +94,51 @@ class JobProgress:
 
 
 NO_PROGRESS = JobProgress()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """Everything that a plan depends on, except the configuration."""
+
+    catalogue: Catalogue
+    shape: ModelShape
+    prices: PriceSource
+    now_utc: float  # Unix time of the plan and of its prices
+    history: JobHistory = field(default_factory=JobHistory)
+    progress: JobProgress = NO_PROGRESS
+    rates: Rates = field(default_factory=load_rates)
+    # AWS Batch queues by name. A pool that none of them can run is rejected. None means that the
+    # job uses no queues or that they are unknown; then no pool is rejected for lack of a queue.
+    queues: Mapping[str, QueueState] | None = None
+    simulated: bool = False  # the job runs on this machine
+    # reservations of the account, Capacity Blocks for sale, and Spot placement scores
+    evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
+
+    def held(self, pool: Pool) -> list[Reservation]:
+        """Return the account's reservations of the pool's instance type and, if set, region; none
+        for a Spot pool.
+        """
+        if pool.market != "on_demand":
+            return []
+        return [
+            reservation
+            for reservation in self.evidence.held
+            if reservation.instance_type == pool.instance_type
+            and pool.region in (None, reservation.region)
+        ]
+
+    def steps_left(self, config: RunConfig) -> int:
+        return max(0, config.training.max_steps - self.progress.done_steps)
+
+    def hours_left(self, config: RunConfig) -> float | None:
+        """Return the hours until the deadline, negative if it has passed; None if the job has no
+        deadline.
+        """
+        limit = config.cost.deadline_hours
+        started = self.progress.started_utc
+        if limit is None or started is None:
+            return limit
+        return limit - (self.now_utc - started) / 3600
 
 
 def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
@@ -97,84 +174,6 @@ def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
     )
 
 
-# Bandwidth between one rank and an object store, in either direction. Measured once: 1 GiB from
-# shared memory to Swift on the same machine (361 MiB/s). The node's network, which its ranks share,
-# may allow less.
-TRANSFER_BYTES_PER_SECOND = 361 * 2**20
-# Node counts tried for `cluster.nodes: auto`: powers of two divide common batch sizes.
-AUTO_NODES = (1, 2, 4, 8)
-# Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352
-# and 190385).
-OLDEST_COMPUTE_CAPABILITY = 7.5
-
-
-# Kinds of rejections, in the order in which a pool is checked.
-ELSEWHERE = "outside cost.zones"
-NO_SPOT_PRICE = "no spot price"
-NO_ON_DEMAND_PRICE = "no on-demand price"
-HAZARD_UNKNOWN = "hazard unknown"
-MISSES_DEADLINE = "misses the deadline"
-NEVER_ENDS = "interrupted too often"
-NO_QUEUE = "no queue"
-RESERVATION = "reservation"
-OVER_BUDGET = "over the budget"
-
-
-# Computes the expected run from a hazard; None if interruptions undo the work faster than it is
-# done.
-RunAt = Callable[[PoolHazard], ExpectedRun | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanInputs:
-    """Everything that a plan depends on, except the configuration."""
-
-    catalogue: Catalogue
-    shape: ModelShape
-    prices: PriceSource
-    now_utc: float  # Unix time of the plan and of its prices
-    history: JobHistory = field(default_factory=JobHistory)
-    progress: JobProgress = NO_PROGRESS
-    rates: Rates = field(default_factory=load_rates)
-    # AWS Batch queues by name. A pool that none of them can run is rejected. None means that the
-    # job uses no queues or that they are unknown; then no pool is rejected for lack of a queue.
-    queues: Mapping[str, QueueState] | None = None
-    simulated: bool = False  # the job runs on this machine
-    # reservations of the account, Capacity Blocks for sale, and Spot placement scores
-    evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
-
-    def held(self, pool: Pool) -> list[Reservation]:
-        """Return the account's reservations of the pool's instance type and, if set, region; none
-        for a Spot pool.
-        """
-        if pool.market == "on_demand":
-            found = self.evidence.held
-        else:
-            found = ()
-        return [
-            one
-            for one in found
-            if one.instance_type == pool.instance_type and pool.region in (None, one.region)
-        ]
-
-    def steps_left(self, config: RunConfig) -> int:
-        return max(0, config.training.max_steps - self.progress.done_steps)
-
-    def hours_left(self, config: RunConfig) -> float | None:
-        """Return the hours until the deadline, negative if it has passed; None if the job has no
-        deadline.
-        """
-        limit = config.cost.deadline_hours
-        started = self.progress.started_utc
-        if started is None:
-            passed = 0.0
-        else:
-            passed = (self.now_utc - started) / 3600
-        if limit is None:
-            return None
-        return limit - passed
-
-
 def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | Rejection]:
     """Check every pool that the configuration allows, and yield a `Candidate` or a `Rejection` for
     each.
@@ -184,21 +183,77 @@ def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | 
     """
     fingerprint = speed_fingerprint(config)
     for pool, kind in _sizes(config, sources.catalogue):
-        found = _cannot_run(config, pool, kind) or _does_not_fit(config, sources.shape, pool, kind)
-        found = found or (None if sources.held(pool) else _has_no_queue(sources, pool))
-        if found:
-            yield _rejection(pool, *found)
+        flaw = _why_unable(config, pool, kind) or _why_too_large(config, sources.shape, pool, kind)
+        if flaw:
+            yield _reject(pool, flaw)
             continue
+        # A reservation may have a queue of its own, so its queue is checked with the reservation.
+        if not sources.held(pool):
+            no_queue = _why_no_queue(sources, pool)
+            if no_queue:
+                yield _reject(pool, no_queue)
+                continue
         work = _estimate_work(config, sources, pool, kind, fingerprint)
-        run_at = cache(partial(expect_run, config, work))  # many zones share a hazard
+        job = _SizedJob(
+            config=config,
+            sources=sources,
+            kind=kind,
+            work=work,
+            run_at=cache(partial(expect_run, config, work)),
+        )
         for region in config.cost.regions:
-            yield from _judge_region(
-                config, sources, replace(pool, region=region), kind, work, run_at
-            )
+            yield from _judge_region(job, replace(pool, region=region))
 
 
 def feasible_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
     return (pool for pool in judge_pools(config, sources) if isinstance(pool, Candidate))
+
+
+def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
+    """Yield one candidate per Capacity Block for sale that can run the job, at the price of the
+    whole block.
+    """
+    free = config.changed("cluster", plan_for="batch")
+    sale = replace(
+        sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None
+    )
+    if sources.evidence.blocks:
+        yield from (
+            pool
+            for pool in judge_pools(free, sale)
+            if isinstance(pool, Candidate) and pool.reservation
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flaw:
+    """The reason why a pool cannot run the job."""
+
+    kind: str
+    reason: str
+    excess: float = 0.0  # as in `Rejection`
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SizedJob:
+    """The job on one instance type and number of nodes, in any region and zone."""
+
+    config: RunConfig
+    sources: PlanInputs
+    kind: InstanceType
+    work: RemainingWork
+    # Computes the expected run from a hazard; None if interruptions undo the work faster than it is
+    # done. Many zones have the same hazard, so the results are kept.
+    run_at: Callable[[PoolHazard], ExpectedRun | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offer:
+    """Price, hazard and expected run of a job in one pool."""
+
+    quote: Quote
+    hazard: PoolHazard
+    expected: ExpectedRun | None  # None if the job would never finish
 
 
 def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, InstanceType]]:
@@ -234,129 +289,123 @@ def _sizes(config: RunConfig, catalogue: Catalogue) -> Iterator[tuple[Pool, Inst
                 )
 
 
-def _rejection(pool: Pool, kind: str, reason: str, excess: float = 0.0) -> Rejection:
-    return Rejection(**vars(pool), kind=kind, reason=reason, excess=excess)
+def _reject(pool: Pool, flaw: _Flaw) -> Rejection:
+    return Rejection(
+        instance_type=pool.instance_type,
+        nodes=pool.nodes,
+        processes_per_node=pool.processes_per_node,
+        market=pool.market,
+        region=pool.region,
+        zone=pool.zone,
+        reservation=pool.reservation,
+        kind=flaw.kind,
+        reason=flaw.reason,
+        excess=flaw.excess,
+    )
 
 
-def _judge_region(
-    config: RunConfig,
-    sources: PlanInputs,
-    pool: Pool,
-    kind: InstanceType,
-    work: RemainingWork,
-    run_at: RunAt,
-) -> Iterator[Candidate | Rejection]:
+def _judge_region(job: _SizedJob, pool: Pool) -> Iterator[Candidate | Rejection]:
+    """Check the account's reservations in the pool's region, then the zones of the region."""
+    cost = job.config.cost
     region = pool.region or ""
-    if config.cluster.plan_for == "batch":
-        for held in sources.held(pool):
-            yield _judge_reservation(config, sources, pool, kind, work, held, run_at)
-    if found := _has_no_queue(sources, pool):
-        yield _rejection(pool, *found)
+    if job.config.cluster.plan_for == "batch":
+        for held in job.sources.held(pool):
+            here = replace(pool, zone=held.zone, reservation=held.id)
+            yield _judge_reservation(job, here, held)
+    flaw = _why_no_queue(job.sources, pool)
+    if flaw:
+        yield _reject(pool, flaw)
         return
-    wanted = [zone for zone in config.cost.zones if is_zone_of(zone, region)]
-    if config.cost.zones and not wanted:
-        yield _rejection(
-            pool, ELSEWHERE, f"none of cost.zones ({', '.join(config.cost.zones)}) lies in {region}"
-        )
+    wanted = [zone for zone in cost.zones if is_zone_of(zone, region)]
+    if cost.zones and not wanted:
+        reason = f"none of cost.zones ({', '.join(cost.zones)}) lies in {region}"
+        yield _reject(pool, _Flaw(kind=ELSEWHERE, reason=reason))
         return
-    for zone, quote in _quotes(sources.prices, kind, pool.market, region, wanted):
-        here = Pool(**{**vars(pool), "zone": zone})
-        if quote is None:
-            if pool.market == "spot":
-                without = NO_SPOT_PRICE
-            else:
-                without = NO_ON_DEMAND_PRICE
-            if pool.market == "on_demand":
-                why = "on record"
-            else:
-                why = sources.prices.why_missing(kind, region, zone)
-            yield _rejection(here, without, f"{without} of {kind.name} in {here.place} {why}")
-            continue
-        hazard = _hazard(sources, here, kind)
-        if hazard is None:
-            yield _rejection(
-                here, HAZARD_UNKNOWN, f"no interruption band of {kind.name} in {region} on record"
-            )
-            continue
-        expected = run_at(hazard)
-        score = sources.evidence.score(region, zone)
-        if expected is not None and score is not None and pool.market == "spot":
-            hazard = replace(hazard, kind=f"{hazard.kind}; Spot placement score {score} of 10")
-            # AWS gives no probabilities: an assumption
-            expected = delay_start(expected, start_chance=score / 10)
-        yield _judge_place(config, sources, here, kind, work, quote, hazard, expected)
+    for zone, quote in _quotes(job.sources.prices, job.kind, pool.market, region, wanted):
+        yield _judge_zone(job, replace(pool, zone=zone), quote)
 
 
-def _judge_reservation(
-    config: RunConfig,
-    sources: PlanInputs,
-    pool: Pool,
-    kind: InstanceType,
-    work: RemainingWork,
-    held: Reservation,
-    run_at: RunAt,
-) -> Candidate | Rejection:
-    here = Pool(**{**vars(pool), "zone": held.zone, "reservation": held.id})
-    now = sources.now_utc
-    if why := held.why_unusable(pool.nodes, now):
-        return _rejection(here, RESERVATION, f"reservation {held.id} {why}")
-    if held.fee_usd is None and (found := _has_no_queue(sources, here)):
-        return _rejection(here, *found)
-    quote = held.quote(sources.prices.on_demand(kind, held.region), now)
-    hazard = _hazard(sources, here, kind)
+def _judge_zone(job: _SizedJob, pool: Pool, quote: Quote | None) -> Candidate | Rejection:
+    """Check a pool of one zone, or of a whole region if the pool has no zone."""
+    sources = job.sources
+    region = pool.region or ""
     if quote is None:
-        return _rejection(
-            here,
-            NO_ON_DEMAND_PRICE,
-            f"no on-demand price of {kind.name} on record, nor usd_per_hour",
-        )
+        return _reject(pool, _explain_missing_price(job, pool))
+    hazard = _hazard(sources, pool, job.kind)
+    if hazard is None:
+        reason = f"no interruption band of {job.kind.name} in {region} on record"
+        return _reject(pool, _Flaw(kind=HAZARD_UNKNOWN, reason=reason))
+    expected = job.run_at(hazard)
+    score = sources.evidence.score(region, pool.zone)
+    if expected is not None and score is not None and pool.market == "spot":
+        hazard = replace(hazard, kind=f"{hazard.kind}; Spot placement score {score} of 10")
+        # AWS gives no probabilities: an assumption
+        expected = delay_start(expected, start_chance=score / 10)
+    return _judge_offer(job, pool, _Offer(quote=quote, hazard=hazard, expected=expected))
+
+
+def _explain_missing_price(job: _SizedJob, pool: Pool) -> _Flaw:
+    name = job.kind.name
+    if pool.market == "on_demand":
+        reason = f"{NO_ON_DEMAND_PRICE} of {name} in {pool.place} on record"
+        return _Flaw(kind=NO_ON_DEMAND_PRICE, reason=reason)
+    why = job.sources.prices.why_missing(job.kind, pool.region or "", pool.zone)
+    return _Flaw(kind=NO_SPOT_PRICE, reason=f"{NO_SPOT_PRICE} of {name} in {pool.place} {why}")
+
+
+def _judge_reservation(job: _SizedJob, pool: Pool, held: Reservation) -> Candidate | Rejection:
+    """Check a capacity reservation, or a Capacity Block, which costs its fee."""
+    sources = job.sources
+    now = sources.now_utc
+    unusable = held.why_unusable(pool.nodes, now)
+    if unusable:
+        return _reject(pool, _Flaw(kind=RESERVATION, reason=f"reservation {held.id} {unusable}"))
+    flaw = _why_no_queue(sources, pool)
+    if flaw and held.fee_usd is None:
+        return _reject(pool, flaw)
+    quote = held.quote(sources.prices.on_demand(job.kind, held.region), now)
+    if quote is None:
+        reason = f"no on-demand price of {job.kind.name} on record, nor usd_per_hour"
+        return _reject(pool, _Flaw(kind=NO_ON_DEMAND_PRICE, reason=reason))
+    hazard = _hazard(sources, pool, job.kind)
     assert hazard is not None  # only Spot may lack one
-    expected = run_at(hazard)
+    expected = job.run_at(hazard)
     if expected is not None:
         expected = delay_start(expected, wait_hours=held.wait_hours(now))
-        # The attempt leaves so long before the end, to save.
-        save = config.checkpoint.deadline_seconds / 3600
-        if held.end_utc is None:
-            ends = math.inf
-        else:
-            ends = (held.end_utc - now) / 3600 - save
-        if expected.expected_hours > ends:
-            needed = expected.expected_hours + save
-            reason = (
-                f"needs {needed:.4g} h from now, and reservation {held.id} ends in "
-                f"{ends + save:.4g} h"
-            )
-            return _rejection(here, RESERVATION, reason, needed / (ends + save))
-    found = _judge_place(config, sources, here, kind, work, quote, hazard, expected)
+        flaw = _why_reservation_ends_first(job, held, expected)
+        if flaw:
+            return _reject(pool, flaw)
+    found = _judge_offer(job, pool, _Offer(quote=quote, hazard=hazard, expected=expected))
     if isinstance(found, Rejection):
         return found
     if held.fee_usd is None:
         fee = 0.0
     else:
+        # The fee of a Capacity Block pays for all of its hours, whether used or not.
         fee = float(held.fee_usd) - found.compute_usd
     total = found.expected_usd + fee
-    sums = {
-        "compute_usd": found.compute_usd + fee,
-        "expected_usd": total,
-        "usd_per_step": total / max(1, work.steps),
-    }
-    return replace(found, ends_utc=held.end_utc, **sums)
-
-
-def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
-    """Yield one candidate per Capacity Block for sale that can run the job, at the price of the
-    whole block.
-    """
-    free = config.changed("cluster", plan_for="batch")
-    sale = replace(
-        sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None
+    return replace(
+        found,
+        ends_utc=held.end_utc,
+        compute_usd=found.compute_usd + fee,
+        expected_usd=total,
+        usd_per_step=total / max(1, job.work.steps),
     )
-    if sources.evidence.blocks:
-        yield from (
-            pool
-            for pool in judge_pools(free, sale)
-            if isinstance(pool, Candidate) and pool.reservation
-        )
+
+
+def _why_reservation_ends_first(
+    job: _SizedJob, held: Reservation, expected: ExpectedRun
+) -> _Flaw | None:
+    if held.end_utc is None:
+        return None
+    # The attempt leaves so long before the end, to save.
+    save = job.config.checkpoint.deadline_seconds / 3600
+    ends = (held.end_utc - job.sources.now_utc) / 3600 - save
+    if expected.expected_hours <= ends:
+        return None
+    needed = expected.expected_hours + save
+    reason = f"needs {needed:.4g} h from now, and reservation {held.id} ends in {ends + save:.4g} h"
+    return _Flaw(kind=RESERVATION, reason=reason, excess=needed / (ends + save))
 
 
 def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:
@@ -396,7 +445,9 @@ def _quotes(
     """
     if market == "on_demand":
         quote = prices.on_demand(kind, region)
-        return [(zone, quote) for zone in (wanted if quote else []) or [None]]
+        if quote is None or not wanted:
+            return [(None, quote)]
+        return [(zone, quote) for zone in wanted]
     quotes = prices.spot(kind, region)
     if not quotes:
         return [(None, None)]
@@ -408,87 +459,79 @@ def _quotes(
     return [*priced, *((zone, None) for zone in without)]
 
 
-def _cannot_run(config: RunConfig, pool: Pool, kind: InstanceType) -> tuple[Any, ...] | None:
-    """Check market, backend and GPU of a pool.
-
-    Return (kind, reason) of a rejection, or None if the pool passes.
-    """
+def _why_unable(config: RunConfig, pool: Pool, kind: InstanceType) -> _Flaw | None:
+    """Check market, backend and number of GPUs of a pool, then its GPU."""
     cluster = config.cluster
+    if cluster.market not in ("auto", pool.market):
+        return _Flaw(kind=MARKET_EXCLUDED, reason=f"cluster.market is {cluster.market}")
+    if cluster.plan_for == "batch" and pool.market == "spot" and pool.nodes > 1:
+        reason = "AWS Batch runs no multi-node job on Spot; one node, or backend kubernetes, can"
+        return _Flaw(kind=BACKEND_CANNOT, reason=reason)
+    if kind.gpu_count < pool.processes_per_node:
+        reason = f"{kind.gpu_count} GPUs, cluster.processes_per_node is {pool.processes_per_node}"
+        return _Flaw(kind=TOO_FEW_GPUS, reason=reason)
+    return _why_gpu_unsuitable(config, kind)
+
+
+def _why_gpu_unsuitable(config: RunConfig, kind: InstanceType) -> _Flaw | None:
     gpu = kind.gpu
     dtype = config.fsdp.compute_dtype
-    if cluster.market not in ("auto", pool.market):
-        return "market excluded", f"cluster.market is {cluster.market}"
-    if cluster.plan_for == "batch" and pool.market == "spot" and pool.nodes > 1:
-        return (
-            "backend cannot",
-            "AWS Batch runs no multi-node job on Spot; one node, or backend kubernetes, can",
-        )
-    if kind.gpu_count < pool.processes_per_node:
-        return (
-            "too few GPUs",
-            f"{kind.gpu_count} GPUs, cluster.processes_per_node is {pool.processes_per_node}",
-        )
+    has = f"{gpu.name} has capability {gpu.compute_capability}"
     if gpu.compute_capability < OLDEST_COMPUTE_CAPABILITY:
-        reason = (
-            f"{gpu.name} has capability {gpu.compute_capability}; torch's default wheels begin "
-            "at 7.5"
-        )
-        return "GPU too old", reason
-    if config.fsdp.float8 == "on" and gpu.compute_capability < 8.9:
-        return (
-            "GPU too old",
-            f"{gpu.name} has capability {gpu.compute_capability}; fsdp.float8 needs 8.9",
-        )
+        return _Flaw(kind=GPU_TOO_OLD, reason=f"{has}; torch's default wheels begin at 7.5")
+    if config.fsdp.float8 == "on" and gpu.compute_capability < OLDEST_FP8_CAPABILITY:
+        return _Flaw(kind=GPU_TOO_OLD, reason=f"{has}; fsdp.float8 needs 8.9")
     if gpu.peak_flops(dtype) is None:
         why = gpu.note or "not published"
         if dtype == "bfloat16" and gpu.fp16_tflops:
             why += "; fsdp.param_dtype float16 has one"
-        return "peak unknown", f"no {dtype} peak of {gpu.name}: {why}"
+        return _Flaw(kind=PEAK_UNKNOWN, reason=f"no {dtype} peak of {gpu.name}: {why}")
     return None
 
 
-def _has_no_queue(sources: PlanInputs, pool: Pool) -> tuple[Any, ...] | None:
+def _why_no_queue(sources: PlanInputs, pool: Pool) -> _Flaw | None:
     if sources.queues is None:
-        why = None
-    else:
-        why = why_no_queue(sources.queues, pool, sources.catalogue)
-    if why is None:
         return None
-    return (NO_QUEUE, why)
+    reason = why_no_queue(sources.queues, pool, sources.catalogue)
+    if reason is None:
+        return None
+    return _Flaw(kind=NO_QUEUE, reason=reason)
 
 
-def _does_not_fit(
+def _why_too_large(
     config: RunConfig, shape: ModelShape, pool: Pool, kind: InstanceType
-) -> tuple[Any, ...] | None:
-    shard = shard_ranks(config, pool.ranks, pool.processes_per_node)
+) -> _Flaw | None:
+    """Check that shards and batch divide among the ranks, and that they fit into the memory."""
+    ranks = pool.ranks
+    shard = shard_ranks(config, ranks, pool.processes_per_node)
     tensor = config.parallel.tensor_size
     if shard % tensor:
         reason = (
             f"the {shard} ranks that hold one copy of the model are no multiple of "
             f"parallel.tensor_size {tensor}"
         )
-        return "shards do not divide", reason
-    if micro_batch(config, pool.ranks) is None:
-        return "batch not divisible", explain_batch(config, pool.ranks)
-    if pool.ranks % shard:
-        return (
-            "shards do not divide",
-            f"{pool.ranks} ranks are no multiple of parallel.shard_size {shard}",
-        )
-    fit = memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node)
-    if fit.total <= kind.gpu_memory_bytes:
-        host = why_host_too_small(
-            config,
-            shape,
-            nodes=pool.nodes,
-            ranks_per_node=pool.processes_per_node,
-            ram_bytes=int(kind.ram_gib * 2**30),
-        )
-        if host is None:
-            return None
-        return ("does not fit", *host)
-    reason = f"needs {fit.render()}; {kind.gpu.name} has {gib_text(kind.gpu_memory_bytes)}"
-    return "does not fit", reason, fit.total / kind.gpu_memory_bytes
+        return _Flaw(kind=SHARDS_DO_NOT_DIVIDE, reason=reason)
+    if micro_batch(config, ranks) is None:
+        return _Flaw(kind=BATCH_NOT_DIVISIBLE, reason=explain_batch(config, ranks))
+    if ranks % shard:
+        reason = f"{ranks} ranks are no multiple of parallel.shard_size {shard}"
+        return _Flaw(kind=SHARDS_DO_NOT_DIVIDE, reason=reason)
+    fit = memory_fit(config, ranks, shape, ranks_per_node=pool.processes_per_node)
+    if fit.total > kind.gpu_memory_bytes:
+        reason = f"needs {fit.render()}; {kind.gpu.name} has {gib_text(kind.gpu_memory_bytes)}"
+        excess = fit.total / kind.gpu_memory_bytes
+        return _Flaw(kind=DOES_NOT_FIT, reason=reason, excess=excess)
+    host = why_host_too_small(
+        config,
+        shape,
+        nodes=pool.nodes,
+        ranks_per_node=pool.processes_per_node,
+        ram_bytes=int(kind.ram_gib * 2**30),
+    )
+    if host is None:
+        return None
+    reason, excess = host
+    return _Flaw(kind=DOES_NOT_FIT, reason=reason, excess=excess)
 
 
 def _estimate_work(
@@ -546,35 +589,46 @@ def _token_bytes(config: RunConfig, shape: ModelShape, steps: int) -> float:
     return steps * config.training.batch_size * shape.tokens_per_sample * width
 
 
-def _judge_place(
-    config: RunConfig,
-    sources: PlanInputs,
-    pool: Pool,
-    kind: InstanceType,
-    work: RemainingWork,
-    quote: Quote,
-    hazard: PoolHazard,
-    expected: ExpectedRun | None,
-) -> Candidate | Rejection:
+def _judge_offer(job: _SizedJob, pool: Pool, offer: _Offer) -> Candidate | Rejection:
     """Compute the pool's expected cost, or reject it if the job would never finish or would miss
     the deadline.
     """
+    expected = offer.expected
     if expected is None:
+        hazard = offer.hazard
         reason = (
             f"{hazard.per_hour:.3g} interruptions per hour ({hazard.kind}) undo more than an "
             "hour's work"
         )
-        return _rejection(pool, NEVER_ENDS, reason)
-    left = sources.hours_left(config)
+        return _reject(pool, _Flaw(kind=NEVER_ENDS, reason=reason))
+    late = _why_late(job, expected)
+    if late:
+        return _reject(pool, late)
+    return _make_candidate(job, pool, offer, expected)
+
+
+def _why_late(job: _SizedJob, expected: ExpectedRun) -> _Flaw | None:
+    limit = job.config.cost.deadline_hours
+    left = job.sources.hours_left(job.config)
     hours = expected.expected_hours
-    if left is not None and hours > left:
-        limit = config.cost.deadline_hours
-        if left != limit:
-            passed = f", of which {left:.4g} h are left"
-        else:
-            passed = ""
-        reason = f"needs {hours:.4g} h, cost.deadline_hours is {limit:.4g}{passed}"
-        return _rejection(pool, MISSES_DEADLINE, reason, hours / left if left > 0 else hours)
+    if left is None or hours <= left:
+        return None
+    reason = f"needs {hours:.4g} h, cost.deadline_hours is {limit:.4g}"
+    if left != limit:
+        reason += f", of which {left:.4g} h are left"
+    if left > 0:
+        excess = hours / left
+    else:
+        excess = hours
+    return _Flaw(kind=MISSES_DEADLINE, reason=reason, excess=excess)
+
+
+def _make_candidate(job: _SizedJob, pool: Pool, offer: _Offer, expected: ExpectedRun) -> Candidate:
+    kind = job.kind
+    work = job.work
+    sources = job.sources
+    quote = offer.quote
+    hazard = offer.hazard
     usage = Usage(
         nodes=pool.nodes,
         ranks=pool.ranks,
@@ -585,24 +639,31 @@ def _judge_place(
         restores=expected.interruptions + work.restores_first,
         token_bytes=work.token_bytes,
     )
-    bill = other_costs(config, usage, pool.region or "", sources.rates)
+    bill = other_costs(job.config, usage, pool.region or "", sources.rates)
     on_demand = sources.prices.on_demand(kind, quote.region)
-    limit = config.cost.max_price_age_hours
     now = sources.now_utc
-    usd_per_hour = float(quote.usd_per_hour)
-    compute = usd_per_hour * pool.nodes * expected.paid_hours
+    limit = job.config.cost.max_price_age_hours
+    price = PoolPrice(
+        usd_per_hour=quote.usd_per_hour,
+        kind=quote.describe(now, limit),
+        age_hours=quote.age_hours(now),
+        is_stale=pool.market == "spot" and quote.is_stale(now, limit),
+    )
+    compute = price.usd_float * pool.nodes * expected.paid_hours
     total = compute + (bill.storage_usd + bill.transfer_usd)
     return Candidate(
-        **vars(pool),
+        instance_type=pool.instance_type,
+        nodes=pool.nodes,
+        processes_per_node=pool.processes_per_node,
+        market=pool.market,
+        region=pool.region,
+        zone=pool.zone,
+        reservation=pool.reservation,
         gpu=kind.gpu.name,
         gpu_count=kind.gpu_count,
         gpu_memory_bytes=kind.gpu_memory_bytes,
-        usd_per_hour=usd_per_hour,
-        quoted_usd_per_hour=f"{quote.usd_per_hour:f}",
+        price=price,
         on_demand_usd_per_hour=None if on_demand is None else float(on_demand.usd_per_hour),
-        price_kind=quote.describe(now, limit),
-        price_age_hours=quote.age_hours(now),
-        price_stale=pool.market == "spot" and quote.is_stale(now, limit),
         micro_batch=work.samples,
         fit=work.fit,
         tokens_per_second=work.speed.tokens_per_second,
@@ -617,7 +678,7 @@ def _judge_place(
         daly_interval_steps=_daly_steps(work, hazard),
         interruptions=expected.interruptions,
         paid_hours=expected.paid_hours,
-        expected_hours=hours,
+        expected_hours=expected.expected_hours,
         compute_usd=compute,
         storage_usd=bill.storage_usd,
         transfer_usd=bill.transfer_usd,

@@ -217,7 +217,7 @@ class Plan:
             hazard_per_hour=self.chosen.hazard_per_hour,
             price_kind="simulated"
             if self.simulated
-            else self.chosen.price_kind.split()[0].rstrip(":"),
+            else self.chosen.price.kind.split()[0].rstrip(":"),
             last_notified_threshold=last_notified_threshold,
             step_seconds=self.chosen.step_seconds,
         )
@@ -242,8 +242,15 @@ class Plan:
         if self.chosen is None:
             chosen = None
         else:
-            chosen = asdict(self.chosen)
-        return {"schema": SCHEMA, **asdict(self), "chosen": chosen, "kinds": figure_kinds()}
+            chosen = self.chosen.to_json()
+        return {
+            "schema": SCHEMA,
+            **asdict(self),
+            "ranked": tuple(candidate.to_json() for candidate in self.ranked),
+            "blocks": tuple(candidate.to_json() for candidate in self.blocks),
+            "chosen": chosen,
+            "kinds": figure_kinds(),
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:

@@ -141,7 +141,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     else:
         size = f"{best.nodes} nodes"
     price = (
-        f"{format_usd(best.usd_per_hour, 4)}/h per node, "
+        f"{format_usd(best.price.usd_float, 4)}/h per node, "
         f"{format_usd(best.gang_usd_per_hour, 4)}/h in all"
     )
     if best.processes_per_node < best.gpu_count:
@@ -158,7 +158,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     )
     items = [
         ("price", f"{price} ({_price_mark(best)})"),
-        ("known", one_line(best.price_kind)),
+        ("known", one_line(best.price.kind)),
         ("gang", "; ".join(filter(None, [gpus, used]))),
         ("memory", f"{best.fit.render()} of {gib_text(best.gpu_memory_bytes)} per GPU (e)"),
         ("speed", f"{speed} ({one_line(best.speed_kind)})"),
@@ -273,7 +273,7 @@ def _ranked(plan: Plan) -> list[str]:
                 one_line(one.place) + (f" +{others}" if others else ""),
                 f"{one.ranks} {one.gpu}",
                 f"{format_usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
-                format_short_age(one.price_age_hours * 3600),
+                format_short_age((one.price.age_hours or 0.0) * 3600),
                 format_number(one.tokens_per_second, 0),
                 format_number(one.expected_hours, 3),
                 format_usd(one.expected_usd, 4),
@@ -343,8 +343,8 @@ def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]
             one.nodes,
             one.market,
             one.region,
-            one.usd_per_hour,
-            one.price_age_hours,
+            one.price.usd_per_hour,
+            one.price.age_hours,
         )
 
     return [list(group) for _, group in groupby(ranked, key)]
@@ -368,7 +368,10 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _price_mark(candidate: Candidate) -> str:
-    return candidate.price_kind[:1] + ("!" if candidate.price_stale else "")
+    mark = candidate.price.kind[:1]
+    if candidate.price.is_stale:
+        return f"{mark}!"
+    return mark
 
 
 def _rejected(plan: Plan) -> list[str]:
@@ -393,7 +396,7 @@ def _kinds(plan: Plan) -> list[str]:
     said = []
     for text in (*plan.prices, *plan.notes):
         said.extend(_wrapped(one_line(text)))
-    if any(one.price_stale for one in plan.ranked):
+    if any(one.price.is_stale for one in plan.ranked):
         stale = " !: older than cost.max_price_age_hours."
     else:
         stale = ""

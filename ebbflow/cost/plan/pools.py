@@ -5,12 +5,13 @@ run pools.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue
 from ebbflow.cost.plan.forecast import ForecastInputs, ForecastQuantiles
 from ebbflow.cost.plan.throughput import MemoryFit
+from ebbflow.cost.prices.quote import PoolPrice
 from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES, accepts_type, most_vcpus
 
 if TYPE_CHECKING:
@@ -69,15 +70,9 @@ class Candidate(Pool):
     gpu: str
     gpu_count: int
     gpu_memory_bytes: int
-    usd_per_hour: float  # price of one node
-    quoted_usd_per_hour: str  # the same price as exact decimal text, from which bills are computed
+    price: PoolPrice  # of one node
     # on-demand price of one node of this type in this region; None if not on record
     on_demand_usd_per_hour: float | None
-    price_kind: (
-        str  # source of the price, as text that begins with "live", "recorded" or "estimated"
-    )
-    price_age_hours: float  # hours since the price was last known to be valid
-    price_stale: bool  # whether a quoted spot price is older than `cost.max_price_age_hours`
     micro_batch: int
     fit: MemoryFit
     tokens_per_second: float
@@ -109,7 +104,7 @@ class Candidate(Pool):
 
     @property
     def gang_usd_per_hour(self) -> float:
-        return self.usd_per_hour * self.nodes
+        return self.price.usd_float * self.nodes
 
     @property
     def savings_percent(self) -> float | None:
@@ -117,19 +112,36 @@ class Candidate(Pool):
         on_demand = self.on_demand_usd_per_hour
         if on_demand is None:
             return None
-        return 100.0 * (1.0 - self.usd_per_hour / on_demand)
+        return 100.0 * (1.0 - self.price.usd_float / on_demand)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Candidate:
-        outlook = data["outlook"] and ForecastQuantiles(**data["outlook"])
+        """Build a candidate from the result of `to_json`."""
+        parts = ("price", "fit", "case", "outlook")
+        plain = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        for name in parts:
+            plain.pop(name, None)
+        if data["outlook"]:
+            outlook = ForecastQuantiles(**data["outlook"])
+        else:
+            outlook = None
         return cls(
-            **{
-                **data,
-                "fit": MemoryFit(**data["fit"]),
-                "case": ForecastInputs.from_json(data["case"]),
-                "outlook": outlook,
-            }
+            price=PoolPrice.from_json(data),
+            fit=MemoryFit(**data["fit"]),
+            case=ForecastInputs.from_json(data["case"]),
+            outlook=outlook,
+            **plain,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        del data["price"]
+        return {
+            **data,
+            **self.price.to_json(),
+            "price_age_hours": self.price.age_hours,
+            "price_stale": self.price.is_stale,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

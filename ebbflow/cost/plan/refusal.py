@@ -376,7 +376,7 @@ def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) ->
     message = (
         f"cost.budget_usd is ${budget:.4f}; the cheapest pool that can do it, {cheapest}, needs "
         f"${needed:.4f} = {cheapest.paid_hours:.4g} h × {cheapest.nodes} × "
-        f"${cheapest.usd_per_hour:.4f}/h + ${other:.4f} storage and transfer + "
+        f"${cheapest.price.usd_float:.4f}/h + ${other:.4f} storage and transfer + "
         f"${reserve_usd(config, cheapest):.4f} reserve for the last save"
         + (f" + ${spent:.4f} spent so far" if spent else "")
     )

@@ -3,11 +3,11 @@ price table.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from decimal import Decimal
-from typing import Literal, Protocol
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal, Protocol, Self
 
 from ebbflow.core.config.name_rules import zone_prefix
 from ebbflow.cost.catalogue import (
@@ -72,6 +72,64 @@ class Quote:
         else:
             stale = ""
         return f"{self.kind} {format_time(self.observed)}, {age}{stale}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolPrice:
+    """Price of one node of a pool, as a plan quoted it.
+
+    Plans, placements, the ledger and reports share this object. Their JSON stores the price as two
+    values: a float, and the exact decimal as text.
+    """
+
+    usd_per_hour: Decimal  # US dollars per node and hour, exactly as quoted
+    # source of the price, as text that begins with "live", "recorded" or "estimated"; "" if unknown
+    kind: str = ""
+    # Only plans store the age, so prices of different age may be equal.
+    # age_hours: hours since the price was last known to be valid; None if unknown
+    age_hours: float | None = field(default=None, compare=False)
+    # whether a quoted spot price is older than `cost.max_price_age_hours`
+    is_stale: bool = field(default=False, compare=False)
+
+    @property
+    def usd_float(self) -> float:
+        """The price as a float, for estimates. Bills use the exact `usd_per_hour`."""
+        return float(self.usd_per_hour)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read the price from the JSON form of a candidate, a placement or a Batch attempt.
+
+        Old plans have only the float.
+
+        Raises:
+            KeyError: There is no price.
+            ValueError: The price is not a number of dollars, 0 or more.
+        """
+        text = str(data.get("quoted_usd_per_hour") or data["usd_per_hour"])
+        try:
+            usd = Decimal(text)
+        except InvalidOperation:
+            raise ValueError(f"{text} is not dollars per hour") from None
+        if not usd.is_finite() or usd < 0:
+            raise ValueError(f"{text} is not dollars per hour")
+        return cls(
+            usd_per_hour=usd,
+            kind=str(data.get("price_kind") or ""),
+            age_hours=data.get("price_age_hours"),
+            is_stale=bool(data.get("price_stale")),
+        )
+
+    def to_json(self) -> dict[str, float | str]:
+        return {
+            "usd_per_hour": self.usd_float,
+            "quoted_usd_per_hour": f"{self.usd_per_hour:f}",
+            "price_kind": self.kind,
+        }
+
+
+# The names of the values of `PoolPrice.to_json`.
+PRICE_KEYS = ("usd_per_hour", "quoted_usd_per_hour", "price_kind")
 
 
 class PriceSource(Protocol):

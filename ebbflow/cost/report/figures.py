@@ -17,7 +17,7 @@ from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.ledger.bills import NodeBill, compute_bills, count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
-from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_quote
+from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_usd
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
 
 _WORK = (
@@ -572,7 +572,7 @@ def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
         for candidate in [*plan.get("ranked", []), chosen]
         if candidate["nodes"] == chosen["nodes"]
     ]
-    quotes = {parse_pool(candidate): parse_quote(candidate) for candidate in same_size}
+    quotes = {parse_pool(candidate): parse_usd(candidate) for candidate in same_size}
     if chosen.get("on_demand_usd_per_hour") is not None:
         region = chosen.get("region") or ""
         on_demand = PoolName(
