@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,14 +32,11 @@ VIEWS = {
     for scheme in ("light", "dark")
 }
 VIEWS["print"] = (718, False, True)  # A4 less its margins
-# Run before the page: its text in one font, also on canvases, whose font no style changes.
+# Run before the page: its text in one font.
 _ONE_FONT = """
 for (const [weight, bytes] of Object.entries(FONTS))
   document.fonts.add(new FontFace('Picture', Uint8Array.from(atob(bytes), (one) => one.charCodeAt(0)), {weight}));
 document.fonts.forEach((face) => face.load());
-const font = Object.getOwnPropertyDescriptor(CanvasRenderingContext2D.prototype, 'font');
-Object.defineProperty(CanvasRenderingContext2D.prototype, 'font', {...font,
-  set(value) { font.set.call(this, value.replace(/(px\\S*) .*/, '$1 Picture')); }});
 addEventListener('DOMContentLoaded', () => {
   const style = document.createElement('style');
   style.textContent = '*,svg text{font-family:Picture!important}main>:not(SECTIONS){display:none}';
@@ -109,9 +107,7 @@ def test_the_page_looks_as_in_its_stored_pictures(
     wrong = []
     for name, (width, dark, printed) in VIEWS.items():
         browser.open(page.as_uri(), width=width, dark=dark, printed=printed)
-        browser.evaluate("document.fonts.ready.then(() => dispatchEvent(new Event('resize')))")
-        # Plots are drawn again after 150 ms
-        browser.evaluate("new Promise((done) => setTimeout(done, 250))")
+        browser.evaluate("document.fonts.ready.then(() => true)")
         large = base64.b64encode(browser.picture(scale=0.5)).decode()
         seen[name] = str(compare(browser, f"await shrunk('{large}')"))
         path = STORED / f"{name}.png"
@@ -163,11 +159,11 @@ def test_a_phone_shows_the_bars_of_the_money_and_paper_no_defaults(
     assert browser.evaluate("document.querySelector('#defaults table').checkVisibility()") is False
 
 
-def test_the_page_asks_for_nothing_and_draws_its_first_plot_within_two_seconds(
+def test_the_page_asks_for_nothing_and_draws_its_first_chart_within_two_seconds(
     browser: Browser, page: Path
 ) -> None:
     observer = """new MutationObserver((seen, self) => {
-      if (document.querySelector('.u-over')) { window.drawn = performance.now(); self.disconnect(); }
+      if (document.querySelector('figure.chart > svg')) { window.drawn = performance.now(); self.disconnect(); }
     }).observe(document, {childList: true, subtree: true});"""
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=observer)
     milliseconds = []
@@ -178,6 +174,20 @@ def test_the_page_asks_for_nothing_and_draws_its_first_plot_within_two_seconds(
     assert min(milliseconds) < 2000, milliseconds
     assert browser.requests() == [page.as_uri()] and not browser.complaints()
     browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script["identifier"])
+
+
+def test_a_chart_shows_the_values_at_the_pointer(browser: Browser, page: Path) -> None:
+    browser.open(page.as_uri())
+    shown = browser.evaluate("""(() => {
+      const svg = document.querySelector('#figure-loss > svg');
+      svg.scrollIntoView();
+      const frame = svg.getBoundingClientRect();
+      const at = {bubbles: true, clientX: frame.left + frame.width * 0.97, clientY: frame.top + 20};
+      svg.dispatchEvent(new PointerEvent('pointermove', at));
+      return document.querySelector('#figure-loss .values').textContent;
+    })()""")
+    assert re.match(r"step 8, [\d.]+ s, \$0\.0\d+, loss [\d.]+", str(shown)), shown
+    assert browser.evaluate("document.querySelectorAll('.values').length") == 1
 
 
 @pytest.mark.parametrize("dark", [False, True])

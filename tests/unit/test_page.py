@@ -264,7 +264,7 @@ def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(
     assert (
         'data-state="ended"' in shown and "Completed in" in shown and "<title>hacked" not in shown
     )
-    assert shown.count('class="uplot') >= 4, "plots are drawn, and again with the new data"
+    assert shown.count('<figure class="chart"') >= 4, "charts are shown again with the new data"
 
 
 @pytest.mark.parametrize("width", [360, 768, 1440])

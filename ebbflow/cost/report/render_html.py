@@ -2,8 +2,8 @@
 
 The page makes no requests to other hosts, and its Content-Security-Policy forbids them and all
 foreign scripts. Tables and SVG show everything without JavaScript. With JavaScript, `page/page.js`
-draws interactive plots (uPlot) and, while the job runs, loads the same page in a hidden frame to
-get newer content. Text from outside this program is always passed through `escape`.
+shows the values at the pointer in a chart and, while the job runs, loads the same page in a hidden
+frame to get newer content. Text from outside this program is always passed through `escape`.
 `cost.report.figure_text` formats the numbers.
 """
 
@@ -218,16 +218,12 @@ def fill_page(
 @cache
 def _read_assets() -> tuple[tuple[str, ...], str]:
     """Return the page's scripts and styles."""
-    scripts = tuple(
-        (_PAGE / name).read_text().strip() for name in ("feed.js", "uPlot.iife.min.js", "page.js")
-    )
-    return scripts, (_PAGE / "uPlot.min.css").read_text() + (
-        _PAGE / "page.css"
-    ).read_text() + TABLE_STYLE
+    scripts = tuple((_PAGE / name).read_text().strip() for name in ("feed.js", "page.js"))
+    return scripts, (_PAGE / "page.css").read_text() + TABLE_STYLE
 
 
 def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[str, str]:
-    """Render the content of the page, and the data of its plots as JSON that is safe to embed in
+    """Render the content of the page, and the data of its charts as JSON that is safe to embed in
     HTML.
     """
     figures, tables = list_figures(report, earlier)
@@ -237,14 +233,11 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
         f"{render_chart(figure, tables[figure.table], marks)}</figure>"
         for figure in figures
     ]
-    data = {
-        "figures": [
-            {**figure._asdict(), "series": [series._asdict() for series in figure.series]}
-            for figure in figures
-        ],
-        "tables": tables,
-        "marks": marks,
-    }
+    shown = []
+    for figure in figures:
+        series = [{"key": line.key, "label": line.label} for line in figure.series]
+        shown.append({"id": figure.id, "table": figure.table, "series": series})
+    data = {"figures": shown, "tables": tables}
     verdict = render_verdict(report)
     sections = [
         _header(report, verdict),
@@ -255,7 +248,7 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
             for line in (describe_rehearsal(report, earlier) if report.outcome else ())
         ),
         _failure(report),
-        _plots(drawn, [figure.id for figure in figures]),
+        _plots(drawn),
         _evaluations(report),
         _timeline(report),
         _money(report),
@@ -405,24 +398,16 @@ def _evidence_text(name: str, value: Any) -> str:
     return one_line(value)
 
 
-def _plots(drawn: Sequence[str], ids: Sequence[str]) -> str:
+def _plots(drawn: Sequence[str]) -> str:
     if not drawn:
         return _section("plots", "Training", '<p class="quiet">no step has been recorded yet</p>')
-    names = {"step": "step", "seconds": "wall time", "usd": "dollars"}
-    choices = "".join(
-        '<label><input type="radio" name="axis" '
-        f'value="{key}"{" checked" if key == "step" else ""}> {name}</label>'
-        for key, name in names.items()
-    )
     keys = (
         "dashed red: interruption; grey: start of a generation; green tick: commit; red: "
         "non-finite loss"
     )
     return (
-        f'<section id="plots" data-figures="{" ".join(ids)}"><h2>Training</h2><fieldset '
-        'id="axis"><legend class="quiet">horizontal axis (drag to zoom, double-click to '
-        f'reset)</legend>{choices}</fieldset><div class="figures">{"".join(drawn)}</div><p '
-        f'class="quiet">{keys}</p></section>'
+        f'<section id="plots"><h2>Training</h2><div class="figures">{"".join(drawn)}</div>'
+        f'<p class="quiet">by step; {keys}</p></section>'
     )
 
 

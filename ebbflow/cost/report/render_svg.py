@@ -1,5 +1,7 @@
-"""Line charts of a job as SVG, for print and for browsers without JavaScript, and their data for
-interactive plots.
+"""Line charts of a job as SVG.
+
+SVG needs no JavaScript, so one chart serves the report, the live page, print, and Metaflow's cards.
+The page's script only adds the values at the pointer.
 """
 
 import html
@@ -30,7 +32,6 @@ class ChartLine(NamedTuple):
     key: str
     label: str
     colour: str
-    width: float = 1.6
     points: bool = False  # single points instead of a line
     span: bool = False  # missing values do not interrupt the line
     dash: tuple[int, int] | None = None
@@ -65,11 +66,11 @@ def list_figures(
     }
     tables = {"steps": steps, "machine": machine, "compare": compared}
     unit = get_weight_unit(report)
-    loss = (ChartLine("loss", "loss", "soft", 1.2), ChartLine("smooth", "smoothed", "c1", 2))
+    loss = (ChartLine("loss", "loss", "soft"), ChartLine("smooth", "smoothed", "c1"))
     money = (
-        ChartLine("usd_spent", "spent", "c1", 2),
-        ChartLine("usd_forecast", "forecast", "c2", 1.6, dash=(6, 4), span=True),
-        ChartLine("usd_budget", "budget", "c4", 1.2, dash=(2, 4), span=True),
+        ChartLine("usd_spent", "spent", "c1"),
+        ChartLine("usd_forecast", "forecast", "c2", dash=(6, 4), span=True),
+        ChartLine("usd_budget", "budget", "c4", dash=(2, 4), span=True),
     )
     split = (
         ChartLine("useful", "compute and communication", "c3"),
@@ -81,8 +82,8 @@ def list_figures(
         ChartLine("resident_bytes", "ranks", "c1"),
         ChartLine("memory_available_bytes", "available", "c3"),
     )
-    entropy = ChartLine("entropy", "unigram entropy", "c4", 1.2, dash=(4, 4), span=True)
-    held_out = ChartLine("held_out", "held-out", "c2", 0, points=True)
+    entropy = ChartLine("entropy", "unigram entropy", "c4", dash=(4, 4), span=True)
+    held_out = ChartLine("held_out", "held-out", "c2", points=True)
     found = [
         Figure(
             "loss", f"Training loss, {get_loss_unit(report)}", "steps", (*loss, held_out, entropy)
@@ -129,7 +130,7 @@ def list_figures(
         Figure("memory", "Memory of a node, GiB", "machine", memory),
     ]
     lines = tuple(
-        ChartLine(f"job{number}", name, f"c{1 + number % 4}", 2 if number == 0 else 1.2, span=True)
+        ChartLine(f"job{number}", name, f"c{1 + number % 4}", span=True)
         for number, name in enumerate(names)
     )
     found.append(Figure("compare", "Loss beside the jobs before it, by step", "compare", lines))
@@ -317,7 +318,8 @@ def render_chart(
         f"{figure.title}: {names}; {_tick(low)} to {_tick(high)}, steps {first:,.0f} to {last:,.0f}"
     )
     svg = (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" data-left="{_LEFT / _WIDTH:.4f}" '
+        f'data-right="{1 - _RIGHT / _WIDTH:.4f}" role="img" '
         f'aria-label="{label}">{"".join(drawn)}</svg>'
     )
     if len(figure.series) < 2:

@@ -1,16 +1,10 @@
-/* The interactive part of a job's page. Without it the page shows the same figures as tables and SVG. */
+/* The interactive part of a job's page: live updates, search, and the values at the pointer in a chart. */
 (function () {
   'use strict';
   if (location.hash === '#feed' && parent !== window) return;
   const body = document.body;
-  const axes = {
-    step: {label: 'step', text: (v) => Number.isInteger(v) ? v.toLocaleString('en') : ''},
-    seconds: {label: 'wall time', text: duration},
-    usd: {label: 'dollars', text: (v) => '$' + short(v)},
-  };
-  let axis = 'step';
-  let plots = [];
-  let signature = '';
+  let known = data();
+  let pointer = [-1, -1];
 
   function duration(seconds) {
     if (seconds < 120) return short(seconds) + ' s';
@@ -26,82 +20,30 @@
   function data() {
     try { return JSON.parse(document.getElementById('data').textContent); } catch (error) { return {figures: []}; }
   }
-  function colour(name) { return getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim(); }
-
-  function rows(found, figure) {
-    const table = found.tables[figure.table];
-    const x = table[figure.table === 'compare' ? 'step' : axis];
-    return [x, ...figure.series.map((one) => table[one.key])];
-  }
-  function marks(found, figure) {
-    return (plot) => {
-      if (figure.table === 'compare') return;
-      const context = plot.ctx, top = plot.bbox.top, high = plot.bbox.height;
-      context.save();
-      for (const mark of found.marks) {
-        const x = plot.valToPos(mark[axis], 'x', true);
-        if (!(x >= plot.bbox.left && x <= plot.bbox.left + plot.bbox.width)) continue;
-        const small = mark.kind === 'commit';
-        context.strokeStyle = colour({commit: 'good', generation: 'quiet'}[mark.kind] || 'bad');
-        context.setLineDash(mark.kind === 'interruption' ? [4, 4] : []);
-        context.beginPath();
-        context.moveTo(x, small ? top + high - 6 * devicePixelRatio : top);
-        context.lineTo(x, top + high);
-        context.stroke();
-      }
-      context.restore();
-    };
-  }
-  function draw(found, figure, box, host) {
-    const scale = axes[figure.table === 'compare' ? 'step' : axis];
-    const ink = colour('quiet'), line = colour('line'), few = rows(found, figure)[0].length < 4;
-    const options = {
-      width: host.clientWidth || 300, height: 230,
-      cursor: {sync: {key: 'job', scales: ['x', null]}, drag: {x: true, y: false}},
-      legend: {live: true},
-      scales: {x: {time: false}},
-      axes: [
-        {stroke: ink, grid: {stroke: line, width: 1}, ticks: {stroke: line}, values: (u, v) => v.map(scale.text), space: 70, size: 34},
-        {stroke: ink, grid: {stroke: line, width: 1}, ticks: {stroke: line}, values: (u, v) => v.map(short), size: 64},
-      ],
-      series: [{label: scale.label, value: (u, v, line, at) => shown(u, v, line, at, scale.text)}].concat(figure.series.map((one) => ({
-        label: one.label, stroke: colour(one.colour), width: one.width, dash: one.dash, spanGaps: !!one.span,
-        points: {show: one.points || few ? true : undefined, size: one.points || few ? 7 : 4},
-        value: (u, v, line, at) => shown(u, v, line, at, short),
-      }))),
-      hooks: {draw: [marks(found, figure)]},
-    };
-    const plot = new uPlot(options, rows(found, figure), host);
-    plot.root.setAttribute('role', 'img');
-    plot.root.setAttribute('aria-label', figure.title);
-    return plot;
-  }
-  // Without a pointer the legend has the newest value of each line.
-  function shown(plot, value, line, at, text) {
-    if (at === null || at === undefined) {
-      const known = plot.data[line || 1];
-      for (at = known.length - 1; at > 0 && (known[at] === null || known[at] === undefined);) at--;
-      value = plot.data[line][at];
+  // Show the values of the recorded step that is nearest to the pointer, in the chart's corner.
+  function point() {
+    const under = document.elementFromPoint(...pointer);
+    const svg = under && under.closest('figure.chart > svg');
+    const chart = svg && svg.parentNode;
+    for (const old of document.querySelectorAll('.values')) if (old.parentNode !== chart) old.remove();
+    const figure = chart && known.figures.find((figure) => chart.id === 'figure-' + figure.id);
+    if (!figure) return;
+    const table = known.tables[figure.table], steps = table.step;
+    const frame = svg.getBoundingClientRect(), left = Number(svg.dataset.left), right = Number(svg.dataset.right);
+    const share = ((pointer[0] - frame.left) / frame.width - left) / (right - left);
+    const wanted = steps[0] + share * (steps[steps.length - 1] - steps[0]);
+    let row = 0;
+    steps.forEach((step, at) => { if (Math.abs(step - wanted) < Math.abs(steps[row] - wanted)) row = at; });
+    const parts = ['step ' + steps[row].toLocaleString('en')];
+    if (table.seconds) parts.push(duration(table.seconds[row]));
+    if (table.usd) parts.push('$' + short(table.usd[row]));
+    for (const line of figure.series) {
+      const value = table[line.key][row];
+      if (value !== null && value !== undefined) parts.push(line.label + ' ' + short(value));
     }
-    return value === null || value === undefined ? '–' : text(value);
-  }
-  function render() {
-    const found = data();
-    const now = JSON.stringify([axis, innerWidth, found.figures]);
-    if (now === signature) {
-      plots.forEach((plot, at) => plot.setData(rows(found, found.figures[at])));
-      return;
-    }
-    signature = now;
-    plots.forEach((plot) => plot.destroy());
-    plots = [];
-    for (const figure of found.figures) {
-      const box = document.getElementById('figure-' + figure.id);
-      if (!box) continue;
-      const host = box.querySelector('.plot') || box.insertBefore(document.createElement('div'), box.querySelector('svg'));
-      host.className = 'plot';
-      plots.push(draw(found, figure, box, host));
-    }
+    const box = chart.querySelector('.values') || chart.appendChild(document.createElement('p'));
+    box.className = 'values';
+    box.textContent = parts.join(', ');
   }
   function search() {
     const box = document.getElementById('search');
@@ -121,23 +63,15 @@
     const open = new Set([...document.querySelectorAll('details[open]')].map((one) => one.id));
     if (!same) {
       main.replaceChildren(...fresh);
-      signature = '';
     } else {
       fresh.forEach((one, at) => {
         const old = main.children[at];
-        if (one.id === 'plots' && one.dataset.figures === old.dataset.figures) {
-          for (const svg of one.querySelectorAll('figure > svg')) {
-            const there = document.querySelector('#' + svg.parentNode.id + ' > svg');
-            if (there) there.replaceWith(svg);
-          }
-        } else if (one.outerHTML !== old.outerHTML) {
-          old.replaceWith(one);
-          if (one.id === 'plots') signature = '';
-        }
+        if (one.outerHTML !== old.outerHTML) old.replaceWith(one);
       });
     }
     for (const id of open) { const there = id && document.getElementById(id); if (there) there.open = true; }
     document.getElementById('data').textContent = next.data;
+    known = data();
     body.dataset.state = next.state;
     body.dataset.written = next.written;
     document.title = next.title;
@@ -145,16 +79,12 @@
     const box = document.getElementById('search');
     if (box && typed) { box.value = typed; search(); }
     if (box && focused) box.focus();
-    render();
+    point();
     age();
   }
   function wire() {
     const box = document.getElementById('search');
     if (box) { box.hidden = false; box.oninput = search; }
-    for (const one of document.querySelectorAll('#axis input')) {
-      one.checked = one.value === axis;
-      one.onchange = () => { axis = one.value; render(); };
-    }
     for (const one of document.querySelectorAll('pre')) {
       one.tabIndex = 0;
     }
@@ -183,12 +113,11 @@
     addEventListener('message', take);
     body.append(frame);
   }
-  if (window.uPlot) document.documentElement.classList.add('plotted');
   wire();
-  render();
-  let resized = 0;
-  addEventListener('resize', () => { clearTimeout(resized); resized = setTimeout(render, 150); });
-  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { signature = ''; render(); });
+  document.addEventListener('pointermove', (event) => {
+    pointer = [event.clientX, event.clientY];
+    point();
+  });
   setInterval(age, 1000);
   age();
   if (location.protocol !== 'about:' && location.protocol !== 'blob:') setTimeout(poll, 2000);
