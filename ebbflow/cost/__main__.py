@@ -134,7 +134,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     known = {
         "history": history,
         "progress": progress,
-        "evidence": open_evidence(config, now),
+        "evidence": open_evidence(config),
         "queues": queues,
     }
     plan = make_plan(config, now_utc=now, prices=prices, shape=shape, **known)

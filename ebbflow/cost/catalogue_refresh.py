@@ -290,34 +290,34 @@ def reread(folder: Path) -> Catalogue:
     )
 
 
-def _line(name: str, gpu: str, one: Hardware | InstanceType) -> str:
+def _line(name: str, gpu: str, hardware: Hardware | InstanceType) -> str:
     numbers = (
-        one.gpu_count,
-        one.gpu_memory_mib,
-        one.vcpu,
-        f"{one.ram_gib:g}",
-        f"{one.network_gbps:g}",
+        hardware.gpu_count,
+        hardware.gpu_memory_mib,
+        hardware.vcpu,
+        f"{hardware.ram_gib:g}",
+        f"{hardware.network_gbps:g}",
     )
-    return ",".join(map(str, (name, gpu, *numbers, one.efa)))
+    return ",".join(map(str, (name, gpu, *numbers, hardware.efa)))
 
 
-def _differences(one: Hardware, known: InstanceType) -> list[str]:
+def _differences(hardware: Hardware, known: InstanceType) -> list[str]:
     """Return a note for each figure that differs between EC2 and the table.
 
     The figure in the table stays as it is, because it may be more accurate. For example, the table
     has the sustained bandwidth, while EC2 states the nominal bandwidth.
     """
     pairs = {
-        "gpu_count": (one.gpu_count, known.gpu_count),
-        "vcpu": (one.vcpu, known.vcpu),
-        "efa": (one.efa, known.efa),
+        "gpu_count": (hardware.gpu_count, known.gpu_count),
+        "vcpu": (hardware.vcpu, known.vcpu),
+        "efa": (hardware.efa, known.efa),
     }
     pairs |= {
-        "network_gbps": (one.network_gbps, known.network_gbps),
-        "ram_gib": (one.ram_gib, known.ram_gib),
+        "network_gbps": (hardware.network_gbps, known.network_gbps),
+        "ram_gib": (hardware.ram_gib, known.ram_gib),
     }
     return [
-        f"{one.name}: {key} is {ours} here, {theirs} by EC2; the table's stays"
+        f"{hardware.name}: {key} is {ours} here, {theirs} by EC2; the table's stays"
         for key, (theirs, ours) in pairs.items()
         if theirs is not None and theirs != ours
     ]
@@ -396,9 +396,9 @@ def refresh_catalogue(
             region: on_demand_prices(pricing, region, deadline) for region in arguments.regions
         }
         hardware = {
-            one.name: one
+            hardware.name: hardware
             for region in arguments.regions
-            for one in gpu_hardware(make("ec2", region), deadline)
+            for hardware in gpu_hardware(make("ec2", region), deadline)
         }
     except CloudError as error:
         raise PriceError(f"nothing was written, because {error}") from error

@@ -3,7 +3,7 @@ Batch.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ebbflow.core.errors import CloudError, InfraError, Outcome, StoreError
@@ -23,7 +23,7 @@ from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.ec2_prices import query_spot_prices
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.cost.prices.source import NOT_ASKED, open_prices
-from ebbflow.infra.aws.account import quota_code, sibling_client, vcpu_quota
+from ebbflow.infra.aws.account import Quota, quota_code, sibling_client, vcpu_quota
 from ebbflow.infra.aws.calls import RequestDeadline, within
 from ebbflow.infra.batch import (
     QueueState,
@@ -84,7 +84,8 @@ def check_capacity(context: PreflightContext) -> CheckFinding:
     )
 
 
-def check_quota(context: PreflightContext) -> CheckFinding:
+# One return per answer: the finding depends on the first question without an answer.
+def check_quota(context: PreflightContext) -> CheckFinding:  # noqa: PLR0911
     """Check that at least one pool that a queue can run fits the account's vCPU quota for its
     market and region.
     """
@@ -95,27 +96,20 @@ def check_quota(context: PreflightContext) -> CheckFinding:
         return CheckFinding.skipped("no queue can run the plan; see the check aws-capacity")
     # A reservation has its quota already.
     pools = [
-        (one, quota_code(one.candidate.instance_type, one.candidate.market))
-        for one in asked.offered
+        (offer, quota_code(offer.candidate.instance_type, offer.candidate.market))
+        for offer in asked.offered
     ]
     counted = [
-        (one, one.candidate.region or asked.region, code) for one, code in pools if code is not None
+        (offer, offer.candidate.region or asked.region, code)
+        for offer, code in pools
+        if code is not None
     ]
-    counted = [one for one in counted if one[0].candidate.reservation is None]
+    counted = [offer for offer in counted if offer[0].candidate.reservation is None]
     if not counted:
         return CheckFinding.skipped("no quota of these instance families is known")
     deadline = RequestDeadline.after(ANSWER_SECONDS)
-    quotas = {}
-    unknown = {}
-    for region, code in dict.fromkeys((region, code) for _, region, code in counted):
-        if region in unknown:
-            continue
-        try:
-            quotas[region, code] = vcpu_quota(
-                code, sibling_client("service-quotas", batch_client(region)), deadline
-            )
-        except (CloudError, StoreError) as error:
-            unknown[region] = str(error)
+    keys = dict.fromkeys((region, code) for _, region, code in counted)
+    quotas, unknown = _read_quotas(keys, deadline)
     if not quotas:
         return CheckFinding.skipped("; ".join(unknown.values()))
     lines: dict[tuple[str, str], str] = {}
@@ -147,12 +141,35 @@ def check_quota(context: PreflightContext) -> CheckFinding:
     return CheckFinding.failed(said, fix)
 
 
-def _ask(context: PreflightContext) -> _Asked | CheckFinding:
+def _read_quotas(
+    keys: Iterable[tuple[str, str]], deadline: RequestDeadline
+) -> tuple[dict[tuple[str, str], Quota], dict[str, str]]:
+    """Read the account's quotas by (region, code).
+
+    Returns:
+        The quotas, and the reason for each region that did not answer.
+    """
+    quotas: dict[tuple[str, str], Quota] = {}
+    unknown: dict[str, str] = {}
+    for region, code in keys:
+        if region in unknown:
+            continue
+        try:
+            client = sibling_client("service-quotas", batch_client(region))
+            quotas[region, code] = vcpu_quota(code, client, deadline)
+        except (CloudError, StoreError) as error:
+            unknown[region] = str(error)
+    return quotas, unknown
+
+
+# One return per reason for which there is no plan.
+def _ask(context: PreflightContext) -> _Asked | CheckFinding:  # noqa: PLR0911
     """Make the plan, and find the AWS Batch queues that can run it.
 
     If this fails, return a finding with the reason.
     """
-    if reason := skip_reason(context):
+    reason = skip_reason(context)
+    if reason:
         return CheckFinding.skipped(reason)
     now = time.time()
     if context.config.user_code is not None:

@@ -72,28 +72,28 @@ def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]
         format_duration(s): {"interval": "seconds", "interval_seconds": s} for s in _SECONDS
     }
     found = [
-        (one, words)
+        (pool, words)
         for words, values in intervals.items()
-        for one in feasible_pools(free.changed("checkpoint", **values), sources)
+        for pool in feasible_pools(free.changed("checkpoint", **values), sources)
     ]
     found.sort(key=lambda pair: (pair[0].expected_hours, pair[0].expected_usd))
     front: list[FrontierPoint] = []
-    for one, words in found:
-        if not front or one.expected_usd < front[-1].pool.expected_usd:
-            front.append(_judge(config, sources, one, words))
+    for pool, words in found:
+        if not front or pool.expected_usd < front[-1].pool.expected_usd:
+            front.append(_judge(config, sources, pool, words))
     return front
 
 
-def _judge(config: RunConfig, sources: PlanInputs, one: Candidate, interval: str) -> FrontierPoint:
+def _judge(config: RunConfig, sources: PlanInputs, pool: Candidate, interval: str) -> FrontierPoint:
     left = sources.hours_left(config)
     budget = config.cost.budget_usd
-    one = with_outlook(one, left)
-    needed = needed_usd(config, sources, one)
-    chance = one.outlook and one.outlook.deadline_probability
+    pool = with_outlook(pool, left)
+    needed = needed_usd(config, sources, pool)
+    chance = pool.outlook and pool.outlook.deadline_probability
     within = (budget is None or needed <= budget) and (
         chance is None or chance >= config.cost.confidence
     )
-    return FrontierPoint(pool=one, interval=interval, needed_usd=needed, within=within)
+    return FrontierPoint(pool=pool, interval=interval, needed_usd=needed, within=within)
 
 
 _HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90", "P(in time)")
@@ -146,11 +146,11 @@ def _chart(front: Sequence[FrontierPoint], rows: Sequence[tuple[str, ...]]) -> s
     most_hours = max(frontier_point.pool.expected_hours for frontier_point in front) or 1.0
     most_usd = max(frontier_point.pool.expected_usd for frontier_point in front) or 1.0
     dots = []
-    for one, row in zip(front, rows, strict=True):
-        x = 60 + 480 * one.pool.expected_hours / most_hours
-        y = 210 - 190 * one.pool.expected_usd / most_usd
+    for point, row in zip(front, rows, strict=True):
+        x = 60 + 480 * point.pool.expected_hours / most_hours
+        y = 210 - 190 * point.pool.expected_usd / most_usd
         dots.append(
-            f'<circle class="{"c1" if one.within else "c4"}" r="5" cx="{x:.1f}" cy="{y:.1f}">'
+            f'<circle class="{"c1" if point.within else "c4"}" r="5" cx="{x:.1f}" cy="{y:.1f}">'
             f"<title>{escape(', '.join(filter(None, row)))}</title></circle>"
         )
     labels = (
@@ -168,21 +168,21 @@ def _chart(front: Sequence[FrontierPoint], rows: Sequence[tuple[str, ...]]) -> s
 def _rows(front: Sequence[FrontierPoint], plan: Plan) -> list[tuple[str, ...]]:
     rows = []
     for point in front:
-        one = point.pool
+        pool = point.pool
         ahead = point.pool.outlook
         known = ("instance_type", "nodes", "market", "region", "zone")
         chosen = plan.chosen is not None and all(
-            getattr(one, name) == getattr(plan.chosen, name) for name in known
+            getattr(pool, name) == getattr(plan.chosen, name) for name in known
         )
         rows.append(
             (
                 "*" if chosen else "" if point.within else "!",
-                f"{one.nodes} × {one.instance_type} {one.market.replace('_', '-')}",
-                one.place,
+                f"{pool.nodes} × {pool.instance_type} {pool.market.replace('_', '-')}",
+                pool.place,
                 point.interval,
-                format_number(one.expected_hours, 3),
+                format_number(pool.expected_hours, 3),
                 format_number(ahead and ahead.p90_hours, 3),
-                format_usd(one.expected_usd, 2),
+                format_usd(pool.expected_usd, 2),
                 format_usd(ahead and ahead.p90_usd, 2),
                 format_percent(ahead and ahead.deadline_probability),
             )

@@ -395,7 +395,7 @@ def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | N
 
 
 def load_or_use_priors(
-    load: Callable[[], JobHistory], say: Callable[[str], object] = lambda text: None
+    load: Callable[[], JobHistory], say: Callable[[str], object] = lambda _: None
 ) -> JobHistory:
     """Call `load` and return its job history.
 

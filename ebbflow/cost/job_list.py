@@ -170,14 +170,14 @@ def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iter
     record in `known`.
     """
     by_name = {team_job.money.job: team_job for team_job in known}
-    for one in team.waiting:
-        before = by_name.get(one.job)
+    for waiting in team.waiting:
+        before = by_name.get(waiting.job)
         if before is None or before.state not in (RUNNING, DONE):
-            yield _waiting_record(one, folder, before)
+            yield _waiting_record(waiting, folder, before)
 
 
-def _waiting_record(one: WaitingJob, folder: Path, before: TeamJob | None) -> TeamJob:
-    config = load_config(folder / one.config, project_root=PROJECT_ROOT).config
+def _waiting_record(waiting: WaitingJob, folder: Path, before: TeamJob | None) -> TeamJob:
+    config = load_config(folder / waiting.config, project_root=PROJECT_ROOT).config
     now = time.time()
     plan = None
     if config.user_code is None:
@@ -190,9 +190,9 @@ def _waiting_record(one: WaitingJob, folder: Path, before: TeamJob | None) -> Te
         expected = None
     else:
         expected = plan.chosen.expected_usd
-    money = config_money(one.job, config, now)
+    money = config_money(waiting.job, config, now)
     money = replace(
-        money, value_usd=one.value_usd, spent={} if before is None else before.money.spent
+        money, value_usd=waiting.value_usd, spent={} if before is None else before.money.spent
     )
     if plan and plan.refusal:
         refused = f"plan refused ({plan.refusal.outcome}): {plan.refusal.message}"
@@ -264,15 +264,15 @@ def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
     )
     for project in projects:
         mine = [team_job for team_job in records if team_job.money.project == project]
-        spent = sum((one.money.spent.get(month, Decimal(0)) for one in mine), Decimal(0))
-        running = [one.money for one in mine if one.state == RUNNING]
-        left = left_usd(team, project, month, now_utc, [one.money for one in mine], running)
+        spent = sum((job.money.spent.get(month, Decimal(0)) for job in mine), Decimal(0))
+        running = [job.money for job in mine if job.state == RUNNING]
+        left = left_usd(team, project, month, now_utc, [job.money for job in mine], running)
         budget = format_usd(team.budget_usd(project, month), 2)
         if left is None:
             limit = "no budget"
         else:
             limit = f"of {budget}; {left_text(left)} left to admit"
-        total = sum((one.expected_usd for one in mine), Decimal(0))
+        total = sum((job.expected_usd for job in mine), Decimal(0))
         if project:
             name = f"project {one_line(project)}"
         else:
@@ -362,10 +362,11 @@ def _jobs(arguments: argparse.Namespace) -> int:
             raise ReportError(
                 f"{arguments.team}: a waiting job's configuration is invalid:\n{error}"
             ) from error
-        named = {one.money.job for one in waiting}
+        named = {record.money.job for record in waiting}
         records = [*(record for record in records if record.money.job not in named), *waiting]
         said = {
-            one.job.job: f"{one.verdict}: {one.words}" for one in admit_waiting(team, now, records)
+            admission.job.job: f"{admission.verdict}: {admission.words}"
+            for admission in admit_waiting(team, now, records)
         }
         order = {name: number for number, name in enumerate(said)}
         records = [
@@ -379,7 +380,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
             "no job in "
             f"{arguments.store or 'the list of this machine; fix: name one, or give --store'}"
         )
-    rows = [row for one in records for row in one.rows]
+    rows = [row for record in records for row in record.rows]
     if arguments.focus is not None:
         print(f"{arguments.focus}: {write_focus(arguments.focus, rows)} charges", file=sys.stderr)
     if arguments.html is not None:
@@ -417,7 +418,7 @@ def _write_page(path: Path, records: Sequence[TeamJob], store: str | None) -> No
         )
         for team_job in records
     ]
-    page = render_jobs_page(rows, reports, [row for one in records for row in one.rows])
+    page = render_jobs_page(rows, reports, [row for record in records for row in record.rows])
     try:
         path.write_text(page, errors="backslashreplace")
     except OSError as error:

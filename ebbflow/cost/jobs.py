@@ -102,7 +102,7 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
     store_of_job = _open(uri)
     content = read_log(store_of_job)
     if not content.events:
-        damage = "".join(f"\n  damage: {one.text}" for one in content.damage[:10])
+        damage = "".join(f"\n  damage: {flaw.text}" for flaw in content.damage[:10])
         raise ReportError(f"no events of job {job!r} in {uri}{damage}")
     return replace(
         content, damage=(*content.damage, *_lost_since_report(store_of_job, content.events))

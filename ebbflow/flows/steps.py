@@ -229,7 +229,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
         history=read_job_history(job),
         progress=read_progress(job),
         queues=available_queues(flow, config),
-        evidence=open_evidence(config, now),
+        evidence=open_evidence(config),
     )
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())

@@ -165,7 +165,7 @@ def described(**found: Any) -> Reservation:
     """The configured reservation, as EC2 corrects it."""
     timed = [DECLARED | {"start": "2026-09-21T14:13:20Z", "end": "2026-09-21T15:13:20Z"}]
     client = FakeEc2(describe_capacity_reservations=[{"CapacityReservations": [FOUND | found]}])
-    evidence = open_evidence(configuration(reservations=timed), NOW, client=lambda region: client)
+    evidence = open_evidence(configuration(reservations=timed), client=lambda _: client)
     assert client.requests == [
         ("describe_capacity_reservations", {"CapacityReservationIds": ["cr-1"]})
     ]
@@ -231,7 +231,7 @@ def test_ec2_has_15_seconds_for_all_evidence(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("answer", [{}, {"CapacityReservations": []}])
 def test_a_reservation_that_ec2_does_not_know_is_unusable(answer: dict) -> None:
     client = FakeEc2(describe_capacity_reservations=[answer])
-    [held] = open_evidence(configuration(), NOW, client=lambda region: client).held
+    [held] = open_evidence(configuration(), client=lambda _: client).held
     assert held == replace(HELD, problem="EC2 knows no reservation cr-1 in us-east-1", kind="live")
 
 
@@ -245,7 +245,7 @@ def test_a_reservation_that_ec2_does_not_know_is_unusable(answer: dict) -> None:
 )
 def test_a_reservation_stays_as_configured_if_ec2_gives_no_usable_answer(answer: Any) -> None:
     client = FakeEc2(describe_capacity_reservations=[answer])
-    evidence = open_evidence(configuration(), NOW, client=lambda region: client)
+    evidence = open_evidence(configuration(), client=lambda _: client)
     assert evidence.held == (HELD,)
     [note] = evidence.notes
     assert note.startswith("state of reservation cr-1 unknown: ")
@@ -261,7 +261,7 @@ def test_ec2_is_asked_only_for_live_prices_of_a_cloud_and_with_the_network(
     def make(region: str) -> FakeEc2:
         raise AssertionError(region)
 
-    evidence = open_evidence(configuration(**changes), NOW, network=network, client=make)
+    evidence = open_evidence(configuration(**changes), network=network, client=make)
     assert evidence == CapacityEvidence(held=(HELD,))
 
 
@@ -294,7 +294,7 @@ def test_capacity_blocks_are_asked_for_all_nodes_and_days(
     config = configuration(
         types=("p5.48xlarge",), nodes=nodes, capacity_block_days=days, reservations=[]
     )
-    evidence = open_evidence(config, NOW, client=lambda region: client)
+    evidence = open_evidence(config, client=lambda _: client)
     first = Reservation(
         id="cbo-1",
         instance_type="p5.48xlarge",
@@ -338,7 +338,7 @@ def test_capacity_blocks_are_sold_of_some_families_in_each_region(name: str) -> 
         for region in regions
     }
     config = configuration(types=(name,), regions=regions, capacity_block_days=1, reservations=[])
-    assert open_evidence(config, NOW, client=clients.__getitem__) == CapacityEvidence()
+    assert open_evidence(config, client=clients.__getitem__) == CapacityEvidence()
     if name in BLOCK_TYPES:
         asked = 1
     else:
@@ -349,13 +349,13 @@ def test_capacity_blocks_are_sold_of_some_families_in_each_region(name: str) -> 
 def test_capacity_blocks_are_not_asked_for_without_their_days_and_a_refusal_is_a_note() -> None:
     types = ("p5.48xlarge",)
     nothing = FakeEc2()
-    open_evidence(configuration(types=types, reservations=[]), NOW, client=lambda region: nothing)
+    open_evidence(configuration(types=types, reservations=[]), client=lambda _: nothing)
     assert nothing.requests == []
     refused = FakeEc2(
         describe_capacity_block_offerings=[refusal("describe_capacity_block_offerings")]
     )
     config = configuration(types=types, capacity_block_days=1, reservations=[])
-    evidence = open_evidence(config, NOW, client=lambda region: refused)
+    evidence = open_evidence(config, client=lambda _: refused)
     assert evidence.blocks == () and len(evidence.notes) == 1
     assert evidence.notes[0].startswith(
         "Capacity Blocks of p5.48xlarge in us-east-1 unknown: ec2:DescribeCapacity"
@@ -393,7 +393,7 @@ def test_placement_scores_are_asked_once_for_all_types_and_regions(
         asked_regions.append(region)
         return client
 
-    evidence = open_evidence(config, NOW, client=make)
+    evidence = open_evidence(config, client=make)
     assert evidence == CapacityEvidence(
         scores={("us-east-1", "use1-az1"): 2, ("us-west-2", "usw2-az1"): 9}
     )
@@ -418,5 +418,5 @@ def test_placement_scores_are_asked_for_spot_of_at_least_three_types(
 ) -> None:
     client = FakeEc2(get_spot_placement_scores=[refusal("get_spot_placement_scores")])
     config = configuration(types=types, market=market, reservations=[])
-    evidence = open_evidence(config, NOW, client=lambda region: client)
+    evidence = open_evidence(config, client=lambda _: client)
     assert (len(client.requests), len(evidence.notes), evidence.scores) == (asked, asked, {})

@@ -371,12 +371,12 @@ def test_ec2_corrects_the_configured_reservation() -> None:
     block |= {"EndDate": NOW + timedelta(hours=27), "ReservationType": "capacity-block"}
     config = held_config(*LIVE)
     answer = ("describe_capacity_reservations", {"CapacityReservations": [block]})
-    [held] = open_evidence(config, BEGAN_UTC, client=lambda region: ec2(answer)).held
+    [held] = open_evidence(config, client=lambda _: ec2(answer)).held
     assert (held.instances, held.zone, held.problem, held.kind) == (4, "use1-az2", "", "live")
     assert held.start_utc == BEGAN_UTC + 3 * HOUR and held.end_utc == BEGAN_UTC + 26.5 * HOUR
     gone = {**block, "State": "expired"}
     found = open_evidence(
-        config, BEGAN_UTC, client=lambda region: ec2((answer[0], {"CapacityReservations": [gone]}))
+        config, client=lambda _: ec2((answer[0], {"CapacityReservations": [gone]}))
     )
     plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE, evidence=found)
     assert any("reservation cr-1 is expired" in rejection.reason for rejection in plan.rejected)
@@ -402,7 +402,7 @@ def test_the_plan_lists_capacity_blocks_for_sale_at_the_price_of_the_whole_block
         "cost.budget_usd=null",
         *LIVE,
     )
-    evidence = open_evidence(config, BEGAN_UTC, client=lambda region: ec2(answer))
+    evidence = open_evidence(config, client=lambda _: ec2(answer))
     assert evidence.notes == ()
     plan = make_plan(config, now_utc=BEGAN_UTC, evidence=evidence)
     [one] = plan.blocks
@@ -422,9 +422,7 @@ def test_a_low_placement_score_delays_the_first_start_and_a_denied_one_is_report
             {"Region": "us-east-1", "AvailabilityZoneId": "use1-az1", "Score": 2}
         ]
     }
-    found = open_evidence(
-        config, BEGAN_UTC, client=lambda region: ec2(("get_spot_placement_scores", scores))
-    )
+    found = open_evidence(config, client=lambda _: ec2(("get_spot_placement_scores", scores)))
     assert found.scores == {("us-east-1", "use1-az1"): 2}
     low, none = (
         next(
@@ -437,12 +435,10 @@ def test_a_low_placement_score_delays_the_first_start_and_a_denied_one_is_report
     assert low.expected_hours > none.expected_hours + 1 and low.expected_usd == none.expected_usd
     assert low.outlook.deadline_probability <= none.outlook.deadline_probability
     assert "Spot placement score 2 of 10" in low.hazard_kind
-    denied = open_evidence(
-        config, BEGAN_UTC, client=lambda region: ec2(error="UnauthorizedOperation")
-    )
+    denied = open_evidence(config, client=lambda _: ec2(error="UnauthorizedOperation"))
     assert denied.scores == {} and "allow ec2:GetSpotPlacementScores" in denied.notes[0]
     few = batch_config("cost.prices=live", "cluster.instance_types=[g5.xlarge]")
-    assert open_evidence(few, BEGAN_UTC, client=lambda region: ec2()).scores == {}, (
+    assert open_evidence(few, client=lambda _: ec2()).scores == {}, (
         "always low for fewer than 3 types"
     )
 
@@ -597,6 +593,6 @@ def test_zones_elsewhere_and_numbers_without_sense_are_refused() -> None:
 
 def test_a_configured_reservation_needs_no_network() -> None:
     config = held_config("cost.prices=live")
-    assert open_evidence(config, BEGAN_UTC, network=False).held[0] == Reservation.of(
+    assert open_evidence(config, network=False).held[0] == Reservation.of(
         config.cost.reservations[0]
     )

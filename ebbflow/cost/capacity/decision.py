@@ -191,12 +191,12 @@ def _with_move(
     queued = {queue_state.reservation for queue_state in queues.values() if queue_state.usable}
     best = None
     most = 0.0
-    for one in held if choice.offer.is_spot and config.cluster.market == "auto" else ():
-        same = (one.instance_type, one.region) == (spot.instance_type, spot.region)
-        if same and one.id in queued and not one.why_unusable(spot.nodes, now_utc):
-            saved = usd_saved_by_moving(config, spot, one, now_utc)
+    for reservation in held if choice.offer.is_spot and config.cluster.market == "auto" else ():
+        same = (reservation.instance_type, reservation.region) == (spot.instance_type, spot.region)
+        if same and reservation.id in queued and not reservation.why_unusable(spot.nodes, now_utc):
+            saved = usd_saved_by_moving(config, spot, reservation, now_utc)
             if saved > most:
-                best, most = (one, saved)
+                best, most = (reservation, saved)
             else:
                 best, most = (best, most)
     if best is None:
@@ -225,7 +225,7 @@ def _spot_or_on_demand(
     If there is no on-demand pool or no deadline, always choose Spot, provided that there is a Spot
     pool.
     """
-    spots = [one for one in found if one.is_spot]
+    spots = [offer for offer in found if offer.is_spot]
     last_end = _last_end(history)
     on_demand = _fallback_offers(found, history)
     if spots and (not on_demand or plan.deadline_hours is None):
@@ -254,9 +254,9 @@ def _spot_or_on_demand(
         return hours >= min(DECIDE_HOURS, delay_hours(config)) and usd >= 0
 
     limit = _DEARER * on_demand[0].candidate.expected_usd
-    bearable = [one for one in on_demand if one.candidate.expected_usd <= limit]
+    bearable = [offer for offer in on_demand if offer.candidate.expected_usd <= limit]
     last = next(
-        (one for one in bearable if any(is_safe(spot, one) for spot in spots)), on_demand[0]
+        (offer for offer in bearable if any(is_safe(spot, offer) for spot in spots)), on_demand[0]
     )
     safe = [spot for spot in spots if is_safe(spot, last)]
     if not safe:
@@ -324,10 +324,11 @@ def _fallback_offers(
     """
     refused = _refused_lately(history)
     all_of_them = [offer for offer in found if not offer.is_spot]
-    if plain := [offer for offer in all_of_them if offer.candidate.reservation is None]:
+    plain = [offer for offer in all_of_them if offer.candidate.reservation is None]
+    if plain:
         return [offer for offer in plain if offer.id not in refused] or plain
     full = _refused_last(history)
-    return [one for one in all_of_them if one.id not in full] or (
+    return [offer for offer in all_of_them if offer.id not in full] or (
         [] if len(all_of_them) < len(found) else all_of_them
     )
 
@@ -404,17 +405,17 @@ def wall_seconds(config: RunConfig, plan: Plan, offer: placement.QueueOffer, now
     If none of these is set, the limit is a multiple of the expected duration. The job itself
     normally stops before the limit, because it keeps a reserve for its last checkpoint.
     """
-    one = offer.candidate
+    pool = offer.candidate
     limits = []
-    if plan.budget_usd is not None and one.gang_usd_per_hour > 0:
-        limits.append((plan.budget_usd - plan.spent_usd) / one.gang_usd_per_hour * HOUR)
+    if plan.budget_usd is not None and pool.gang_usd_per_hour > 0:
+        limits.append((plan.budget_usd - plan.spent_usd) / pool.gang_usd_per_hour * HOUR)
     if plan.deadline_hours is not None:
         left = plan.started_utc + plan.deadline_hours * HOUR - now_utc
         limits.append(left + config.checkpoint.deadline_seconds)
-    if one.ends_utc is not None:
-        limits.append(one.ends_utc - now_utc)
+    if pool.ends_utc is not None:
+        limits.append(pool.ends_utc - now_utc)
     if not limits:
-        limits.append(max(_WALL_AT_LEAST_SECONDS, _WALL_TIMES * one.expected_hours * HOUR))
+        limits.append(max(_WALL_AT_LEAST_SECONDS, _WALL_TIMES * pool.expected_hours * HOUR))
     return max(LEAST_WALL_SECONDS, math.floor(min(*limits, _MOST_WALL_SECONDS)))
 
 

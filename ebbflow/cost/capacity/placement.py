@@ -5,6 +5,7 @@ attempts ended.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -129,14 +130,12 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
 
     Raises KeyError if the pool is not among the plan's ranked pools.
     """
-    names = tuple(Pool.__dataclass_fields__)
-    wanted = [getattr(placement, name) for name in names]
-    ours = next(
-        (one for one in plan.ranked if [getattr(one, name) for name in names] == wanted), None
-    )
+    read_pool = operator.attrgetter(*Pool.__dataclass_fields__)
+    wanted = read_pool(placement)
+    ours = next((candidate for candidate in plan.ranked if read_pool(candidate) == wanted), None)
     if ours is None:
         raise KeyError(f"{placement} is not among the {len(plan.ranked)} pools of the plan")
-    others = tuple(one for one in plan.ranked if one is not ours)
+    others = tuple(candidate for candidate in plan.ranked if candidate is not ours)
     return replace(
         plan,
         ranked=(ours, *others),
@@ -194,8 +193,8 @@ def find_offers(
     return tuple(found.values())
 
 
-def _is_there(one: Candidate, region: str | None) -> bool:
-    return region is None or one.region in (None, region)
+def _is_there(candidate: Candidate, region: str | None) -> bool:
+    return region is None or candidate.region in (None, region)
 
 
 def explain_no_offer(
@@ -228,9 +227,14 @@ def explain_no_offer(
         kinds = catalogue
     lines = []
     for name, queue in queues.items():
-        near = [one for one in here if one.market == queue.market] or here
+        near = [candidate for candidate in here if candidate.market == queue.market] or here
         wanted = next(
-            (one for one in near if accepts_type(queue.instance_types, one.instance_type)), near[0]
+            (
+                candidate
+                for candidate in near
+                if accepts_type(queue.instance_types, candidate.instance_type)
+            ),
+            near[0],
         )
         lines.append(f"{short_queue_name(name)}: {why_unusable(queue, wanted, kinds)}")
     return "; ".join(lines)
@@ -348,7 +352,10 @@ def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     jobs = _jobs_of_placements(ordered)
     reached = 0
     for event in ordered:
-        if event.name != PLACED or (placement := _placement(event.data)) is None:
+        if event.name != PLACED:
+            continue
+        placement = _placement(event.data)
+        if placement is None:
             continue
         # A placement made without the job's events records no generation: use that of the placement
         # before it.
@@ -427,7 +434,9 @@ def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
     for event in events:
         if event.name == NODE_STARTED and event.data.get("batch_job_id"):
             jobs.setdefault(event.generation, set()).add(str(event.data["batch_job_id"]))
-    newest = {job_id: generation for generation in sorted(jobs) for job_id in jobs[generation]}
+    newest: dict[str, int] = {}
+    for generation in sorted(jobs):
+        newest.update(dict.fromkeys(jobs[generation], generation))
     found: dict[str, str] = {}
     for event in events:
         if event.name == GENERATION_ENDED and "user_code" in event.data:

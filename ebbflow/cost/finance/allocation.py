@@ -97,14 +97,14 @@ def _json_rows(path: Path) -> Iterator[tuple[str, str, Any, Any]]:
     try:
         windows = json.loads(path.read_text())["data"]
         for number, window in enumerate(windows):
-            for name, one in (window or {}).items():
+            for name, row in (window or {}).items():
                 if not name.startswith("__"):  # __idle__, __unmounted__
-                    pod = (one.get("properties") or {}).get("pod") or name.rpartition("/")[2]
+                    pod = (row.get("properties") or {}).get("pod") or name.rpartition("/")[2]
                     yield (
                         f"{path}: window {number}, {name}",
                         str(pod),
-                        one["minutes"],
-                        one["totalCost"],
+                        row["minutes"],
+                        row["totalCost"],
                     )
     except OSError as error:
         raise BillError(f"{path}: cannot be read: {error}") from error
@@ -142,16 +142,16 @@ def compare_allocations(
             for allocation in allocations
             if allocation.pod.startswith(f"{data['job_name']}-")
         ]
-        seconds = [one.seconds for one in mine if one.seconds is not None]
+        seconds = [allocation.seconds for allocation in mine if allocation.seconds is not None]
         found.append(
             AttemptAllocation(
                 attempt=str(data["job_name"]),
-                pods=len({one.pod for one in mine}),
+                pods=len({allocation.pod for allocation in mine}),
                 cluster_seconds=sum(
                     end - start for start, end in data["node_times"] if start and end
                 ),
                 seconds=sum(seconds) if len(seconds) == len(mine) else None,
-                usd=sum((one.usd for one in mine), Decimal(0)),
+                usd=sum((allocation.usd for allocation in mine), Decimal(0)),
             )
         )
     return found

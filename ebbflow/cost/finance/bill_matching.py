@@ -276,7 +276,7 @@ def match_instance(
             metered.offset = offset
     if any(hour.rest_seconds > HOUR_TOLERANCE_SECONDS for hour in hours):
         # The instance kept running, so it did not end late
-        certain = [one for one in explained if one[0] != "ended later"]
+        certain = [cause for cause in explained if cause[0] != "ended later"]
         hours = _match_hours(metered, billed, certain, metered.offset)
     return hours
 

@@ -6,9 +6,10 @@ import argparse
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -379,11 +380,7 @@ def _split_gap(
             usd[UNEXPLAINED] = usd.get(UNEXPLAINED, Decimal(0)) + billed.usd
     if priced:
         paid = found.billed[metered.instance_id]
-        contradiction = next((kind for kind, _ in _find_contradictions(metered, paid)), None)
-        if contradiction is None:
-            cause = "price"
-        else:
-            cause = f"other {contradiction}"
+        cause = _name_price_difference(metered, paid)
         metered_seconds = metered.seconds_between(metered.start, metered.end)
         rates = (
             f"{common:,.0f} s billed at ${paid.usd / to_decimal(paid.seconds) * 3600:.6f}/h, "
@@ -394,6 +391,12 @@ def _split_gap(
     for cause, amount in usd.items():
         words = _WORDS.get(cause, "billed while no agent of the job was there")
         yield part(cause, amount, f"{seconds[cause]:,.0f} s {words}")
+
+
+def _name_price_difference(metered: MeteredInstance, paid: BilledInstance) -> str:
+    for kind, _ in _find_contradictions(metered, paid):
+        return f"other {kind}"
+    return "price"
 
 
 def _find_contradictions(
@@ -536,11 +539,11 @@ def _check_price(metered: MeteredInstance, hours: list[HourMatch]) -> str | None
             wrong.append((hour, least, most))
     if not wrong:
         return None
-    least = sum(one[1] for one in wrong)
-    most = sum(one[2] for one in wrong)
+    least = sum(row[1] for row in wrong)
+    most = sum(row[2] for row in wrong)
     expected = f"${least:.4f}" + (f" to ${most:.4f}" if most > least else "")
-    seconds = sum(one[0].billed.seconds for one in wrong)
-    usd = sum(one[0].billed.usd for one in wrong)
+    seconds = sum(row[0].billed.seconds for row in wrong)
+    usd = sum(row[0].billed.usd for row in wrong)
     where = f"{len(wrong)} hour{'s' if wrong[1:] else ''} from {wrong[0][0].name}"
     return (
         f"${usd:.4f} billed for {seconds:,.0f} s in {where}; at the prices on record it would be "
@@ -554,13 +557,23 @@ def render(found: Reconciliation) -> str:
 
 def _render_lines(found: Reconciliation) -> Iterator[str]:
     if max(found.billed_usd, found.metered_usd) >= 10:
-        decimals = 2
+        dollars = partial(format_usd, decimals=2)
     else:
-        decimals = 4
+        dollars = partial(format_usd, decimals=4)
+    yield from _render_totals(found, dollars)
+    for part in found.parts:
+        yield f"  · {part.instance_id}: {part.cause} {dollars(part.usd)}: {part.words}"
+    for finding in found.findings:
+        yield (
+            f"  ! {finding.kind}: {one_line(finding.resource)} ({dollars(finding.usd)}): "
+            f"{one_line(finding.words)}"
+        )
+    yield from _render_remarks(found, dollars)
 
-    def dollars(amount: Decimal | float | None) -> str:
-        return format_usd(amount, decimals)
 
+def _render_totals(
+    found: Reconciliation, dollars: Callable[[Decimal | float | None], str]
+) -> Iterator[str]:
     yield (
         f"reconciliation of job {one_line(found.job)} with the "
         f"{'synthetic bill' if found.synthetic else 'bill'}"
@@ -588,13 +601,11 @@ def _render_lines(found: Reconciliation) -> Iterator[str]:
             f"{format_percent(AGREED_SHARE, 0)}"
         )
         yield f"  unexplained: {format_percent(share, 2)} of the bill, {limit}"
-    for part in found.parts:
-        yield f"  · {part.instance_id}: {part.cause} {dollars(part.usd)}: {part.words}"
-    for finding in found.findings:
-        yield (
-            f"  ! {finding.kind}: {one_line(finding.resource)} ({dollars(finding.usd)}): "
-            f"{one_line(finding.words)}"
-        )
+
+
+def _render_remarks(
+    found: Reconciliation, dollars: Callable[[Decimal | float | None], str]
+) -> Iterator[str]:
     for instance_id, billed in sorted(found.billed.items()):
         if billed.elsewhere_usd:
             yield (
@@ -659,7 +670,9 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     """
     if all(map(is_allocation, arguments.bill)):
         events = read_job(arguments.job, arguments.store)
-        allocations = [one for path in arguments.bill for one in read_allocations(path)]
+        allocations = [
+            allocation for path in arguments.bill for allocation in read_allocations(path)
+        ]
         attempts = compare_allocations(events, allocations)
         print(render_allocations(events, attempts))
         if attempts and all(attempt.agrees for attempt in attempts):

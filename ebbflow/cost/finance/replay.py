@@ -89,9 +89,9 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
     measured = [
         _measure_generation(ordered, ledger, generation) for generation in recorded.values()
     ]
-    generations = tuple(one for one in measured if one.seconds > 0)
-    executed = sum(one.steps for one in generations)
-    saves = sum(one.saves for one in generations)
+    generations = tuple(generation for generation in measured if generation.seconds > 0)
+    executed = sum(generation.steps for generation in generations)
+    saves = sum(generation.saves for generation in generations)
     taken = [event for event in ordered if event.name == STEP and event.step is not None]
     kept = [event.step or 0 for event in taken if recorded[event.generation].keeps(event.step or 0)]
     steps = max(kept, default=0)
@@ -102,7 +102,7 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
         for event in ordered
         if event.name == COMMIT and event.data.get("seconds")
     ]
-    shutdowns = [one.shutdown for one in generations if not one.interrupted]
+    shutdowns = [generation.shutdown for generation in generations if not generation.interrupted]
     newest = max(recorded)
     return RecordedRun(
         nodes=max(
@@ -110,12 +110,12 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
         ),
         steps=steps,
         interval_steps=_measure_interval(ordered) or steps,
-        step_seconds=sum(one.stepping for one in generations) / executed,
-        stall_seconds=sum(one.stall for one in generations) / saves if saves else 0.0,
+        step_seconds=sum(generation.stepping for generation in generations) / executed,
+        stall_seconds=sum(generation.stall for generation in generations) / saves if saves else 0.0,
         durable_seconds=median(durable) if durable else 0.0,
         shutdown=fmean(shutdowns) if shutdowns else 0.0,
         step_deviation=_step_deviation(taken),
-        start_deviation=pstdev(one.start for one in generations),
+        start_deviation=pstdev(generation.start for generation in generations),
         generations=generations,
     )
 
@@ -129,7 +129,8 @@ def _step_deviation(taken: Sequence[Event]) -> float:
         (event.generation, event.data.get("seconds", {})) for event in taken if event.rank == first
     )
     seconds = group_by_key(
-        (number, sum(float(one.get(kind, 0.0)) for kind in _STEPPING)) for number, one in spent
+        (number, sum(float(classes.get(kind, 0.0)) for kind in _STEPPING))
+        for number, classes in spent
     )
     return math.sqrt(
         sum(len(second) * pstdev(second) ** 2 for second in seconds.values())
@@ -202,19 +203,19 @@ class _Replay:
         run = self.run
         at = run.generations[0].begin
         previous = None
-        for number, one in enumerate(run.generations):
+        for number, generation in enumerate(run.generations):
             if previous is not None:
-                at += max(0.0, one.begin - previous.begin - previous.seconds)
-            if one.steps and self.interruptions:
-                own = one.stepping / one.steps
+                at += max(0.0, generation.begin - previous.begin - previous.seconds)
+            if generation.steps and self.interruptions:
+                own = generation.stepping / generation.steps
             else:
                 own = 0.0
             step = (own or run.step_seconds) / self.speed
             if not self.interruptions or number == len(run.generations) - 1:
-                self._pay(at, one.start + self._finish(step) + run.shutdown)
+                self._pay(at, generation.start + self._finish(step) + run.shutdown)
                 break
-            at = self._simulate_generation(at, one, step)
-            previous = one
+            at = self._simulate_generation(at, generation, step)
+            previous = generation
             if self.done >= run.steps:
                 break
         return self
@@ -246,20 +247,25 @@ class _Replay:
         self.done = self.run.steps
         return seconds
 
-    def _simulate_generation(self, begin: float, one: GenerationTimes, step: float) -> float:
+    def _simulate_generation(self, begin: float, generation: GenerationTimes, step: float) -> float:
         """Replay one generation until its recorded end or the job's last step.
 
         Return the Unix time of its end.
         """
         run = self.run
-        working = one.seconds - one.tail - one.start - (0.0 if one.interrupted else one.shutdown)
+        working = (
+            generation.seconds
+            - generation.tail
+            - generation.start
+            - (0.0 if generation.interrupted else generation.shutdown)
+        )
         if self.chance is not None:
             working += self.chance.gauss(
-                0.0, math.hypot(run.start_deviation, run.step_deviation * one.steps**0.5)
+                0.0, math.hypot(run.start_deviation, run.step_deviation * generation.steps**0.5)
             )
         working = max(0.0, working)
         if self._remaining_seconds(step) <= working:
-            return self._pay(begin, one.start + self._finish(step) + run.shutdown)
+            return self._pay(begin, generation.start + self._finish(step) + run.shutdown)
         cycle = self.interval_steps * step + run.stall_seconds
         if cycle > 0:
             cycles, rest = divmod(working, cycle)
@@ -276,12 +282,12 @@ class _Replay:
             durable = 0
         left = run.steps - self.done
         # Before a planned end (budget, deadline) the gang saves, so that no step is redone.
-        kept = min(durable * self.interval_steps if one.interrupted else taken, taken, left)
+        kept = min(durable * self.interval_steps if generation.interrupted else taken, taken, left)
         self.saves += int(cycles)
         self.redone_steps += min(taken, left) - kept
         self.done += kept
-        self.interrupted += one.interrupted
-        return self._pay(begin, one.seconds)
+        self.interrupted += generation.interrupted
+        return self._pay(begin, generation.seconds)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -381,13 +387,13 @@ def replay(
 def _summarize(runs: Sequence[_Replay]) -> dict[str, Any]:
     """Return the means of several replays, and the central 90 % range of their dollars."""
     every = [run.to_json() for run in runs]
-    usd = sorted(one["usd"] for one in every)
+    usd = sorted(run["usd"] for run in every)
     edge = len(usd) // 20
     counts = {
-        name: round(fmean(one[name] for one in every))
+        name: round(fmean(run[name] for run in every))
         for name in ("redone_steps", "saves", "interruptions")
     }
-    means = {name: fmean(one[name] for one in every) for name in ("usd", "paid_seconds")}
+    means = {name: fmean(run[name] for run in every) for name in ("usd", "paid_seconds")}
     return {**means, "usd_range": [usd[edge], usd[-1 - edge]], **counts}
 
 
@@ -413,9 +419,9 @@ def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurv
         )
     own = plan["chosen"].get("tokens_per_second")
     speeds = [
-        one.get("tokens_per_second")
-        for one in plan.get("ranked", [])
-        if parse_pool(one) == found[0]
+        candidate.get("tokens_per_second")
+        for candidate in plan.get("ranked", [])
+        if parse_pool(candidate) == found[0]
     ]
     return found[0], curves[found[0]], speeds[0] / own if speeds and speeds[0] and own else 1.0
 

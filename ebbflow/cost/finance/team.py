@@ -290,16 +290,18 @@ def read_team(path: Path) -> Team:
 
 def _entries(path: Path, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     found = data.get(key) or []
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise TeamError(f"{path}:{data['line']}: {key}: expected a list of mappings")
     return found
 
 
 def _check_keys(path: Path, entry: Mapping[str, Any], needed: set[str], optional: set[str]) -> None:
     given = set(entry) - {"line"}
-    if missing := needed - given:
+    missing = needed - given
+    if missing:
         raise TeamError(f"{path}:{entry['line']}: {', '.join(sorted(missing))} is missing")
-    if unknown := given - needed - optional:
+    unknown = given - needed - optional
+    if unknown:
         known = ", ".join(sorted(needed | optional))
         raise TeamError(
             f"{path}:{entry['line']}: unknown key {', '.join(map(str, unknown))}; known: {known}"

@@ -8,6 +8,7 @@ log does not show other jobs on the same instance, so these do not reduce the jo
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from itertools import chain
 
 from ebbflow.core.events import Event, LedgerClass
 from ebbflow.cost.ledger.generations import RecordedGeneration
@@ -114,7 +115,9 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
     nodes = read_paid_nodes(events)
     jobs = read_batch_jobs(events)
     reported = group_nodes_by_job(nodes, jobs)
-    job_of = {id(node): jobs[job_id] for job_id, mine in reported.items() for node in mine}
+    job_of: dict[int, BatchJob] = {}
+    for job_id, mine in reported.items():
+        job_of.update((id(node), jobs[job_id]) for node in mine)
     # "Multi-node parallel job nodes are single-tenant", whatever instance id their metadata service
     # reports: https://docs.aws.amazon.com/batch/latest/userguide/multi-node-parallel-jobs.html
     sharers = count_sharers(
@@ -155,10 +158,10 @@ def merge_batch_status(
     """
     causes = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
     return {
-        number: replace(one, reason=causes[number])
-        if one.reason is None and causes.get(number) in ("reclaimed", "terminated")
-        else one
-        for number, one in generations.items()
+        number: replace(generation, reason=causes[number])
+        if generation.reason is None and causes.get(number) in ("reclaimed", "terminated")
+        else generation
+        for number, generation in generations.items()
     }
 
 
@@ -245,7 +248,7 @@ def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
         intervals = {
             id(node): (start_micros(node), start_micros(node) + node.paid_micros) for node in mine
         }
-        moments = sorted({moment for interval in intervals.values() for moment in interval})
+        moments = sorted(set(chain.from_iterable(intervals.values())))
         alive = [
             (at, sum(start <= at < end for start, end in intervals.values())) for at in moments
         ]

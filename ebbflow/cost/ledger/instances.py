@@ -182,7 +182,10 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     }
     found = {}
     for event in events:
-        if event.name == BATCH_ATTEMPT and (job := _batch_job(event.data, submitted)) is not None:
+        if event.name != BATCH_ATTEMPT:
+            continue
+        job = _batch_job(event.data, submitted)
+        if job is not None:
             found[job.job_id] = job
     return found
 
@@ -228,13 +231,13 @@ def find_unreported_nodes(
     reported: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, BatchJob]
 ) -> list[tuple[BatchJob, int]]:
     """Find the nodes of Batch jobs that were paid for but recorded no event, as pairs (job, node)."""
-    known = {(job_id, node.node) for job_id, nodes in reported.items() for node in nodes}
-    paid = [(job, node) for job in jobs.values() for node in range(job.nodes)]
-    return [
-        (job, node)
-        for job, node in paid
-        if (job.job_id, node) not in known and job.stay(node).micros
-    ]
+    found = []
+    for job in jobs.values():
+        known = {node.node for node in reported.get(job.job_id, ())}
+        for node in range(job.nodes):
+            if node not in known and job.stay(node).micros:
+                found.append((job, node))
+    return found
 
 
 def _batch_job(data: Mapping[str, Any], submitted: Mapping[str, float]) -> BatchJob | None:

@@ -12,7 +12,6 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from ebbflow.core.events import PLAN, PRICES, Event
-from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
@@ -133,10 +132,13 @@ class Pricing:
         Raises:
             LedgerError: An event has an invalid price.
         """
-        recorded = (
-            pair for event in events if event.name == PRICES for pair in _read_price_changes(event)
-        )
-        history = group_by_key((pool, change) for pool, changes in recorded for change in changes)
+        history: dict[PoolName, list[tuple[float, Decimal]]] = {}
+        for event in events:
+            if event.name != PRICES:
+                continue
+            for pool, changes in _read_price_changes(event):
+                if changes:
+                    history.setdefault(pool, []).extend(changes)
         plans = tuple(event for event in events if event.name == PLAN and event.data.get("chosen"))
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 
@@ -278,7 +280,7 @@ def _price_without_changes(
                 f"recorded: on-demand, of {actual.instance_type}, as reported by the machine",
             )
     places = {machine.get("zone_id"), machine.get("zone")} - {None} or {planned.place}
-    for candidate in sorted(alike, key=lambda one: parse_pool(one).place not in places):
+    for candidate in sorted(alike, key=lambda priced: parse_pool(priced).place not in places):
         return parse_usd(candidate), parse_pool(candidate), _describe_quote(candidate)
     if actual.market == "on_demand":
         usual = _find_on_demand_usd(plan, planned.instance_type)

@@ -37,11 +37,11 @@ DECIDE_HOURS = 5 / 60
 """Longest time between two placements, and the shortest useful wait for capacity: an instance must boot (assumed)."""
 
 
-def start_hours(one: Candidate) -> float:
+def start_hours(pool: Candidate) -> float:
     """Return the paid hours from the start of the machines to the first useful step (d in the
     module docstring).
     """
-    return max(one.case.fixed_lost_hours, one.case.start_hours)
+    return max(pool.case.fixed_lost_hours, pool.case.start_hours)
 
 
 def undone_hours(config: RunConfig, spot: Candidate, last_resort: Candidate) -> float:
@@ -59,21 +59,21 @@ def delay_hours(config: RunConfig) -> float:
     return config.batch.runnable_minutes / 60
 
 
-def finish_hours(config: RunConfig, one: Candidate) -> float:
+def finish_hours(config: RunConfig, pool: Candidate) -> float:
     """Return the hours needed to finish on demand from now, including a last checkpoint and
     expected failures.
     """
-    return one.case.wait_hours + delay_hours(config) + busy_hours(one) + _save_hours(config)
+    return pool.case.wait_hours + delay_hours(config) + busy_hours(pool) + _save_hours(config)
 
 
-def finish_usd(config: RunConfig, one: Candidate) -> float:
+def finish_usd(config: RunConfig, pool: Candidate) -> float:
     """Return the dollars needed to finish on demand, including a last checkpoint, storage and
     transfer.
     """
     return (
-        (busy_hours(one) + _save_hours(config)) * one.gang_usd_per_hour
-        + one.storage_usd
-        + one.transfer_usd
+        (busy_hours(pool) + _save_hours(config)) * pool.gang_usd_per_hour
+        + pool.storage_usd
+        + pool.transfer_usd
     )
 
 
@@ -84,18 +84,18 @@ def last_resorts(pools: Sequence[Candidate]) -> list[Candidate]:
     or end too early.
     """
     found = [candidate for candidate in pools if candidate.market == "on_demand"]
-    return [one for one in found if one.reservation is None] or found
+    return [pool for pool in found if pool.reservation is None] or found
 
 
-def hours_until_end(one: Candidate, now_utc: float) -> float:
+def hours_until_end(pool: Candidate, now_utc: float) -> float:
     """Return the hours until the pool's reservation ends; infinite for other pools."""
-    if one.ends_utc is None:
+    if pool.ends_utc is None:
         return math.inf
-    return (one.ends_utc - now_utc) / 3600
+    return (pool.ends_utc - now_utc) / 3600
 
 
-def busy_hours(one: Candidate) -> float:
-    return max(one.paid_hours, start_hours(one) + one.case.work_hours)
+def busy_hours(pool: Candidate) -> float:
+    return max(pool.paid_hours, start_hours(pool) + pool.case.work_hours)
 
 
 def _save_hours(config: RunConfig) -> float:
@@ -196,9 +196,9 @@ def guaranteed_hours(
     else:
         budget = config.cost.budget_usd
     able = [resort for resort in last_resorts(pools) if finish_usd(config, resort) <= budget]
-    able = able or [one for one in [chosen] if one.market == "on_demand"]
+    able = able or [pool for pool in [chosen] if pool.market == "on_demand"]
     needed = [
-        (finish_hours(config, one) + DECIDE_HOURS, hours_until_end(one, now_utc)) for one in able
+        (finish_hours(config, pool) + DECIDE_HOURS, hours_until_end(pool, now_utc)) for pool in able
     ]
     return min((hours for hours, end in needed if hours <= end), default=0.0)
 
@@ -232,7 +232,7 @@ def refuse_unguaranteed(
         ]
         if config.cluster.market != "auto" or not late:
             return None
-        nearest = min(late, key=lambda one: one.excess)
+        nearest = min(late, key=lambda rejection: rejection.excess)
         if nearest.kind == MISSES_DEADLINE:
             outcome = Outcome.DEADLINE
         else:

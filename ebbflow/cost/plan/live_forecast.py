@@ -148,7 +148,7 @@ class LiveRuns:
         scale = self._zone_factors(table)
         spells = table[zone] * scale[..., numpy.newaxis]
         odds = (
-            numpy.array([one.share_up / (1 - one.share_up) for one in known])[zone]
+            numpy.array([recorded.share_up / (1 - recorded.share_up) for recorded in known])[zone]
             * scale[:, 1]
             / scale[:, 0]
         )

@@ -229,9 +229,9 @@ class Plan:
         the job.
         """
         nearest: dict[str, Rejection] = {}
-        for one in self.rejected:
-            if one.kind not in nearest or one.excess < nearest[one.kind].excess:
-                nearest[one.kind] = one
+        for rejection in self.rejected:
+            if rejection.kind not in nearest or rejection.excess < nearest[rejection.kind].excess:
+                nearest[rejection.kind] = rejection
         return replace(self, ranked=self.ranked[:KEPT_POOLS], rejected=tuple(nearest.values()))
 
     def to_json(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class Plan:
         else:
             reserve = 0.0
         fields["reserve_seconds"] = data.get("reserve_seconds", reserve)
-        fields["rejected"] = tuple(Rejection(**one) for one in data["rejected"])
+        fields["rejected"] = tuple(Rejection(**rejection) for rejection in data["rejected"])
         fields["prices"] = tuple(data["prices"])
         fields["notes"] = tuple(data["notes"])
         fields["refusal"] = refusal and PlanRefusal(
@@ -317,7 +317,8 @@ _KINDS = {
 }
 
 
-def make_plan(
+# All but two arguments are optional sources, which callers give by name.
+def make_plan(  # noqa: PLR0913
     config: RunConfig,
     *,
     now_utc: float,
@@ -362,7 +363,7 @@ def make_plan(
         progress=progress,
         queues=queues,
         simulated=simulated or config.cluster.plan_for == "local",
-        evidence=open_evidence(config, now_utc, network=False) if evidence is None else evidence,
+        evidence=open_evidence(config, network=False) if evidence is None else evidence,
     )
     ranked, rejected = _divided(config, sources)
     cost = config.cost
@@ -389,7 +390,7 @@ def make_plan(
         notes=plan_notes(config, sources),
         ranked=tuple(ranked),
         rejected=rejected,
-        counts={RANKED: len(ranked), **Counter(one.kind for one in rejected)},
+        counts={RANKED: len(ranked), **Counter(rejection.kind for rejection in rejected)},
         refusal=find_refusal(config, sources, ranked, rejected),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
         live=_live(config, sources, ranked),
@@ -402,7 +403,7 @@ def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> Li
     if sources.simulated or not ranked or not ranked[0].case.work_hours:
         return None
     able = [candidate for candidate in ranked if candidate.market == "spot"] + last_resorts(ranked)
-    best = {one.market: one for one in reversed([ranked[0]] if ranked[0].reservation else able)}
+    best = {pool.market: pool for pool in reversed([ranked[0]] if ranked[0].reservation else able)}
     budget = config.cost.budget_usd
     left = sources.hours_left(config)
     if budget is None:
@@ -424,16 +425,16 @@ def _divided(
     Forecasts are computed only for the best pools.
     """
     found = list(judge_pools(config, sources))
-    ranked = sorted((one for one in found if isinstance(one, Candidate)), key=_rank)
+    ranked = sorted((pool for pool in found if isinstance(pool, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
     left = sources.hours_left(config)
     budget = config.cost.budget_usd
     if budget is not None and ranked and needed_usd(config, sources, ranked[0]) > budget:
         # Refused: smallest budget first
-        ranked[:LOOKED_AHEAD] = [with_outlook(one, left) for one in ranked[:LOOKED_AHEAD]]
+        ranked[:LOOKED_AHEAD] = [with_outlook(pool, left) for pool in ranked[:LOOKED_AHEAD]]
     else:
         ranked = _rank_by_confidence(ranked, left, config.cost.confidence)
-    return ranked, (*(one for one in found if isinstance(one, Rejection)), *over)
+    return ranked, (*(pool for pool in found if isinstance(pool, Rejection)), *over)
 
 
 def _rank_by_confidence(
@@ -454,27 +455,27 @@ def _rank_by_confidence(
     rest = ranked[LOOKED_AHEAD:]
     if hours_left is None:
         return ahead + rest
-    if rest and not any(_chance(one) >= confidence for one in ahead):
+    if rest and not any(_chance(pool) >= confidence for pool in ahead):
         fastest = {
-            id(one) for one in sorted(rest, key=lambda one: one.expected_hours)[:LOOKED_AHEAD]
+            id(pool) for pool in sorted(rest, key=lambda pool: pool.expected_hours)[:LOOKED_AHEAD]
         }
-        ahead += [with_outlook(one, hours_left) for one in rest if id(one) in fastest]
-        rest = [one for one in rest if id(one) not in fastest]
+        ahead += [with_outlook(pool, hours_left) for pool in rest if id(pool) in fastest]
+        rest = [pool for pool in rest if id(pool) not in fastest]
 
-    def key(one: Candidate) -> tuple[bool, float]:
-        unlikely = _chance(one) < confidence
-        return unlikely, one.expected_usd / max(
-            _chance(one), 0.5 / DRAWS
-        ) if unlikely else one.expected_usd
+    def key(pool: Candidate) -> tuple[bool, float]:
+        unlikely = _chance(pool) < confidence
+        return unlikely, pool.expected_usd / max(
+            _chance(pool), 0.5 / DRAWS
+        ) if unlikely else pool.expected_usd
 
     return sorted(ahead, key=key) + rest
 
 
-def _chance(one: Candidate) -> float:
-    if one.outlook is None:
+def _chance(pool: Candidate) -> float:
+    if pool.outlook is None:
         known = None
     else:
-        known = one.outlook.deadline_probability
+        known = pool.outlook.deadline_probability
     if known is None:
         return 1.0
     return known
@@ -494,13 +495,13 @@ def _interval_text(config: RunConfig) -> str:
     return "as measured stall and hazard have it"
 
 
-def with_outlook(one: Candidate, hours_left: float | None) -> Candidate:
+def with_outlook(pool: Candidate, hours_left: float | None) -> Candidate:
     """Return a copy of the pool with a forecast of the hours and dollars of the job."""
-    other = one.storage_usd + one.transfer_usd
+    other = pool.storage_usd + pool.transfer_usd
     ahead = forecast_quantiles(
-        one.case, gang_usd_per_hour=one.gang_usd_per_hour, other_usd=other, hours_left=hours_left
+        pool.case, gang_usd_per_hour=pool.gang_usd_per_hour, other_usd=other, hours_left=hours_left
     )
-    return replace(one, outlook=ahead)
+    return replace(pool, outlook=ahead)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, str, str]:

@@ -35,7 +35,8 @@ def render_plan(plan: Plan) -> str:
     sections = [_header(plan)]
     if plan.chosen is not None:
         sections += [_chosen(plan, plan.chosen), _ranked(plan)]
-    if regions := _regions(plan):
+    regions = _regions(plan)
+    if regions:
         sections.append(regions)
     if plan.blocks:
         sections.append(_for_sale(plan))
@@ -176,7 +177,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)
-    cheapest = all(best.expected_usd <= one.expected_usd for one in plan.ranked)
+    cheapest = all(best.expected_usd <= pool.expected_usd for pool in plan.ranked)
     if cheapest:
         likely = "the cheapest pool that can run this job"
     else:
@@ -264,19 +265,19 @@ def _ranked(plan: Plan) -> list[str]:
     speed = f"{one_line(plan.weight_unit)}/s"
     rows = [tuple(speed if column == "tokens/s" else column for column in _COLUMNS)]
     for number_of_row, group in enumerate(groups[:_LISTED], start=1):
-        one = group[0]
+        pool = group[0]
         others = len(group) - 1
         rows.append(
             (
                 f"{number_of_row}",
-                f"{one.nodes} × {one.instance_type} {one.market.replace('_', '-')}",
-                one_line(one.place) + (f" +{others}" if others else ""),
-                f"{one.ranks} {one.gpu}",
-                f"{format_usd(one.gang_usd_per_hour, 4)} {_price_mark(one)}",
-                format_short_age((one.price.age_hours or 0.0) * 3600),
-                format_number(one.tokens_per_second, 0),
-                format_number(one.expected_hours, 3),
-                format_usd(one.expected_usd, 4),
+                f"{pool.nodes} × {pool.instance_type} {pool.market.replace('_', '-')}",
+                one_line(pool.place) + (f" +{others}" if others else ""),
+                f"{pool.ranks} {pool.gpu}",
+                f"{format_usd(pool.gang_usd_per_hour, 4)} {_price_mark(pool)}",
+                format_short_age((pool.price.age_hours or 0.0) * 3600),
+                format_number(pool.tokens_per_second, 0),
+                format_number(pool.expected_hours, 3),
+                format_usd(pool.expected_usd, 4),
             )
         )
     more = plan.counts.get(RANKED, len(plan.ranked)) - sum(map(len, groups[:_LISTED]))
@@ -296,17 +297,17 @@ def _regions(plan: Plan) -> list[str]:
     region.
     """
     best: dict[str, Candidate] = {}
-    for one in plan.ranked:
-        best.setdefault(one.region or "", one)
+    for pool in plan.ranked:
+        best.setdefault(pool.region or "", pool)
     first = next(iter(best.values()), None)
     if first is None or len(best) < 2:
         return []
     lines = [f"{first.region}: stay, {format_usd(first.expected_usd, 4)}, {first}"]
-    for one in list(best.values())[1:]:
-        more = format_usd(one.expected_usd - first.expected_usd, 4)
-        away = f"of which transfer {format_usd(one.transfer_usd, 4)}, {one}"
+    for pool in list(best.values())[1:]:
+        more = format_usd(pool.expected_usd - first.expected_usd, 4)
+        away = f"of which transfer {format_usd(pool.transfer_usd, 4)}, {pool}"
         lines.append(
-            f"{one.region}: moving costs {more} more, {format_usd(one.expected_usd, 4)}, {away}"
+            f"{pool.region}: moving costs {more} more, {format_usd(pool.expected_usd, 4)}, {away}"
         )
     regions = []
     for text in lines:
@@ -337,34 +338,36 @@ def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]
     Each group becomes one row of the table.
     """
 
-    def key(one: Candidate) -> tuple[Any, ...]:
+    def key(pool: Candidate) -> tuple[Any, ...]:
         return (
-            one.instance_type,
-            one.nodes,
-            one.market,
-            one.region,
-            one.price.usd_per_hour,
-            one.price.age_hours,
+            pool.instance_type,
+            pool.nodes,
+            pool.market,
+            pool.region,
+            pool.price.usd_per_hour,
+            pool.price.age_hours,
         )
 
     return [list(group) for _, group in groupby(ranked, key)]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     shown = list(range(len(_COLUMNS)))
     for name in _SPARE:
         if sum(widths[column] for column in shown) + 2 * (len(shown) - 1) > WIDTH - 2:
             shown.remove(_COLUMNS.index(name))
-    return [
-        "  ".join(
-            row[column].ljust(widths[column])
-            if 1 <= column <= 3
-            else row[column].rjust(widths[column])
-            for column in shown
-        )
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = []
+        for column in shown:
+            # Names are aligned to the left, numbers to the right.
+            if 1 <= column <= 3:
+                cells.append(row[column].ljust(widths[column]))
+            else:
+                cells.append(row[column].rjust(widths[column]))
+        lines.append("  ".join(cells))
+    return lines
 
 
 def _price_mark(candidate: Candidate) -> str:
@@ -378,11 +381,11 @@ def _rejected(plan: Plan) -> list[str]:
     """Return one line per kind of rejection, most frequent first: count, and the pool closest to
     running the job.
     """
-    groups = group_by_key((one.kind, one) for one in plan.rejected)
+    groups = group_by_key((rejection.kind, rejection) for rejection in plan.rejected)
     counts = {kind: plan.counts.get(kind, len(group)) for kind, group in groups.items()}
     lines = [f"- {sum(counts.values())} pools rejected:"]
     for kind in sorted(groups, key=lambda kind: -counts[kind]):
-        nearest = min(groups[kind], key=lambda one: one.excess)
+        nearest = min(groups[kind], key=lambda rejection: rejection.excess)
         lines += _wrapped(
             f"- {counts[kind]} × {kind}, such as {nearest}: {nearest.reason}", indent=2
         )
@@ -396,7 +399,7 @@ def _kinds(plan: Plan) -> list[str]:
     said = []
     for text in (*plan.prices, *plan.notes):
         said.extend(_wrapped(one_line(text)))
-    if any(one.price.is_stale for one in plan.ranked):
+    if any(pool.price.is_stale for pool in plan.ranked):
         stale = " !: older than cost.max_price_age_hours."
     else:
         stale = ""

@@ -175,7 +175,10 @@ def short_queue_name(queue: str) -> str:
     return queue.rpartition("/")[2]
 
 
-def why_unusable(queue: QueueState, wanted: Pool, catalogue: Catalogue) -> str | None:
+# One return per reason: the first reason that applies is the answer.
+def why_unusable(  # noqa: PLR0911
+    queue: QueueState, wanted: Pool, catalogue: Catalogue
+) -> str | None:
     """Explain why the queue cannot run the pool. Return None if it can."""
     if not queue.usable:
         return queue.problem or "not usable"

@@ -113,7 +113,7 @@ def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
     config = config.changed("cluster", instance_types=[pool.instance_type])
     config = config.changed("cost", regions=[pool.region])
     return min(
-        (needed_usd(config, sources, one) for one in feasible_pools(config, sources)),
+        (needed_usd(config, sources, pool) for pool in feasible_pools(config, sources)),
         default=math.inf,
     )
 
@@ -123,7 +123,7 @@ def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candida
     run the job.
     """
     unlimited = feasible_pools(config.changed("cost", deadline_hours=None), sources)
-    return min(unlimited, key=lambda one: needed_usd(config, sources, one), default=None)
+    return min(unlimited, key=lambda pool: needed_usd(config, sources, pool), default=None)
 
 
 def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Candidate, float]:
@@ -142,13 +142,13 @@ def fastest_without_deadline(config: RunConfig, sources: PlanInputs) -> tuple[Ca
         key=lambda pool: pool.expected_usd,
     )
     borne = split_by_budget(config, sources, every)[0]
-    first_hours = min(one.expected_hours for one in every)
+    first_hours = min(pool.expected_hours for pool in every)
     if (
         config.cost.budget_usd is not None
         and needed_usd(config, sources, borne[0]) > config.cost.budget_usd
     ):
         return borne[0], first_hours
-    return min(borne, key=lambda one: one.expected_hours), first_hours
+    return min(borne, key=lambda pool: pool.expected_hours), first_hours
 
 
 def sufficient_hours(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:

@@ -279,7 +279,8 @@ def speed_fingerprint(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def known_throughput(
+# The gang and the sources of its speed, which the caller looks up once for many gangs.
+def known_throughput(  # noqa: PLR0913
     config: RunConfig,
     shape: footprint.ModelShape,
     kind: InstanceType,

@@ -72,11 +72,12 @@ class LivePrices(ZonePrices):
     @classmethod
     def of(cls, answers: PriceAnswers) -> Self:
         answered = answers.answered
-        records = [record for answer in answered.values() for record in answer.records]
-        zones = {
-            region: {*answer.zone_ids.values(), *(record.zone for record in answer.records)}
-            for region, answer in answered.items()
-        }
+        records: list[SpotRecord] = []
+        zones: dict[str, set[str]] = {}
+        for region, answer in answered.items():
+            records.extend(answer.records)
+            zones[region] = {record.zone for record in answer.records}
+            zones[region].update(answer.zone_ids.values())
         observed = dict.fromkeys(answered, answers.observed)
         return cls(
             quotes=prices_at(
@@ -106,13 +107,19 @@ class LivePrices(ZonePrices):
             return StaticPrices().why_missing(kind, region, zone)
         if zone is None:
             return "now by EC2: not offered there as Spot"
-        if names := self.zones_by_name(kind, region, zone):
+        names = self.zones_by_name(kind, region, zone)
+        if names:
             reason = self.names_only.get(region) or f"EC2 gave no ids of {', '.join(names)}"
             return f"now by EC2: {explain_zone_names(reason)}"
         return f"now by EC2: no price in that zone, but in others of {region}"
 
+    # The unused argument is one of `PriceSource`.
     def describe(
-        self, *, now_utc: float, regions: Sequence[str], max_age_hours: float
+        self,
+        *,
+        now_utc: float,
+        regions: Sequence[str],
+        max_age_hours: float,  # noqa: ARG002
     ) -> tuple[str, ...]:
         lines = []
         answered = [region for region in regions if region not in self.failed]

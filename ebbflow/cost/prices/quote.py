@@ -267,10 +267,16 @@ class StaticPrices:
             source=price.recorded,
         )
 
-    def zones(self, region: str) -> Sequence[str]:
+    # The unused arguments below are those of `PriceSource`.
+    def zones(self, region: str) -> Sequence[str]:  # noqa: ARG002
         return ()
 
-    def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
+    def why_missing(
+        self,
+        kind: InstanceType,  # noqa: ARG002
+        region: str,
+        zone: str | None,  # noqa: ARG002
+    ) -> str:
         if region not in on_demand_recorded():
             return (
                 f"in the static table, whose prices are of {', '.join(on_demand_recorded())} only"
@@ -281,7 +287,11 @@ class StaticPrices:
         )
 
     def describe(
-        self, *, now_utc: float, regions: Sequence[str], max_age_hours: float
+        self,
+        *,
+        now_utc: float,
+        regions: Sequence[str],
+        max_age_hours: float,  # noqa: ARG002
     ) -> tuple[str, ...]:
         if self.because:
             why = f", because {self.because}"

@@ -300,7 +300,8 @@ class RecordedPrices(ZonePrices):
     def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:
         if self.observed(region) is None:
             return f"in {self.path.name}: it has no record of the region"
-        if names := self.zones_by_name(kind, region, zone):
+        names = self.zones_by_name(kind, region, zone)
+        if names:
             reason = f"the file has no ids of {', '.join(names)}"
             return f"in {self.path.name}: {explain_zone_names(reason)}"
         return f"in {self.path.name}"
@@ -371,7 +372,7 @@ def write_recording(path: Path, recording: Recording) -> None:
         "AvailabilityZones": {
             region: dict(sorted(ids.items())) for region, ids in sorted(recording.zone_ids.items())
         },
-        "SpotPriceHistory": [_to_json(one) for one in ordered],
+        "SpotPriceHistory": [_to_json(record) for record in ordered],
     }
     content = (json.dumps(data, indent=1) + "\n").encode()
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)

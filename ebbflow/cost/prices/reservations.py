@@ -120,7 +120,6 @@ class CapacityEvidence:
 
 def open_evidence(
     config: RunConfig,
-    now_utc: float,
     *,
     network: bool = True,
     client: Callable[[str], Any] | None = None,
@@ -154,11 +153,13 @@ def open_evidence(
 
     held = tuple(
         ask(
-            f"state of reservation {one.id}",
-            lambda one=one: _described(one, make(one.region), deadline),
-            one,
+            f"state of reservation {reservation.id}",
+            lambda reservation=reservation: _described(
+                reservation, make(reservation.region), deadline
+            ),
+            reservation,
         )
-        for one in held
+        for reservation in held
     )
     blocks: list[Reservation] = []
     kinds = [kind.name for kind in load_catalogue().matching(config.cluster.instance_types)]
@@ -183,14 +184,16 @@ def open_evidence(
     return CapacityEvidence(held=held, blocks=tuple(blocks), scores=scores, notes=tuple(notes))
 
 
-def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Reservation:
+def _described(declared: Reservation, client: Any, deadline: RequestDeadline) -> Reservation:
     answer = call_aws(
-        client, "describe_capacity_reservations", deadline, CapacityReservationIds=[one.id]
+        client, "describe_capacity_reservations", deadline, CapacityReservationIds=[declared.id]
     )
     [found] = answer.get("CapacityReservations") or [{}]
     if not found:
         return replace(
-            one, problem=f"EC2 knows no reservation {one.id} in {one.region}", kind="live"
+            declared,
+            problem=f"EC2 knows no reservation {declared.id} in {declared.region}",
+            kind="live",
         )
     state = found.get("State", "")
     end = _moment(found.get("EndDate"))
@@ -202,12 +205,12 @@ def _described(one: Reservation, client: Any, deadline: RequestDeadline) -> Rese
     else:
         free = found["AvailableInstanceCount"]
     return replace(
-        one,
+        declared,
         instance_type=found["InstanceType"],
         instances=int(free),
-        zone=found.get("AvailabilityZoneId") or one.zone,
-        start_utc=_moment(found.get("StartDate")) or one.start_utc,
-        end_utc=end - _BLOCK_ENDS_EARLY_SECONDS if block and end else end or one.end_utc,
+        zone=found.get("AvailabilityZoneId") or declared.zone,
+        start_utc=_moment(found.get("StartDate")) or declared.start_utc,
+        end_utc=end - _BLOCK_ENDS_EARLY_SECONDS if block and end else end or declared.end_utc,
         problem="" if waits or state == "active" else f"is {state}",
         kind="live",
     )
@@ -266,7 +269,7 @@ def _scores(
         SingleAvailabilityZone=True,
         RegionNames=list(config.cost.regions),
     )
-    return {(one["Region"], one["AvailabilityZoneId"]): int(one["Score"]) for one in found}
+    return {(score["Region"], score["AvailabilityZoneId"]): int(score["Score"]) for score in found}
 
 
 def _moment(value: datetime | None) -> float | None:

@@ -266,7 +266,8 @@ def _quotes(
             for quote in prices.spot(kind, region):
                 if not wanted or quote.zone is None or quote.zone in wanted:
                     yield "spot", quote
-            if on_demand := prices.on_demand(kind, region):
+            on_demand = prices.on_demand(kind, region)
+            if on_demand:
                 yield "on-demand", on_demand
 
 
@@ -285,8 +286,11 @@ def _line(market: str, quote: Quote, now: float, cost: CostConfig) -> str:
 
 
 def _recording(answers: PriceAnswers) -> Recording:
+    records: list[SpotRecord] = []
+    for answer in answers.answered.values():
+        records.extend(answer.records)
     return Recording(
-        records=[record for answer in answers.answered.values() for record in answer.records],
+        records=records,
         recorded_at=answers.observed,
         zone_ids={region: answer.zone_ids for region, answer in answers.answered.items()},
     )

@@ -78,9 +78,9 @@ def build_charts(
     origin = min((event.t_wall for event in events if event.name != ev.PRICES), default=0.0)
     spent = _SpendCurve(ledger, origin)
     kept = find_kept_steps(events, generations)
-    steps = [one.step for one in kept]
+    steps = [event.step for event in kept]
     # Times may decrease because the clocks of machines differ.
-    seconds = list(accumulate((max(0.0, one.t_wall - origin) for one in kept), max))
+    seconds = list(accumulate((max(0.0, event.t_wall - origin) for event in kept), max))
 
     def place(at: float) -> dict[str, float]:
         before = bisect_right(seconds, at)
@@ -152,7 +152,7 @@ def compute_progress(
     }
     since = min((bill.node.started_wall for bill in gang), default=0.0) - charts["origin_utc"]
     recent = [
-        one for one in zip(columns["seconds"], columns["step"], strict=True) if one[0] >= since
+        row for row in zip(columns["seconds"], columns["step"], strict=True) if row[0] >= since
     ][-_RECENT_STEPS:]
     paces = sorted(
         (late - early) / (after - before)
@@ -280,7 +280,7 @@ def _step_columns(
         "smooth": _smooth(loss),
         "speed": [compute_rate(event, "tokens") for event in kept],
         "mfu": mfu
-        if sum(one > 100 for one in mfu if one is not None) <= len(kept) / 20
+        if sum(share > 100 for share in mfu if share is not None) <= len(kept) / 20
         else [None] * len(kept),
         "learning_rate": [read_number(event.data.get("learning_rate")) for event in kept],
         "gradient_norm": [read_number(event.data.get("gradient_norm")) for event in kept],
@@ -296,11 +296,11 @@ def _step_columns(
     columns["wait"] = [
         None if wait is None else wait / event.data.get("merged", 1) for event, wait in waits
     ]
-    return {
-        name: values
-        for name, values in columns.items()
-        if name in _X or any(value is not None for value in values)
-    }
+    return {name: values for name, values in columns.items() if name in _X or has_values(values)}
+
+
+def has_values(column: Iterable[float | None]) -> bool:
+    return any(value is not None for value in column)
 
 
 def _waited(data: dict[str, Any]) -> float | None:
@@ -342,7 +342,7 @@ def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float
     """
     count = len(columns["step"])
     if count <= 3 * _BUCKETS:
-        return {name: [_short(value) for value in values] for name, values in columns.items()}
+        return {name: list(map(_short, values)) for name, values in columns.items()}
     found: dict[str, list[float | None]] = {name: [] for name in columns}
     for bucket in range(_BUCKETS):
         first = bucket * count // _BUCKETS
@@ -367,12 +367,12 @@ def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float
                 ends[name] = (high, low)
             if len(finite) < len(piece):
                 gaps.add(name)
-        for name, (one, other) in ends.items():
+        for name, (begin, other) in ends.items():
             if gaps:
-                middle = [None if name in gaps else one]
+                middle = [None if name in gaps else begin]
             else:
                 middle = []
-            found[name] += [_short(one), *map(_short, middle), _short(other)]
+            found[name] += [_short(begin), *map(_short, middle), _short(other)]
     return found
 
 
@@ -437,15 +437,12 @@ def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, li
             value = read_number(beat.data.get(name))
             if value is not None:
                 bucket.setdefault(name, []).append(value)
-    names = [name for name in _MACHINE if any(name in bucket for bucket in sums.values())]
-    rows = [
-        {**place(start - origin + width * number)}
-        | {
-            name: sum(bucket[name]) / len(bucket[name]) if bucket.get(name) else None
-            for name in names
-        }
-        for number, bucket in sorted(sums.items())
-    ]
+    rows = []
+    for number, bucket in sorted(sums.items()):
+        means = {name: sum(values) / len(values) for name, values in bucket.items()}
+        rows.append({**place(start - origin + width * number), **means})
+    seen = set().union(*sums.values())
+    names = [name for name in _MACHINE if name in seen]
     return _columns(rows, (*_X, *names))
 
 
@@ -488,8 +485,8 @@ def _marks(
         and read_number(event.data["loss"]) is None
     }
     found += [
-        {**one, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
-        for step, one in list(bad.items())[:_MOST_MARKS]
+        {**row, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
+        for step, row in list(bad.items())[:_MOST_MARKS]
         if step is not None
     ]
     return [
@@ -645,13 +642,16 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
         for rank in sorted(last)
     ]
     found.sort(
-        key=lambda one: (-(one["slowest_share"] or 0) * (one["slowest_ratio"] or 0), one["rank"])
+        key=lambda row: (-(row["slowest_share"] or 0) * (row["slowest_ratio"] or 0), row["rank"])
     )
     return found[:_MOST_RANKS]
 
 
 def _columns(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
-    return {name: [_short(row.get(name)) for row in rows] for name in names}
+    columns = {}
+    for name in names:
+        columns[name] = [_short(row.get(name)) for row in rows]
+    return columns
 
 
 def _spread(rows: list[dict[str, Any]], largest: int) -> list[dict[str, Any]]:

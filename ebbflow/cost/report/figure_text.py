@@ -482,12 +482,12 @@ def describe_damage(report: RunReport) -> list[str]:
         return []
     places = format_count(len(damage), "place")
     lines = [f"DAMAGED: the event log is damaged in {places}; figures are computed from the rest"]
-    for one in damage[:_DAMAGE_SHOWN]:
-        if one.get("line"):
-            line = f" line {one['line']}"
+    for flaw in damage[:_DAMAGE_SHOWN]:
+        if flaw.get("line"):
+            line = f" line {flaw['line']}"
         else:
             line = ""
-        lines.append(f"damaged: {one_line(one['segment'])}{line}: {one_line(one['what'])}")
+        lines.append(f"damaged: {one_line(flaw['segment'])}{line}: {one_line(flaw['what'])}")
     if len(damage) > _DAMAGE_SHOWN:
         lines.append(
             f"damaged: {len(damage) - _DAMAGE_SHOWN:,} more places are in report.json "

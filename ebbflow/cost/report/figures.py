@@ -5,7 +5,7 @@ hindsight.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -93,7 +93,11 @@ def compute_actual_figures(
         "usd_per_1000_rollouts": float(ledger.total_usd) * 1000 / rollouts if rollouts else None,
         "network": _compare_networks(events),
         "profile": next(
-            (one.data["lines"] for one in events[::-1] if (one.name, one.rank) == (ev.PROFILE, 0)),
+            (
+                event.data["lines"]
+                for event in events[::-1]
+                if (event.name, event.rank) == (ev.PROFILE, 0)
+            ),
             None,
         ),
         "commits": len(
@@ -139,7 +143,7 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
     for bill in compute_bills(ordered, generations).nodes:
         curve = bill.curve
         ranks = len(bill.node.ranks)
-        for event in (event for mine in bill.node.events.values() for event in mine):
+        for event in chain.from_iterable(bill.node.events.values()):
             if event.name == ev.STEP and event.step is not None:
                 seconds = sum(event.data.get("seconds", {}).values())
                 wall = bill.node.started_wall + event.t_mono - bill.node.start
@@ -151,14 +155,16 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
     for (generation, step), parts in sorted(executed.items()):
         seconds, _, slowest = max(parts, key=lambda part: part[0])
         # Of rank 0
-        flops = next((speed for *_, one in parts if (speed := compute_rate(one, "flops"))), None)
+        flops = next(
+            (speed for *_, event in parts if (speed := compute_rate(event, "flops"))), None
+        )
         peak = peaks.get(generation)
         if flops is not None and peak and flops <= peak:
             mfu = flops / peak
         else:
             mfu = None
         known = [
-            next((read_number(one.data[key]) for *_, one in parts if key in one.data), None)
+            next((read_number(event.data[key]) for *_, event in parts if key in event.data), None)
             for key in ("learning_rate", "gradient_norm", "loss")
         ]
         usd = sum(part[1] for part in parts)
@@ -260,7 +266,9 @@ def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
         "round_trip_seconds",
         "clock_offset_seconds",
     )
-    earlier = {key: _median(read_number(one.get(key)) for one in before) for key in keys}
+    earlier = {}
+    for key in keys:
+        earlier[key] = _median(read_number(probe.get(key)) for probe in before)
     return {**last, "before": {"probes": len(before), **earlier}}
 
 
@@ -305,9 +313,9 @@ def compute_money_figures(
         - light_steps_away: Whether the Metaflow steps before and after training also ran on other
           machines. The ledger does not meter these machines.
     """
-    changes = [
-        (bill.node, at / MICRO) for bill in ledger.nodes for at, _ in bill.price.curve.changes
-    ]
+    changes = []
+    for bill in ledger.nodes:
+        changes += [(bill.node, at / MICRO) for at, _ in bill.price.curve.changes]
     return {
         "owner": ledger.owner,
         "project": ledger.project,
@@ -591,11 +599,10 @@ def _add_quotes(
     quotes, the higher prices of earlier plans would appear as regret.
     """
     plans = (event for event in events if event.name == ev.PLAN and event.data.get("chosen"))
-    quoted = group_by_key(
-        (pool, (event.t_wall, usd))
-        for event in plans
-        for pool, usd in _read_quotes(event.data).items()
-    )
+    quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
+    for event in plans:
+        for pool, usd in _read_quotes(event.data).items():
+            quoted.setdefault(pool, []).append((event.t_wall, usd))
     return {**quoted, **{pool: changes for pool, changes in history.items() if changes}}
 
 

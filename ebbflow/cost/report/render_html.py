@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def render_html_table(
             for column, label in enumerate(header)
         )
         body.append(f"<tr{' class=total' if total and at == len(rows) - 1 else ''}>{cells}</tr>")
-    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=False)]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=False)]
     if sum(widths) + 3 * len(widths) <= _NARROW_TABLE:
         few = " few"
     else:
@@ -333,7 +334,8 @@ def _failure(report: RunReport) -> str:
     parts = []
     failures = report.events.get("failures") or []
     ended = report.outcome is not None and bool(report.exit_code)
-    if message := report.events.get("message"):
+    message = report.events.get("message")
+    if message:
         parts.append(f'<p class="message">{escape(one_line(message))}</p>')
     if failures:
         failure = find_deciding_failure(failures)
@@ -349,10 +351,12 @@ def _failure(report: RunReport) -> str:
         lines = figure_text.format_failures(report)
         listed = _list(lines[:_MOST_EVENTS])
         parts.append(evidence + listed if len(lines) > 1 else listed + evidence)
-        if finding := figure_text.describe_finding(report):
+        finding = figure_text.describe_finding(report)
+        if finding:
             parts.append(f'<p id="finding"><b>Diagnosis:</b> {escape(finding)}</p>')
         place = ""
-        if stack := report.events.get("stack"):
+        stack = report.events.get("stack")
+        if stack:
             text = "\n".join(escape_controls(line) for line in stack["lines"])
             path = _log_path(report, failure["generation"], stack["rank"])
             parts.append(
@@ -420,11 +424,11 @@ def _evaluations(report: RunReport) -> str:
     pictures = found.get("pictures") or {}
     if figure_text.get_weight_unit(report) == "tokens" and not pictures:
         return ""
-    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    cells = [
-        (str(row["step"]), *(format_number(row["metrics"].get(name)) for name in names))
-        for row in rows
-    ]
+    names = list(dict.fromkeys(chain.from_iterable(row["metrics"] for row in rows)))
+    cells = []
+    for row in rows:
+        values = [format_number(row["metrics"].get(name)) for name in names]
+        cells.append((str(row["step"]), *values))
     if rows:
         table = render_html_table(
             ("step", *(one_line(name).replace("_", " ") for name in names)), cells
@@ -557,7 +561,9 @@ def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
     rows = [*figure_text.format_comparison_rows(report)]
     if not rows or report.outcome is None:
         return rows
-    others = [one for one in report.money.get("causes") or [] if one["cause"] != "useful work"]
+    others = [
+        cause for cause in report.money.get("causes") or [] if cause["cause"] != "useful work"
+    ]
     extra = sum(other["usd"] for other in others)
     useful = float(report.total_usd) - extra
     forecast = report.money.get("forecast") or {}
@@ -616,7 +622,8 @@ def _ranks(report: RunReport) -> str:
     folder = _log_path(report, ranks[0].get("generation", 0), 0).rpartition("/")[0]
     logs = f"{folder} on each node; from anywhere: ebbflow logs {one_line(report.job)} --rank N"
     note = f"newest generation, the most often slowest rank first{more}; logs are in {logs}"
-    if words := describe_slowest_rank(report):
+    words = describe_slowest_rank(report)
+    if words:
         slowest = f"<p><b>Which rank is slow?</b> {escape(words)}</p>"
     else:
         slowest = ""
@@ -630,13 +637,13 @@ def _events(report: RunReport) -> str:
         return ""
     rows = [
         (
-            format_duration(one["seconds"]),
-            str(one["generation"]),
-            str(one["step"] or ""),
-            one_line(one["name"]).replace("_", " "),
-            one_line(one["text"]),
+            format_duration(row["seconds"]),
+            str(row["generation"]),
+            str(row["step"] or ""),
+            one_line(row["name"]).replace("_", " "),
+            one_line(row["text"]),
         )
-        for one in found[-_MOST_EVENTS:]
+        for row in found[-_MOST_EVENTS:]
     ]
     if len(found) > _MOST_EVENTS:
         more = f'<p class="quiet">the newest {_MOST_EVENTS} of {len(found):,}</p>'

@@ -6,11 +6,12 @@ The page's script only adds the values at the pointer.
 
 import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_number
-from ebbflow.cost.report.charts import thin_columns
+from ebbflow.cost.report.charts import has_values, thin_columns
 from ebbflow.cost.report.figure_text import get_loss_unit, get_weight_unit
 from ebbflow.cost.report.report import RunReport
 
@@ -57,13 +58,12 @@ def list_figures(
         charts = {**charts, "steps": _old_columns(report)}
     steps = _with_forecast(report, _with_held_out(charts))
     (compared, names) = _compare(report, earlier)
-    machine = {
-        name: [
-            value / _GIB if value is not None and name.endswith("_bytes") else value
-            for value in values
-        ]
-        for name, values in (charts.get("machine") or {}).items()
-    }
+    machine = {}
+    for name, values in (charts.get("machine") or {}).items():
+        if name.endswith("_bytes"):
+            machine[name] = [None if value is None else value / _GIB for value in values]
+        else:
+            machine[name] = values
     tables = {"steps": steps, "machine": machine, "compare": compared}
     unit = get_weight_unit(report)
     loss = (ChartLine("loss", "loss", "soft"), ChartLine("smooth", "smoothed", "c1"))
@@ -137,11 +137,7 @@ def list_figures(
     kept = []
     for figure in found:
         table = tables[figure.table]
-        known = tuple(
-            one
-            for one in figure.series
-            if any(value is not None for value in table.get(one.key, ()))
-        )
+        known = tuple(line for line in figure.series if has_values(table.get(line.key, ())))
         if known and known != (entropy,) and (figure.id != "compare" or len(known) > 1):
             kept.append(figure._replace(series=known))
     used = {figure.table for figure in kept}
@@ -166,13 +162,11 @@ def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
     held = charts.get("held_out") or {}
     if not held.get("step") or not steps.get("step"):
         return dict(steps)
-    rows = [
-        {name: values[at] for name, values in steps.items()} for at in range(len(steps["step"]))
-    ]
+    rows = [dict(zip(steps, values, strict=True)) for values in zip(*steps.values(), strict=False)]
     rows += [
         {"step": step, "seconds": seconds, "usd": usd, "held_out": value}
         for step, seconds, usd, value in zip(
-            *(held[name] for name in ("step", "seconds", "usd", "value")), strict=True
+            held["step"], held["seconds"], held["usd"], held["value"], strict=True
         )
     ]
     rows.sort(key=lambda row: row["step"])
@@ -216,7 +210,7 @@ def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str
     # A distant budget would flatten the curve; the number is in the bar above
     if budget and budget <= 3 * top:
         columns["usd_budget"] = [budget] * size
-    losses = [one for one in columns.get("loss", ()) if one is not None]
+    losses = [loss for loss in columns.get("loss", ()) if loss is not None]
     if entropy is not None and losses and entropy <= 1.5 * max(losses):
         columns["entropy"] = [entropy] * size
     return columns
@@ -234,23 +228,25 @@ def _compare(
         The columns step, job0 (this job), job1, …, and the names of these jobs.
     """
     same = [
-        one for one in earlier if one.loss_curve and get_loss_unit(one) == get_loss_unit(report)
+        compared
+        for compared in earlier
+        if compared.loss_curve and get_loss_unit(compared) == get_loss_unit(report)
     ][-4:]
     if not same or not report.loss_curve:
         return {}, []
     curves = []
-    for one in (report, *same[::-1]):
-        points = one.loss_curve
+    for compared in (report, *same[::-1]):
+        points = compared.loss_curve
         picked = {
             points[number * (len(points) - 1) // (_COMPARED_POINTS - 1)]
             for number in range(_COMPARED_POINTS)
         }
         curves.append({step: loss for step, loss in picked if loss is not None})
-    steps = sorted({step for curve in curves for step in curve})
+    steps = sorted(set().union(*curves))
     columns: dict[str, list[Any]] = {"step": steps}
     for number, curve in enumerate(curves):
         columns[f"job{number}"] = [curve.get(step) for step in steps]
-    return columns, [one_line(one.job) for one in (report, *same[::-1])]
+    return columns, [one_line(compared.job) for compared in (report, *same[::-1])]
 
 
 def render_chart(
@@ -261,61 +257,21 @@ def render_chart(
 
     Below a figure with several lines, a legend in HTML names them.
     """
-    xs = table["step"]
-    values = [value for one in figure.series for value in table[one.key] if value is not None]
-    low = min(values)
-    high = max(values)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
-    first = xs[0]
-    last = xs[-1]
-
-    def x(step: float) -> float:
-        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - first) / max(1, last - first), 1)
-
-    def y(value: float) -> float:
-        return round(
-            _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high + margin - value) / (high - low + 2 * margin),
-            1,
-        )
-
-    drawn = []
-    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        value = low + share * (high - low)
-        step = first + share * (last - first)
-        drawn.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(value)}" '
-            f'y2="{y(value)}"/><text x="{_LEFT - 8}" y="{y(value) + 4}" '
-            f'text-anchor="end">{_tick(value)}</text><text x="{x(step)}" y="{_HEIGHT - 8}" '
-            f'text-anchor="{anchor}">{round(step):,}</text>'
-        )
-    for mark in marks if figure.table == "steps" else ():
-        if first <= mark["step"] <= last:
-            if mark["kind"] == "commit":
-                top = _HEIGHT - _BOTTOM - 6
-            else:
-                top = _TOP
-            drawn.append(
-                f'<line class="mark {mark["kind"]}" x1="{x(mark["step"])}" '
-                f'x2="{x(mark["step"])}" y1="{top}" '
-                f'y2="{_HEIGHT - _BOTTOM}"><title>{html.escape(one_line(mark["text"]))}</title></line>'
-            )
-    for one in figure.series:
-        for piece in _pieces(xs, table[one.key], one):
-            if one.points or len(piece) == 1:
-                drawn += [
-                    f'<circle class="{one.colour}" cx="{x(s)}" cy="{y(v)}" r="3"/>'
-                    for s, v in piece
-                ]
-                continue
-            path = " ".join(f"{x(step)},{y(value)}" for step, value in piece)
-            if one.dash:
-                dash = f' stroke-dasharray="{one.dash[0]} {one.dash[1]}"'
-            else:
-                dash = ""
-            drawn.append(f'<polyline class="{one.colour}"{dash} points="{path}"/>')
-    names = ", ".join(one.label for one in figure.series)
+    steps = table["step"]
+    values = []
+    for line in figure.series:
+        values += [value for value in table[line.key] if value is not None]
+    axes = _Axes(first=steps[0], last=steps[-1], low=min(values), high=max(values))
+    drawn = _draw_grid(axes)
+    if figure.table == "steps":
+        drawn += _draw_marks(axes, marks)
+    for line in figure.series:
+        for piece in _pieces(steps, table[line.key], line):
+            drawn += _draw_piece(axes, line, piece)
+    names = ", ".join(line.label for line in figure.series)
     label = html.escape(
-        f"{figure.title}: {names}; {_tick(low)} to {_tick(high)}, steps {first:,.0f} to {last:,.0f}"
+        f"{figure.title}: {names}; {_tick(axes.low)} to {_tick(axes.high)}, "
+        f"steps {axes.first:,.0f} to {axes.last:,.0f}"
     )
     svg = (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" data-left="{_LEFT / _WIDTH:.4f}" '
@@ -325,14 +281,82 @@ def render_chart(
     if len(figure.series) < 2:
         return svg
     keys = (
-        f'<span><i style="background:var(--{one.colour})"></i>{html.escape(one.label)}</span>'
-        for one in figure.series
+        f'<span><i style="background:var(--{line.colour})"></i>{html.escape(line.label)}</span>'
+        for line in figure.series
     )
     return f'{svg}<div class="keys">{"".join(keys)}</div>'
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Axes:
+    """Range of a chart's steps and values, and their positions in the picture."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        share = (step - self.first) / max(1, self.last - self.first)
+        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * share, 1)
+
+    def y(self, value: float) -> float:
+        # A constant still needs a range.
+        margin = 0.05 * (self.high - self.low) or 0.05 * abs(self.high) or 0.5
+        share = (self.high + margin - value) / (self.high - self.low + 2 * margin)
+        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * share, 1)
+
+
+def _draw_grid(axes: _Axes) -> list[str]:
+    drawn = []
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        value = axes.low + share * (axes.high - axes.low)
+        step = axes.first + share * (axes.last - axes.first)
+        drawn.append(
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{axes.y(value)}" '
+            f'y2="{axes.y(value)}"/><text x="{_LEFT - 8}" y="{axes.y(value) + 4}" '
+            f'text-anchor="end">{_tick(value)}</text><text x="{axes.x(step)}" y="{_HEIGHT - 8}" '
+            f'text-anchor="{anchor}">{round(step):,}</text>'
+        )
+    return drawn
+
+
+def _draw_marks(axes: _Axes, marks: Sequence[dict[str, Any]]) -> list[str]:
+    drawn = []
+    bottom = _HEIGHT - _BOTTOM
+    for mark in marks:
+        if not axes.first <= mark["step"] <= axes.last:
+            continue
+        # Commits are frequent, so they are only ticks at the axis.
+        if mark["kind"] == "commit":
+            top = bottom - 6
+        else:
+            top = _TOP
+        x = axes.x(mark["step"])
+        drawn.append(
+            f'<line class="mark {mark["kind"]}" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}">'
+            f"<title>{html.escape(one_line(mark['text']))}</title></line>"
+        )
+    return drawn
+
+
+def _draw_piece(axes: _Axes, line: ChartLine, piece: Sequence[tuple[float, float]]) -> list[str]:
+    """Draw a piece of a line without gaps, or its single points."""
+    if line.points or len(piece) == 1:
+        return [
+            f'<circle class="{line.colour}" cx="{axes.x(step)}" cy="{axes.y(value)}" r="3"/>'
+            for step, value in piece
+        ]
+    path = " ".join(f"{axes.x(step)},{axes.y(value)}" for step, value in piece)
+    if line.dash:
+        dash = f' stroke-dasharray="{line.dash[0]} {line.dash[1]}"'
+    else:
+        dash = ""
+    return [f'<polyline class="{line.colour}"{dash} points="{path}"/>']
+
+
 def _pieces(
-    xs: Sequence[float], values: Sequence[float | None], one: ChartLine
+    xs: Sequence[float], values: Sequence[float | None], line: ChartLine
 ) -> list[list[tuple[float, float]]]:
     """Split a line at missing values.
 
@@ -342,7 +366,7 @@ def _pieces(
     for step, value in zip(xs, values, strict=True):
         if value is not None:
             pieces[-1].append((step, value))
-        elif pieces[-1] and not (one.span or one.points):
+        elif pieces[-1] and not (line.span or line.points):
             pieces.append([])
     return [piece for piece in pieces if piece]
 

@@ -68,7 +68,8 @@ def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep 
     )
 
 
-def _advise(report: RunReport) -> tuple[str, list[str] | None]:
+# One return per outcome.
+def _advise(report: RunReport) -> tuple[str, list[str] | None]:  # noqa: PLR0911
     """Return advice for continuing the job, and the settings that a new run must change (None: use
     `resume`).
     """
@@ -162,30 +163,39 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
             ("where the paid time went", "rank-seconds", "share", "USD", "figure"),
         ),
     ]
-    if causes := figure_text.format_cause_rows(report):
+    causes = figure_text.format_cause_rows(report)
+    if causes:
         sections.append(format_table(causes, figure_text.CAUSE_HEADER))
-    if compared := figure_text.format_comparison_rows(report):
+    compared = figure_text.format_comparison_rows(report)
+    if compared:
         sections.append(format_table(compared, figure_text.get_comparison_header(report)))
-    if attempts := (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]:
+    attempts = (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]
+    if attempts:
         sections.append(
             format_table(figure_text.format_attempt_rows(attempts), figure_text.ATTEMPT_HEADER)
         )
         placed = map(": ".join, figure_text.format_placement_rows(attempts))
         sections.append(["where each attempt was placed, and why:", *_wrapped([*placed])])
-    if started := figure_text.format_generation_rows(report):
+    started = figure_text.format_generation_rows(report)
+    if started:
         sections.append(_generations(started))
-    if found := figure_text.format_failures(report):
+    found = figure_text.format_failures(report)
+    if found:
         more = len(found) - _LISTED_FAILURES
         listed = found[:_LISTED_FAILURES] + ([f"… and {more} more"] if more > 0 else [])
-        if finding := figure_text.describe_finding(report):
+        finding = figure_text.describe_finding(report)
+        if finding:
             listed += [f"diagnosis: {finding}"]
         sections.append(["what went wrong, first failure first:", *_wrapped(listed)])
-    if slow := describe_slowest_rank(report, if_slow=True):
+    slow = describe_slowest_rank(report, if_slow=True)
+    if slow:
         sections.append(_wrapped([slow]))
-    if message := report.events.get("message"):
+    message = report.events.get("message")
+    if message:
         sections.append(_wrapped([f"message: {one_line(message)}"]))
     sections.append(["how far to trust this:", *_wrapped(figure_text.explain_figures(report))])
-    if following := suggest_next_step(report, program=program):
+    following = suggest_next_step(report, program=program)
+    if following:
         sections.append([*_wrapped([f"{following.explanation}:"]), f"  {following.command}"])
     title = f"report of job {figures['job']}"
     lines = [f"┌─ {title} ".ljust(WIDTH - 1, "─")]
@@ -236,7 +246,8 @@ def render_closing(
         lines += [f"  {name:<9} {failure}" for failure in failures[:2]]
     if message and message not in verdict:
         lines.append(f"  message   {message}")
-    if slow := describe_slowest_rank(report, if_slow=True):
+    slow = describe_slowest_rank(report, if_slow=True)
+    if slow:
         lines.append(f"  slow      {slow}")
     shown = [
         f"{name} {figures[name]}"
@@ -274,11 +285,11 @@ def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[s
     if report.outcome is not Outcome.COMPLETED:
         return [f"  rehearsal not survived so far: {report.outcome}"]
     quiet = [
-        one
-        for one in others
-        if one.outcome is Outcome.COMPLETED
-        and not one.interruptions
-        and _decisive(one) == _decisive(report)
+        other
+        for other in others
+        if other.outcome is Outcome.COMPLETED
+        and not other.interruptions
+        and _decisive(other) == _decisive(report)
     ]
     if not quiet:
         compared = "no uninterrupted run of these settings is on this machine; --compare runs one"
@@ -342,14 +353,13 @@ def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
-    return [
-        piece
-        for line in lines
-        for piece in textwrap.wrap(
+    pieces = []
+    for line in lines:
+        wrapped = textwrap.wrap(
             line, WIDTH - 4, initial_indent="· ", subsequent_indent="  ", break_on_hyphens=False
         )
-        or ["·"]
-    ]
+        pieces.extend(wrapped or ["·"])
+    return pieces
 
 
 # Columns of the CSV: plain numbers and text, dollars with six decimals.
@@ -460,7 +470,8 @@ def render_table(reports: Sequence[RunReport]) -> str:
     table = format_table(format_job_rows(reports), JOB_HEADER, left=3, width=None)
     lines = [*(line.rstrip() for line in table), describe_price_kinds(reports)]
     for report in reports:
-        if damage := report.events.get("damage"):
+        damage = report.events.get("damage")
+        if damage:
             job = one_line(report.job)
             lines.append(
                 f"{job}: the event log is damaged in {len(damage)} places: ebbflow report {job}"
@@ -495,12 +506,9 @@ def _goodput(reports: Sequence[RunReport]) -> float | None:
     """Return the share of all paid rank-seconds that was spent in useful steps; None if nothing was
     paid.
     """
-    lines = [
-        line
-        for report in reports
-        for line in report.ledger
-        if line.ledger_class == LedgerClass.USEFUL_STEP
-    ]
+    lines = []
+    for report in reports:
+        lines += [line for line in report.ledger if line.ledger_class == LedgerClass.USEFUL_STEP]
     paid = sum(report.paid_microseconds for report in reports)
     if paid:
         return sum(line.rank_microseconds for line in lines) / paid

@@ -168,12 +168,12 @@ class RunReport:
         """Convert to JSON values without NaN. Dollars are rounded to six decimals."""
         ledger = [
             {
-                "class": str(one.ledger_class),
-                "rank_seconds": one.rank_seconds,
-                "usd": float(one.usd),
-                "kind": one.kind,
+                "class": str(line.ledger_class),
+                "rank_seconds": line.rank_seconds,
+                "usd": float(line.usd),
+                "kind": line.kind,
             }
-            for one in self.ledger
+            for line in self.ledger
         ]
         values = vars(self) | {"schema": SCHEMA, "exit_code": self.exit_code, "ledger": ledger}
         values |= {
@@ -271,7 +271,9 @@ def build_report(
         redone_steps=ledger.redone_steps,
         weights_sha256=None if final is None else final.data.get("weights_sha256"),
         loss_curve=[
-            (one.step or 0, without_nan(one.data["loss"])) for one in kept if "loss" in one.data
+            (event.step or 0, without_nan(event.data["loss"]))
+            for event in kept
+            if "loss" in event.data
         ],
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
@@ -288,7 +290,7 @@ def build_report(
             "generations": _list_generations(ordered, generations, ledger),
             "run": ordered[-1].run,
             "damage": [
-                {"segment": one.segment, "line": one.line, "what": one.what} for one in damage
+                {"segment": flaw.segment, "line": flaw.line, "what": flaw.what} for flaw in damage
             ],
             "message": None if running else _make_message(final, refusal),
             "refused": None
@@ -379,7 +381,7 @@ def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> L
     except LedgerError as error:
         if not damage:
             raise
-        places = "".join(f"\n  damage: {one.text}" for one in damage[:10])
+        places = "".join(f"\n  damage: {flaw.text}" for flaw in damage[:10])
         raise LedgerError(
             f"{error}\n  the event log is damaged in {len(damage)} places{places}"
         ) from error
@@ -417,15 +419,7 @@ def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneratio
     if recorded is not None:
         return Outcome(recorded.data["outcome"])
     if generations:
-        newest = generations[max(generations)]
-    else:
-        newest = None
-    if newest is not None:
-        if newest.planned:
-            return Outcome(newest.reason)
-        if newest.user_code:
-            return Outcome.FAILED
-        return Outcome.INTERRUPTED
+        return _infer_from_generation(generations[max(generations)])
     plan = find_last(events, ev.PLAN)
     if plan is not None and plan.data.get("refusal"):
         return Outcome(plan.data["refusal"]["outcome"])
@@ -439,6 +433,14 @@ def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneratio
     # A run that passed preflight and made no plan was interrupted.
     if plan is None and refused:
         return Outcome.PREFLIGHT
+    return Outcome.INTERRUPTED
+
+
+def _infer_from_generation(newest: RecordedGeneration) -> Outcome:
+    if newest.planned:
+        return Outcome(newest.reason)
+    if newest.user_code:
+        return Outcome.FAILED
     return Outcome.INTERRUPTED
 
 

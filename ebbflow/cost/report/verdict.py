@@ -52,9 +52,11 @@ def describe_model(report: RunReport) -> str:
     model; "" if unknown.
     """
     known = {row["key"]: row.get("value") for row in report.configuration}
-    if script := known.get("script"):
+    script = known.get("script")
+    if script:
         return f"script {one_line(str(script).rpartition('/')[2])}"
-    if workload := known.get("workload"):
+    workload = known.get("workload")
+    if workload:
         return one_line(workload)
     parts = [
         words.format(one_line(known[f"model.{name}"]))
@@ -99,7 +101,8 @@ def render_verdict(report: RunReport) -> str:
         after = after.replace(" after", " in")
     ending = _ENDINGS.get(report.outcome, f"Ended ({report.state.replace('_', ' ')})")
     parts = [f"{ending}{after}{_price(report)}"]
-    if cost := _interruption_cost(report):
+    cost = _interruption_cost(report)
+    if cost:
         parts += [cost]
     if report.outcome is Outcome.COMPLETED:
         certificate = report.events.get("certificate") or {}
@@ -108,7 +111,8 @@ def render_verdict(report: RunReport) -> str:
         if report.weights_sha256:
             parts += [f"final weights {report.weights_sha256[:12]}"]
     else:
-        if cause := describe_cause(report):
+        cause = describe_cause(report)
+        if cause:
             parts += [cause]
         done = report.progress.get("step")
         total = report.progress.get("steps")
@@ -248,9 +252,9 @@ def describe_simulation(report: RunReport) -> str:
 
 def _interruption_cost(report: RunReport) -> str:
     causes = [
-        one
-        for one in report.money.get("causes") or []
-        if str(one["cause"]).startswith("interruption")
+        cause
+        for cause in report.money.get("causes") or []
+        if str(cause["cause"]).startswith("interruption")
     ]
     if not report.interruptions or not causes:
         return ""
@@ -269,7 +273,9 @@ def _count_endings(report: RunReport) -> str:
     failures".
     """
     both = (report.interruptions - report.failures, "interruption"), (report.failures, "failure")
-    return " and ".join(format_count(*one) for one in both if one[0]) or "0 interruptions"
+    return (
+        " and ".join(format_count(*counted) for counted in both if counted[0]) or "0 interruptions"
+    )
 
 
 def list_tiles(report: RunReport) -> list[Tile]:
@@ -314,7 +320,8 @@ def _dollars(report: RunReport) -> Tile:
     if budget:
         share = float(report.total_usd) / budget
         words.append(f"{format_percent(share)} of the budget of {format_usd(budget)}")
-    if simulated := describe_simulation(report):
+    simulated = describe_simulation(report)
+    if simulated:
         words.append(simulated.strip(" ()"))
     return Tile(
         "spent" if report.outcome is None else "cost",
@@ -350,9 +357,11 @@ def summarize_status(report: RunReport) -> list[str]:
     lines += [
         f"{line}: ebbflow report {one_line(report.job)}" for line in describe_damage(report)[:1]
     ]
-    if slow := describe_slowest_rank(report, if_slow=True):
+    slow = describe_slowest_rank(report, if_slow=True)
+    if slow:
         lines.append(f"{'slow rank':15} {slow}")
-    if stop := describe_stop(report):
+    stop = describe_stop(report)
+    if stop:
         lines.append(f"{'safe to stop?':15} {stop}")
     return lines
 
@@ -365,7 +374,7 @@ def find_changed_settings(
     """
     if before is None or not before.configuration or not report.configuration:
         return []
-    old, new = (_values(one) for one in (before, report))
+    old, new = (_values(shown) for shown in (before, report))
     return [
         (key, old.get(key, NONE), new.get(key, NONE))
         for key in {**old, **new}

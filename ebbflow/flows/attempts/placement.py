@@ -137,7 +137,7 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
             return _put_order(job, request, AttemptOrder.stop(*ending))
         clock = ClockReading.of(job.store)
         now = history.latest_utc(clock.utc)
-        evidence = open_evidence(config, now)
+        evidence = open_evidence(config)
         plan = make_fresh_plan(job, events, request.flow.examined, now, evidence)
         if on_batch:
             queues = training_queues(config.batch, client)

@@ -70,7 +70,8 @@ def read_template(text: str) -> dict[str, Any]:
 class _Dumper(yaml.SafeDumper):
     """YAML dumper that writes short forms, and no anchors, which CloudFormation does not know."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    # The argument is that of PyYAML's method.
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
 
 
