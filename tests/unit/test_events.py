@@ -629,7 +629,7 @@ def test_the_types_of_every_event_are_declared() -> None:
         for name, value in vars(ebbflow.core.events).items()
         if name.isupper() and isinstance(value, str)
     }
-    assert ours == set(ebbflow.core.events._DATA)
+    assert ours == set(ebbflow.core.events.PAYLOADS)
 
 
 def test_a_segment_with_a_huge_number_costs_no_million_requests(

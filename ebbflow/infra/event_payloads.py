@@ -1,0 +1,774 @@
+"""Payloads of a job's events: one class per event name, with the types of its data.
+
+A payload is the typed view of an event's data. `parse_payload` makes it with pydantic. Values keep
+their JSON form: no text becomes a number, and an integer stays an integer. Fields that a payload
+does not declare stay in `Event.data`.
+
+There are two kinds of types. A value that does not match a strict type (`Text`, `Integer`,
+`Number`, `Measurement`, `Dollars`, `Flag`) makes the event invalid. A value that does not match a
+lenient type (`AnyText`, `AnyInteger`, `AnyNumber`) counts as absent, since earlier versions did not
+check it. Fields are None if they are absent or null, unless stated otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ebbflow.core.errors import Outcome
+
+_LARGEST_FLOAT = 1e30
+_LARGEST_INT = 2**63
+_LONGEST_VALUE = 40
+_MISSING = "missing"  # pydantic's name of the error of an absent field
+_UNEXPECTED = "unexpected_keyword_argument"  # likewise of an unknown field
+_WITHOUT_VALUE = frozenset({"dict_type", "list_type", "dataclass_type"})
+
+
+class LedgerClass(StrEnum):
+    """Use of paid time.
+
+    Ranks report the classes up to HANG. The ledger derives the other classes from all events.
+    """
+
+    # Forward, backward, optimizer of a completed step that is in the final weights
+    USEFUL_STEP = "useful_step"
+    DATA_WAIT = "data_wait"  # waiting for the next batch
+    CHECKPOINT_STALL = "checkpoint_stall"  # training waits for a save
+    EVALUATION = "evaluation"
+    # From the node's start to the first step: processes, rendezvous, model, compilation
+    STARTUP = "startup"
+    RESTORE = "restore"  # reading a commit
+    SHUTDOWN = "shutdown"  # from the last step to the node's end
+    HANG = "hang"  # the step that did not complete, until the hang was detected
+    REDONE_STEP = "redone_step"  # a step that was lost and computed again
+    SKIPPED_STEP = "skipped_step"  # a step whose update a guard skipped
+    # From a rank's last step to its node's end, in an interrupted generation
+    INTERRUPTION = "interruption"
+    UNATTRIBUTED = "unattributed"  # paid, but no interval covers it
+    IDLE = "idle"  # between two generations on the same billed instance
+    MINIMUM_CHARGE = "minimum_charge"  # an instance is billed for at least 60 s
+
+
+class GuardAction(StrEnum):
+    """Action that a guard takes.
+
+    Rewind and split apply from the next start (`ebbflow.training.engine.guards.overrides`).
+    """
+
+    SKIP = "skip"
+    REWIND = "rewind"
+    SPLIT = "split"
+    RENEW = "renew"
+    SLOW_RANK = "slow_rank"
+    DATA_BOUND = "data_bound"
+    DIVERGED = "diverged"
+
+
+class InvalidPayload(ValueError):
+    """An event's data do not match the types of its payload. The message names the first field."""
+
+
+def _check_text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError
+
+
+def _check_flag(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise ValueError
+
+
+def check_integer(value: Any) -> int | None:
+    if value is None or (type(value) is int and abs(value) < _LARGEST_INT):
+        return value
+    raise ValueError
+
+
+def _check_number(value: Any) -> float | None:
+    """Check a number such as seconds, dollars or a count, which is summed."""
+    if value is None or (type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT):
+        return value
+    return _unless_nan(value)
+
+
+def _check_measurement(value: Any) -> float | None:
+    """Check a finite number. It may be large: overflowing gradients have norms of up to 3e38."""
+    if value is None or (type(value) in (float, int) and abs(value) <= sys.float_info.max):
+        return value
+    return _unless_nan(value)
+
+
+def _unless_nan(value: Any) -> None:
+    # Only of an event that was not read from a log, in which NaN is written as null
+    if not (isinstance(value, float) and math.isnan(value)):
+        raise ValueError
+
+
+def _check_loss(value: Any) -> float:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return math.nan
+    _check_measurement(value)
+    return value
+
+
+def _check_dollars(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    try:
+        usd = Decimal(str(value))
+    except InvalidOperation:
+        raise ValueError from None
+    if isinstance(value, bool) or not usd.is_finite() or usd < 0:
+        raise ValueError
+    return value
+
+
+def _check_price_part(value: Any) -> float | str | None:
+    try:
+        return _check_number(value)
+    except ValueError:
+        return _check_dollars(value)
+
+
+def _check_list_or_mapping(value: Any) -> list[Any] | dict[str, Any] | None:
+    if value is None or isinstance(value, list | dict):
+        return value
+    raise ValueError
+
+
+def _any_text(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    return None
+
+
+def _any_integer(value: Any) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return None
+
+
+def _any_number(value: Any) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return None
+
+
+def _present(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the check for a field that must be present and not null."""
+
+    def check_presence(value: Any) -> Any:
+        if value is None:
+            raise PydanticCustomError(_MISSING, _MISSING)
+        return check(value)
+
+    return check_presence
+
+
+def _not_null(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the check for an element of a list or mapping, which must not be null."""
+
+    def check_element(value: Any) -> Any:
+        if value is None:
+            raise ValueError
+        return check(value)
+
+    return check_element
+
+
+def _member_of(kinds: type[StrEnum]) -> Callable[[Any], StrEnum | None]:
+    members = {str(kind): kind for kind in kinds}
+
+    def check_member(value: Any) -> StrEnum | None:
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in members:
+            raise ValueError
+        return members[value]
+
+    return check_member
+
+
+Text = Annotated[str | None, PlainValidator(_check_text)]
+RequiredText = Annotated[str, PlainValidator(_present(_check_text))]
+TextElement = Annotated[str, PlainValidator(_not_null(_check_text))]
+Flag = Annotated[bool | None, PlainValidator(_check_flag)]
+Integer = Annotated[int | None, PlainValidator(check_integer)]
+RequiredInteger = Annotated[int, PlainValidator(_present(check_integer))]
+IntegerElement = Annotated[int, PlainValidator(_not_null(check_integer))]
+Number = Annotated[float | None, PlainValidator(_check_number)]
+RequiredNumber = Annotated[float, PlainValidator(_present(_check_number))]
+NumberElement = Annotated[float, PlainValidator(_not_null(_check_number))]
+Measurement = Annotated[float | None, PlainValidator(_check_measurement)]
+# NaN: the loss was not finite
+Loss = Annotated[float | None, PlainValidator(_check_loss)]
+# Dollars as they were recorded: a number, or text with all decimals
+Dollars = Annotated[float | str | None, PlainValidator(_check_dollars)]
+RequiredDollars = Annotated[float | str, PlainValidator(_present(_check_dollars))]
+# Unix seconds, or dollars per hour
+PricePart = Annotated[float | str, PlainValidator(_not_null(_check_price_part))]
+AnyText = Annotated[str | None, PlainValidator(_any_text)]
+AnyInteger = Annotated[int | None, PlainValidator(_any_integer)]
+AnyNumber = Annotated[float | None, PlainValidator(_any_number)]
+SecondsByClass = dict[
+    Annotated[LedgerClass, PlainValidator(_not_null(_member_of(LedgerClass)))], NumberElement
+]
+RequiredClass = Annotated[LedgerClass, PlainValidator(_present(_member_of(LedgerClass)))]
+RequiredOutcome = Annotated[Outcome, PlainValidator(_present(_member_of(Outcome)))]
+OptionalAction = Annotated[GuardAction | None, PlainValidator(_member_of(GuardAction))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """Payload of an event. Events of unknown names have this class itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStartedPayload(Payload):
+    """Start of a generation, from the coordinator, which is node 0's agent."""
+
+    parent: Text = None  # key of the commit it resumes; None: none
+    parent_step: Integer = None
+    nodes: Integer = None
+    processes_per_node: Integer = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEndedPayload(Payload):
+    """End of a generation, from the coordinator."""
+
+    reason: Text = None  # an `EndReason`, or the `Outcome` of a planned end
+    culprit: Text = None
+    user_code: Flag = None
+    fingerprint: Text = None
+    ranks_started: Flag = None  # False if it ended before any rank was started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStartedPayload(Payload):
+    """Start of a node's paid time, from its agent, with what is known of its machine
+    (`infra.instance`).
+    """
+
+    ranks: list[IntegerElement] | None = None
+    host: Text = None
+    uptime_seconds: Number = None
+    instance_id: Text = None
+    instance_type: Text = None
+    zone: Text = None
+    zone_id: Text = None
+    region: Text = None
+    market: Text = None
+    batch_job_id: Text = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHeartbeatPayload(Payload):
+    """Sign of life of a node's agent, once per second."""
+
+    seconds: Number = None  # since the node's start
+    trained: Integer = None  # last completed step of its ranks, once they have ended
+    resident_bytes: AnyNumber = None  # of the ranks
+    # Of the machine
+    memory_available_bytes: AnyNumber = None
+    disk_free_bytes: AnyNumber = None
+    shared_memory_free_bytes: AnyNumber = None
+    gpus: AnyNumber = None
+    gpu_memory_used_bytes: AnyNumber = None
+    gpu_memory_free_bytes: AnyNumber = None
+    gpu_busy_percent: AnyNumber = None
+    gpu_celsius: AnyNumber = None
+    gpu_watts: AnyNumber = None
+    gpus_slowed: AnyNumber = None  # by heat or power
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEndedPayload(Payload):
+    """End of a node's paid time in a generation, from its agent."""
+
+    seconds: Number = None  # since the node's start
+    reason: Text = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePayload(Payload):
+    """Time that a rank spent outside of steps."""
+
+    ledger_class: Annotated[RequiredClass, Field(validation_alias="class")]
+    seconds: RequiredNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPayload(Payload):
+    """Training step of a rank."""
+
+    seconds: SecondsByClass | None = None
+    skipped: Text = None  # why its update was skipped
+    tokens: Number = None  # the batch's weight, in the unit that the workload counts
+    flops: Number = None  # of all ranks; rank 0 only
+    # Without waiting for other ranks, from one step sync to the next
+    own_seconds: Number = None
+    slowest_seconds: Number = None  # of `slowest_rank`, beyond the others' median
+    loss: Loss = None  # None: not recorded; NaN: not finite
+    learning_rate: Measurement = None
+    gradient_norm: Measurement = None
+    slowest_ratio: Measurement = None  # of `slowest_rank`'s time to the others' median
+    slowest_rank: AnyInteger = None  # rank with the longest `own_seconds`; rank 0 only
+    merged: AnyInteger = None  # number of steps (`ebbflow.observe.watch.merge_committed_steps`)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedPayload(Payload):
+    """Save that is in flight. Earlier events are flushed with it."""
+
+    bytes: Integer = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitPayload(Payload):
+    """Durable, verified checkpoint."""
+
+    key: Text = None
+    bytes: Integer = None
+    seconds: Number = None  # from the save's start
+    stall_seconds: Number = None  # for which training waited
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitSkippedPayload(Payload):
+    """Due save that was skipped, by policy or for lack of time."""
+
+    reason: Text = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFailedPayload(Payload):
+    """Save that did not become a commit."""
+
+    message: Text = None
+    seconds: AnyNumber = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalPayload(Payload):
+    """Checkpoint interval that the job computed (`ebbflow.training.save_controller`)."""
+
+    seconds: Number = None
+    predicted_loss: Measurement = None  # share of the paid time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedCommit:
+    """Commit that a restore found damaged."""
+
+    key: AnyText = None
+    reason: AnyText = None
+    lost: AnyText = None  # steps and dollars that are lost with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestorePayload(Payload):
+    """Commit that a generation resumed from."""
+
+    key: Text = None
+    seconds: Number = None
+    rejected: list[DamagedCommit] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackPayload(Payload):
+    """Store that was restored from an older snapshot, which a person has accepted."""
+
+    key: Text = None  # newest commit in the events
+    found_key: Text = None  # newest commit in the store; None: none
+    found_step: Integer = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitialWeightsPayload(Payload):
+    """Weights that a new job began with."""
+
+    tensors: Integer = None
+    seconds: Number = None
+    files: list[dict[str, Any]] | None = None  # path, bytes, modified_unix, sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakPayload(Payload):
+    """Measured peak speed of one rank."""
+
+    flops_per_second: Number = None
+    dtype: Text = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePayload(Payload):
+    """Profile of the steps `first` to `last` of a rank."""
+
+    first: Integer = None
+    last: Integer = None
+    trace: Text = None  # key
+    lines: dict[str, TextElement]  # the profile's tables as text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkPayload(Payload):
+    """Figures of the worst links between machines (`ebbflow.training.network_probe`)."""
+
+    nodes: RequiredInteger
+    mtu: Integer = None
+    where: dict[str, TextElement] | None = None
+    seconds: Number = None
+    round_trip_seconds: Number = None
+    bandwidth_bytes_per_second: Number = None
+    all_reduce_bytes_per_second: Number = None
+    clock_offset_seconds: Measurement = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPayload(Payload):
+    """Evaluation of the model. Pictures are SVG by name, of a workload that draws some."""
+
+    metrics: dict[str, AnyNumber] | None = None
+    pictures: dict[str, TextElement] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticePayload(Payload):
+    """Notice that an agent received, or a remark of a rank (`message`)."""
+
+    source: Text = None
+    action: Text = None
+    does: Text = None  # response: leave, save, wait or nothing
+    seconds_left: Number = None
+    detail: AnyText = None
+    message: AnyText = None
+    rank: AnyInteger = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeSourcesPayload(Payload):
+    """Sources of notices that an agent watches."""
+
+    watched: list[TextElement] | None = None
+    absent: dict[str, Any] | None = None  # why, by source
+    problem: Text = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardPayload(Payload):
+    """Action of a guard, from the rank whose guard acts, or from rank 0 if all do."""
+
+    action: OptionalAction = None
+    reason: Text = None
+    rank: Integer = None
+    share: Measurement = None
+    usd_per_hour: Measurement = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificatePayload(Payload):
+    """Resume certificate (`ebbflow.tryout.certify`), if requested."""
+
+    holds: Flag = None
+    interruptions: list[Any] | None = None
+    steps: Integer = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromisePayload(Payload):
+    """How exactly a script, or a job on GPUs, resumes."""
+
+    level: Text = None
+    same_data: Text = None  # by which means it reads the same data; "": it may differ
+    reasons: list[TextElement] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultInjectedPayload(Payload):
+    """Rehearsed fault."""
+
+    kind: Text = None
+    target: Text = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPayload(Payload):
+    """Evidence about a rank that failed or that the others wait for."""
+
+    culprit: Text = None
+    reason: Text = None
+    rank: AnyInteger = None
+    kind: AnyText = None
+    message: AnyText = None
+    detail: AnyText = None
+    usd_lost: AnyNumber = None  # since the newest commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultDetectedPayload(FaultPayload):
+    """Fault that ended a generation, from the coordinator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallPayload(FaultPayload):
+    """Idle rank that the others wait for. It is not ended yet, and may continue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Value of a configuration key, and where it was set."""
+
+    key: RequiredText
+    source: Text = None
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredPayload(Payload):
+    """Configuration of the job, with one setting for each key."""
+
+    settings: list[Setting]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCheck:
+    """Result of a preflight check."""
+
+    id: AnyText = None
+    title: AnyText = None
+    status: AnyText = None
+    severity: AnyText = None
+    detail: AnyText = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightPayload(Payload):
+    """Results of preflight."""
+
+    results: list[RecordedCheck] | None = None
+    sent_away: Flag = None  # whether the step ran in a container
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPayload(Payload):
+    """Description of the prepared data."""
+
+    weight_unit: Text = None
+    train_tokens: AnyNumber = None
+    unigram_entropy_nats: AnyNumber = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPool:
+    """Pool that a plan chose (`ebbflow.cost.plan.candidate.Candidate`)."""
+
+    instance_type: RequiredText
+    market: RequiredText
+    region: Text = None
+    zone: Text = None
+    nodes: Integer = None
+    price_kind: Text = None
+    usd_per_hour: RequiredDollars
+    quoted_usd_per_hour: Dollars = None
+    on_demand_usd_per_hour: Dollars = None
+    expected_hours: Number = None
+    expected_usd: Number = None
+    compute_usd: Number = None
+    tokens_per_second: Number = None
+    mfu: Number = None
+    interruptions: Number = None
+    processes_per_node: AnyInteger = None
+    usd_per_step: AnyNumber = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRefusal:
+    """Reason why a plan was refused."""
+
+    outcome: RequiredOutcome
+    message: RequiredText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPayload(Payload):
+    """Plan of the job (`ebbflow.cost.plan.plan.Plan`)."""
+
+    chosen: PlannedPool | None = None
+    simulated: Flag = None
+    refusal: RecordedRefusal | None = None
+    on_demand: dict[str, Dollars] | None = None  # dollars per hour, by instance type
+    ranked: list[dict[str, Any]] | None = None
+    rejected: Annotated[
+        list[Any] | dict[str, Any] | None, PlainValidator(_check_list_or_mapping)
+    ] = None
+    counts: dict[str, IntegerElement] | None = None
+    budget_usd: Number = None
+    deadline_hours: Number = None
+    started_utc: Number = None
+    made_utc: AnyNumber = None
+    fingerprint: AnyText = None
+    steps: AnyInteger = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPayload(Payload):
+    """Placement of an attempt on AWS Batch or Kubernetes."""
+
+    placement: dict[str, Any] | None = None  # `ebbflow.cost.capacity.Placement` as JSON
+    after_generation: Integer = None  # the newest known generation
+    attempt: AnyInteger = None
+    task: AnyText = None  # of the flow
+    why: AnyText = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSubmittedPayload(Payload):
+    """Batch job that was submitted."""
+
+    job_id: Text = None
+    job_name: AnyText = None
+    task: AnyText = None  # of the flow
+    # Id of the job that is used instead, if an unanswered submit created this one, which was
+    # terminated; None: that job's id is unknown; "": this job is no such duplicate
+    twin_of: AnyText = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAttemptPayload(Payload):
+    """Batch's record of a finished job, and of its placement (`ebbflow.cost.capacity`).
+
+    Times are Unix seconds by Batch's clock; None if they were not reached.
+    """
+
+    job_id: RequiredText
+    cause: Text = None
+    nodes: Integer = None
+    processes_per_node: Integer = None
+    node_times: list[list[Number]] | None = None  # [started, stopped] of each of several nodes
+    created_utc: Number = None
+    started_utc: Number = None
+    stopped_utc: Number = None
+    job_name: AnyText = None
+    queue: AnyText = None
+    status: AnyText = None
+    reason: AnyText = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPayload(Payload):
+    """Share of the budget that was reached."""
+
+    threshold: RequiredNumber  # share of the budget
+    spent_usd: Number = None
+    budget_usd: Number = None
+    reserve_usd: Number = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPrices:
+    """Price changes of a pool, each [Unix time, dollars per hour]."""
+
+    instance_type: RequiredText
+    market: RequiredText
+    region: Text = None
+    zone: Text = None
+    kind: Text = None
+    changes: list[list[PricePart]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricesPayload(Payload):
+    """Prices that were looked up after the run."""
+
+    pools: list[PoolPrices] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomePayload(Payload):
+    """Outcome of the job."""
+
+    outcome: RequiredOutcome
+    weights_sha256: Text = None
+    message: Text = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedPayload(Payload):
+    """Run of the flow under the supervisor."""
+
+    verdict: Any = None  # `ebbflow.flows.supervising.verdict.Verdict`
+    exit_code: Integer = None
+    seconds: Number = None
+    commit: AnyText = None  # key of the newest commit
+    failures: AnyInteger = None  # that the run counts for
+
+
+P = TypeVar("P", bound=Payload)
+
+
+def parse_payload(kind: type[P], data: dict[str, Any]) -> P:
+    """Make the payload of an event from its data.
+
+    Raises:
+        InvalidPayload: A field is missing, or its value is of another type.
+    """
+    try:
+        return _adapter(kind).validator.validate_python(data)
+    except ValidationError as error:
+        raise InvalidPayload(describe_error(error, "data")) from error
+
+
+def describe_error(error: ValidationError, *place: str) -> str:
+    """Describe the first problem that pydantic found, such as "data.nodes is 'two'".
+
+    place: path of the validated value.
+    """
+    problem = error.errors(include_url=False, include_context=False)[0]
+    path = _format_path((*place, *problem["loc"]))
+    if problem["type"] == _UNEXPECTED:
+        return f"unexpected field {path}"
+    if _is_missing(problem):
+        return f"{path} is missing"
+    text = repr(problem["input"])
+    if len(text) > _LONGEST_VALUE:
+        text = f"{text[: _LONGEST_VALUE - 1]}…"
+    return f"{path} is {text}"
+
+
+@cache
+def _adapter(kind: type[P]) -> TypeAdapter[P]:
+    # Made at the first use: most processes write events, and read none
+    return TypeAdapter(kind)
+
+
+def _is_missing(problem: ErrorDetails) -> bool:
+    is_field = isinstance(problem["loc"][-1], str) if problem["loc"] else False
+    is_null = problem["input"] is None and problem["type"] in _WITHOUT_VALUE
+    return problem["type"] == _MISSING or (is_field and is_null)
+
+
+def _format_path(parts: tuple[int | str, ...]) -> str:
+    path = ""
+    for part in parts:
+        if part == "[key]":
+            path += " (key)"
+        elif isinstance(part, int):
+            path += f"[{part}]"
+        elif path:
+            path += f".{part}"
+        else:
+            path = part
+    return path
