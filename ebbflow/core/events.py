@@ -280,7 +280,7 @@ class LogContent:
 
 def is_event(event: Event, kind: type[_P]) -> typing_extensions.TypeIs[Event[_P]]:
     """Return whether an event has a payload of this class."""
-    return isinstance(event.payload, kind)
+    return issubclass(PAYLOADS.get(event.name, Payload), kind)
 
 
 def select_events(events: Iterable[Event], kind: type[_P]) -> list[Event[_P]]:

@@ -34,8 +34,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import COMMIT, COMMIT_FAILED, STEP, Event
+from ebbflow.core.events import COMMIT_FAILED, Event, select_events
 from ebbflow.core.retry import call_within
+from ebbflow.infra.event_payloads import CommitPayload, StepPayload
 
 # Upper bounds in seconds, from a laptop's model to a large one, about a factor of two apart.
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
@@ -445,9 +446,10 @@ def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes
         "ebbflow_job_slowest_rank_usd", slowest.get("lost_usd"), weakest_kind(price, "measured")
     )
     # Every rank records the tokens of the whole gang: rank 0's count.
-    steps = [event for event in events if event.name == STEP and event.rank == 0]
+    steps = [event.payload for event in select_events(events, StepPayload) if event.rank == 0]
     commits = {
-        event.data.get("key", event.step): event.data for event in events if event.name == COMMIT
+        event.payload.key or event.step: event.payload
+        for event in select_events(events, CommitPayload)
     }.values()
     figures = {
         "interruptions_total": report["interruptions"],
@@ -465,9 +467,9 @@ def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes
         "unattributed_ratio": actual.get("unattributed_share"),
         "generations_total": actual.get("generations"),
         "commits_total": actual.get("commits"),
-        "tokens_total": sum(event.data.get("tokens") or 0 for event in steps),
-        "committed_bytes_total": sum(data.get("bytes") or 0 for data in commits),
-        "commit_seconds_total": sum(data.get("seconds") or 0 for data in commits),
+        "tokens_total": sum(step.tokens or 0 for step in steps),
+        "committed_bytes_total": sum(commit.bytes or 0 for commit in commits),
+        "commit_seconds_total": sum(commit.seconds or 0 for commit in commits),
         "commit_failures_total": sum(event.name == COMMIT_FAILED for event in events),
         "last_event_timestamp_seconds": max((event.t_wall for event in events), default=None),
     }

@@ -23,12 +23,19 @@ from typing import Any
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import InfraError, ObjectNotFound
-from ebbflow.core.events import EndReason, Event
+from ebbflow.core.events import EndReason, Event, select_events
 from ebbflow.core.layout import JOB_HISTORY_PREFIX, job_history_key
 from ebbflow.core.reliability import GammaHazard
 from ebbflow.core.store import Store
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
+from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.ledger.timeline import compute_rate
+from ebbflow.infra.event_payloads import (
+    GenerationStartedPayload,
+    NodeStartedPayload,
+    NoticePayload,
+    PlannedPool,
+)
 from ebbflow.infra.notices import RECLAIMS
 
 SCHEMA = 1
@@ -110,26 +117,26 @@ def summarize_job(events: Sequence[Event]) -> JobMeasurements:
     A generation belongs to the last plan before its start.
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    plans = [event for event in ordered if event.name == ev.PLAN and event.data.get("chosen")]
+    plans = select_plans(ordered)
     stays: list[PoolStay] = []
     speeds = []
     last_run = ""
     for generation in read_generations(ordered).values():
         plan = next(
-            (event.data for event in reversed(plans) if event.t_wall <= generation.started_wall),
+            (event.payload for event in reversed(plans) if event.t_wall <= generation.started_wall),
             None,
         )
-        if plan is None or plan.get("simulated"):
+        if plan is None or plan.chosen is None or plan.simulated:
             continue
         own = [event for event in ordered if event.generation == generation.number]
-        stay = _stay(plan["chosen"], generation, own)
+        stay = _stay(plan.chosen, generation, own)
         run = own[0].run
         if stays and stays[-1].reclaimed and run == last_run:
             gone = max(0.0, generation.started_wall - stays[-1].ended_utc) / 3600
             stays[-1] = replace(stays[-1], gone_hours=gone, moved=_place(stay) != _place(stays[-1]))
         stays.append(stay)
         last_run = run
-        speed = _speed(plan, generation, own)
+        speed = _speed(plan.fingerprint, plan.chosen, generation, own)
         if speed is not None:
             speeds.append(speed)
     return JobMeasurements(
@@ -141,9 +148,7 @@ def _place(stay: PoolStay) -> tuple[str, str, str | None, str | None]:
     return stay.market, stay.instance_type, stay.region, stay.zone
 
 
-def _stay(
-    chosen: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]
-) -> PoolStay:
+def _stay(chosen: PlannedPool, generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
     """Build the record of one generation in its pool.
 
     The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it.
@@ -151,26 +156,24 @@ def _stay(
     either if the job only waited until it expired. Either no machine was taken away, or an earlier
     generation received the same notice and already counts as reclaimed.
     """
-    machine = next((event.data for event in events if event.name == ev.NODE_STARTED), {})
-    zone = chosen.get("zone")  # an id, or a name where prices have no ids
-    market = machine.get("market") or chosen["market"]  # a queue may have fallen back to on-demand
-    notices = [
-        event.data
-        for event in events
-        if event.name == ev.NOTICE and event.data.get("does") != "wait"
-    ]
-    noticed = any(data.get("action") in RECLAIMS for data in notices)
-    waited = any(event.name == ev.NOTICE and event.data.get("does") == "wait" for event in events)
+    nodes = select_events(events, NodeStartedPayload)
+    machine = nodes[0].payload if nodes else NodeStartedPayload()
+    zone = chosen.zone  # an id, or a name where prices have no ids
+    market = machine.market or chosen.market  # a queue may have fallen back to on-demand
+    notices = [event.payload for event in select_events(events, NoticePayload)]
+    noticed = any(notice.action in RECLAIMS for notice in notices if notice.does != "wait")
+    waited = any(notice.does == "wait" for notice in notices)
     lost = generation.reason in (EndReason.NODE_LOST, None) and not (
         waited and not any(e.rank >= 0 for e in events)
     )
     rehearsed = any(event.name == ev.FAULT_INJECTED for event in events)
+    started = _find_start(events)
     return PoolStay(
         instance_type=_type_of(chosen, events),
-        nodes=_started(events, "nodes", chosen["nodes"]),
+        nodes=started.nodes or chosen.nodes or 1,
         market=market,
-        region=chosen.get("region"),
-        zone=zone if zone and zone == machine.get("zone") else machine.get("zone_id") or zone,
+        region=chosen.region,
+        zone=zone if zone and zone == machine.zone else machine.zone_id or zone,
         ended_utc=generation.ended_wall,
         hours=(generation.ended_wall - generation.started_wall) / 3600,
         reclaimed=market == "spot" and generation.unplanned and (noticed or lost) and not rehearsed,
@@ -178,26 +181,26 @@ def _stay(
 
 
 def _speed(
-    plan: dict[str, Any], generation: RecordedGeneration, events: Sequence[Event]
+    fingerprint: str | None,
+    chosen: PlannedPool,
+    generation: RecordedGeneration,
+    events: Sequence[Event],
 ) -> MeasuredSpeed | None:
-    fingerprint = plan.get("fingerprint")
     first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
     steps = [event for event in events if event.name == ev.STEP and event.rank == first_rank]
     rates = (compute_rate(event, "tokens") for event in steps[_WARM_UP_STEPS:])
     speeds = [speed for speed in rates if speed is not None]
     if fingerprint is None or len(speeds) < 2 * _STRETCHES:
         return None
-    chosen = plan["chosen"]
+    started = _find_start(events)
     size = len(speeds) // _STRETCHES
     stretches = [
         math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)
     ]
     return MeasuredSpeed(
         instance_type=_type_of(chosen, events),
-        nodes=_started(events, "nodes", chosen["nodes"]),
-        processes_per_node=_started(
-            events, "processes_per_node", chosen.get("processes_per_node", 1)
-        ),
+        nodes=started.nodes or chosen.nodes or 1,
+        processes_per_node=started.processes_per_node or chosen.processes_per_node or 1,
         fingerprint=fingerprint,
         tokens_per_second=median(speeds),
         log_deviation=max(LEAST_LOG_DEVIATION, stdev(stretches)),
@@ -206,20 +209,21 @@ def _speed(
     )
 
 
-def _type_of(chosen: dict[str, Any], events: Sequence[Event]) -> str:
+def _type_of(chosen: PlannedPool, events: Sequence[Event]) -> str:
     """Return the instance type that the first node reported.
 
     If it reported none, return the planned type.
     """
-    told = (event.data.get("instance_type") for event in events if event.name == ev.NODE_STARTED)
-    return next((kind for kind in told if kind), chosen["instance_type"])
+    reported = (event.payload.instance_type for event in select_events(events, NodeStartedPayload))
+    return next((kind for kind in reported if kind), chosen.instance_type)
 
 
-def _started(events: Sequence[Event], key: str, planned: int) -> int:
-    started = next(
-        (event.data.get(key) for event in events if event.name == ev.GENERATION_STARTED), None
-    )
-    return int(started or planned)
+def _find_start(events: Sequence[Event]) -> GenerationStartedPayload:
+    """Return the first recorded start of a generation; an empty one if none was recorded."""
+    starts = select_events(events, GenerationStartedPayload)
+    if starts:
+        return starts[0].payload
+    return GenerationStartedPayload()
 
 
 # Half-life of observations, chosen by the likelihood of the next day's losses given all days

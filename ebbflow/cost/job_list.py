@@ -16,8 +16,8 @@ from typing import Any
 from ebbflow.core.config.load import load_config
 from ebbflow.core.config.problems import ConfigError
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.core.errors import InfraError
-from ebbflow.core.events import PLAN, Event
+from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.events import Event
 from ebbflow.core.grouping import sum_by_key
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.untrusted_text import one_line
@@ -42,6 +42,7 @@ from ebbflow.cost.finance.team import (
 )
 from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job
 from ebbflow.cost.ledger.generations import find_final_outcome
+from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.source import open_prices
@@ -97,13 +98,13 @@ def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
     settings = read_settings(events)
     rows = focus_rows(events)
     outcome = find_final_outcome(events)
-    done = outcome is not None and outcome.data.get("outcome") == "completed"
+    done = outcome is not None and outcome.payload.outcome is Outcome.COMPLETED
     if running:
         state = RUNNING
     elif done:
         state = DONE
     elif outcome:
-        state = str(outcome.data.get("outcome"))
+        state = str(outcome.payload.outcome)
     else:
         state = "interrupted"
     limit = settings.get("cost.budget_usd")
@@ -131,22 +132,18 @@ def _forecast_usd(
     """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None
     without a plan.
     """
-    plan = next(
-        (
-            event.data
-            for event in reversed(events)
-            if event.name == PLAN and event.data.get("chosen")
-        ),
-        None,
-    )
-    if plan is None or not plan["chosen"].get("usd_per_step"):
+    plans = select_plans(events)
+    if not plans:
+        return None
+    plan = plans[-1].payload
+    if plan.chosen is None or not plan.chosen.usd_per_step:
         return None
     if settings.get("script"):
-        total = plan.get("steps")
+        total = plan.steps
     else:
         total = settings.get("training.max_steps")
     left = int(total or 0) - read_progress(events).done_steps
-    return float(money.spent_usd) + max(0, left) * float(plan["chosen"]["usd_per_step"])
+    return float(money.spent_usd) + max(0, left) * float(plan.chosen.usd_per_step)
 
 
 def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:

@@ -148,7 +148,7 @@ def find_running_launcher(
     done = find_final_outcome(events)
     if (
         done is None
-        or done.data.get("outcome") != Outcome.COMPLETED
+        or done.payload.outcome is not Outcome.COMPLETED
         or done.t_wall < found.launcher.since_utc
     ):
         return found.to_json()

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ebbflow.core.events import COMMIT, CONFIGURED, PHASE, STEP, Event, LedgerClass
+from ebbflow.core.events import STEP, Event, LedgerClass, select_events
 from ebbflow.core.rank_logs import LogLine
 from ebbflow.core.untrusted_text import one_line
+from ebbflow.infra.event_payloads import CommitPayload, ConfiguredPayload, PhasePayload, StepPayload
 
 SLOWER = 1.3  # a duration this many times the sound job's is reported
 _RARELY_SLOWER = 2.0  # the same of a duration with fewer than `_FEW` values
@@ -185,10 +186,9 @@ def _line_to_json(line: LogLine) -> dict[str, Any]:
 
 def _configured_values(events: Sequence[Event]) -> dict[str, Any]:
     values = {}
-    for event in events:
-        if event.name == CONFIGURED:
-            for entry in event.data["settings"]:
-                values[entry["key"]] = entry.get("value")
+    for event in select_events(events, ConfiguredPayload):
+        for setting in event.payload.settings:
+            values[setting.key] = setting.value
     return values
 
 
@@ -201,16 +201,15 @@ def _settings(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[tuple
 
 
 def _straggler(events: Sequence[Event]) -> Straggler | None:
-    steps = [
-        (event.step, event.data["slowest_rank"], event.data["slowest_ratio"])
-        if event.data.get("slowest_seconds", 1.0) > _SHORTEST_SECONDS
-        else (event.step, -1, 1.0)
-        for event in events
-        if event.name == STEP
-        and event.step is not None
-        and isinstance(event.data.get("slowest_rank"), int)
-        and isinstance(event.data.get("slowest_ratio"), int | float)
-    ]
+    steps: list[tuple[int, int, float]] = []
+    for event in select_events(events, StepPayload):
+        taken = event.payload
+        if event.step is None or taken.slowest_rank is None or taken.slowest_ratio is None:
+            continue
+        if taken.slowest_seconds is None or taken.slowest_seconds > _SHORTEST_SECONDS:
+            steps.append((event.step, taken.slowest_rank, taken.slowest_ratio))
+        else:
+            steps.append((event.step, -1, 1.0))
     slow = [(rank, ratio) for _, rank, ratio in steps if ratio > SLOWER]
     if not slow:
         return None
@@ -303,15 +302,15 @@ def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     taken: Counter[tuple[int, int]] = Counter()
-    for event in events:
-        if event.name != STEP or event.step is None:
+    for event in select_events(events, StepPayload):
+        if event.step is None:
             continue
         taken[event.generation, event.rank] += 1
         if taken[event.generation, event.rank] <= _WARM_UP_STEPS:
             continue
-        parts = dict(event.data.get("seconds") or {})
-        own = event.data.get("own_seconds")
-        if isinstance(own, int | float) and own > 0:
+        parts: dict[str, float] = dict(event.payload.seconds or {})
+        own = event.payload.own_seconds
+        if own is not None and own > 0:
             parts["compute"] = max(own - parts.get(LedgerClass.DATA_WAIT, 0.0), 0.0)
             parts[_WAIT] = max(parts.pop(LedgerClass.USEFUL_STEP, 0.0) - parts["compute"], 0.0)
         for part, seconds in parts.items():
@@ -326,11 +325,13 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     for event in events:
-        seconds = event.data.get("seconds")
-        if event.name in (COMMIT, PHASE) and isinstance(seconds, int | float):
-            found[str(event.data.get("class", event.name)), event.rank].append(
-                (None, event.node, seconds)
-            )
+        payload = event.payload
+        if isinstance(payload, PhasePayload):
+            part = str(payload.ledger_class)
+        else:
+            part = event.name
+        if isinstance(payload, PhasePayload | CommitPayload) and payload.seconds is not None:
+            found[part, event.rank].append((None, event.node, payload.seconds))
     return found
 
 

@@ -5,13 +5,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import Event, GuardAction
+from ebbflow.core.events import Event, GuardAction, find_last_event, is_event, select_events
 from ebbflow.core.rank_logs import LogLine
 from ebbflow.diagnose.judging import Diagnosis, judge
 from ebbflow.diagnose.matching import Seen, load_matcher
 from ebbflow.diagnose.reading import LogText, time_of
 from ebbflow.diagnose.rules import load_rules
 from ebbflow.diagnose.series import Series
+from ebbflow.infra.event_payloads import (
+    FaultPayload,
+    GenerationEndedPayload,
+    GuardPayload,
+    NoticePayload,
+    OutcomePayload,
+    StepPayload,
+)
 from ebbflow.infra.notices import NoticeSource
 
 
@@ -23,16 +31,15 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     If the job has failed, only its last generation counts: the job survived what ended the earlier
     ones.
     """
-    outcome = next(
-        (event.data.get("outcome") for event in reversed(events) if event.name == ev.OUTCOME), None
-    )
+    ended = find_last_event(events, OutcomePayload)
+    if ended is None:
+        outcome = None
+    else:
+        outcome = ended.payload.outcome
     last = max(
         (event.generation for event in events if event.name == ev.GENERATION_ENDED), default=None
     )
-    if last is not None and outcome not in (
-        None,
-        *(str(outcome) for outcome in (Outcome.COMPLETED, Outcome.INTERRUPTED)),
-    ):
+    if last is not None and outcome not in (None, Outcome.COMPLETED, Outcome.INTERRUPTED):
         events = [event for event in events if event.generation == last]
         lines = (line for line in lines if line.generation == last)
     seen: dict[str, Seen] = {}
@@ -49,55 +56,57 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
 
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
     for number, event in enumerate(events, 1):
-        data = event.data
-        if event.name not in (
-            ev.FAULT_DETECTED,
-            ev.GENERATION_ENDED,
-            ev.GUARD,
-            ev.NOTICE,
-            ev.STALL,
+        payload = event.payload
+        if not isinstance(
+            payload, FaultPayload | GenerationEndedPayload | GuardPayload | NoticePayload
         ):
             continue
-        if event.name == ev.NOTICE and data.get("source") in (
+        if isinstance(payload, NoticePayload) and payload.source in (
             NoticeSource.SIGNAL,
             NoticeSource.REHEARSAL,
         ):
             continue  # somebody stopped the job, or rehearses; EC2 has not announced anything
         if event.name == ev.STALL and any(later.name == ev.STEP for later in events[number:]):
             continue  # the rank has continued, or another generation
-        words = [
-            data.get(key) for key in ("kind", "culprit", "message", "action", "detail", "reason")
-        ]
+        words = _evidence_words(payload)
         text = (
             f"{event.name} "
             f"{' '.join(str(word) for word in words if word)}{_price_straggler(event, events)}"
         )
         symptom = load_rules().read_verdict(text)
         if symptom is not None:
-            rank = data.get("rank", event.rank)
-            yield (
-                symptom,
-                LogText(
-                    "events", number, text, rank if isinstance(rank, int) else None, event.t_wall
-                ),
-            )
+            if isinstance(payload, GenerationEndedPayload) or payload.rank is None:
+                rank = event.rank
+            else:
+                rank = payload.rank
+            yield symptom, LogText("events", number, text, rank, event.t_wall)
+
+
+def _evidence_words(
+    payload: FaultPayload | GenerationEndedPayload | GuardPayload | NoticePayload,
+) -> list[str | None]:
+    if isinstance(payload, FaultPayload):
+        return [payload.kind, payload.culprit, payload.message, payload.detail, payload.reason]
+    if isinstance(payload, GenerationEndedPayload):
+        return [payload.culprit, payload.reason]
+    if isinstance(payload, GuardPayload):
+        return [payload.action, payload.reason]
+    return [payload.message, payload.action, payload.detail]
 
 
 def _price_straggler(guard: Event, events: Sequence[Event]) -> str:
     """Return the time and dollars that a straggler cost in its generation, as text; "" for any
     other event.
     """
-    if guard.data.get("action") != GuardAction.SLOW_RANK:
+    if not is_event(guard, GuardPayload) or guard.payload.action is not GuardAction.SLOW_RANK:
         return ""
     lost = sum(
-        event.data.get("slowest_seconds") or 0.0
-        for event in events
-        if event.name == ev.STEP
-        and (event.generation, event.data.get("slowest_rank"))
-        == (guard.generation, guard.data.get("rank"))
+        event.payload.slowest_seconds or 0.0
+        for event in select_events(events, StepPayload)
+        if (event.generation, event.payload.slowest_rank) == (guard.generation, guard.payload.rank)
     )
-    share = guard.data.get("share") or 0.0
-    hourly = guard.data.get("usd_per_hour") or 0.0
+    share = guard.payload.share or 0.0
+    hourly = guard.payload.usd_per_hour or 0.0
     if share and hourly:
         usd = f" and ${lost * hourly / share / 3600:.4f}"
     else:

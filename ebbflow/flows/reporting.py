@@ -9,17 +9,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from ebbflow.core.errors import InfraError
-from ebbflow.core.events import NODE_STARTED, PLAN, PRICES, Event, read_events, read_log
+from ebbflow.core.events import (
+    PRICES,
+    Event,
+    read_events,
+    read_log,
+    select_events,
+)
 from ebbflow.core.layout import write_atomically
 from ebbflow.core.metrics import render_job_metrics
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.rank_logs import read_logs
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.job_history import save_job_record
+from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import Job
+from ebbflow.infra.event_payloads import NodeStartedPayload
 from ebbflow.observe.watch import read_earlier_reports
 
 
@@ -50,12 +58,12 @@ def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
     the type's plan is the first plan that is not simulated. The caller needs the price changes of a
     type since the type's plan was made.
     """
-    plans = [event.data for event in events if event.name == PLAN and event.data.get("chosen")]
+    plans = [event.data for event in select_plans(events)]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
     real = next((plan for plan in plans if not plan.get("simulated")), None)
     if real:
         used_types = {
-            event.data.get("instance_type") for event in events if event.name == NODE_STARTED
+            event.payload.instance_type for event in select_events(events, NodeStartedPayload)
         }
     else:
         used_types = set()

@@ -142,8 +142,9 @@ def _check_price_part(value: Any) -> float | str | None:
         return _check_dollars(value)
 
 
-def _check_list_or_mapping(value: Any) -> list[Any] | dict[str, Any] | None:
-    if value is None or isinstance(value, list | dict):
+def _check_list_or_mapping(value: Any) -> Any:
+    # Tuples: of an event that was not read from a log
+    if value is None or isinstance(value, list | tuple | dict):
         return value
     raise ValueError
 

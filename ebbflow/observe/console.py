@@ -25,7 +25,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-import ebbflow.core.events as ev
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import Event, LogFollower
 from ebbflow.core.launchers import claim_of_parent
@@ -34,6 +33,20 @@ from ebbflow.core.store import Store
 from ebbflow.core.untrusted_text import GuardedStream, one_line, strip_colours, wrap_line
 from ebbflow.flows.command_line import CommandLine, option_values
 from ebbflow.flows.remote import requested_backend
+from ebbflow.infra.event_payloads import (
+    BudgetPayload,
+    CommitFailedPayload,
+    CommitPayload,
+    FaultDetectedPayload,
+    FaultInjectedPayload,
+    GenerationEndedPayload,
+    GenerationStartedPayload,
+    GuardPayload,
+    NoticePayload,
+    OutcomePayload,
+    PlacedPayload,
+    StepPayload,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -339,51 +352,49 @@ class RunView:
 
     # One branch for each kind of event.
     def _happened(self, event: Event) -> None:
-        data = event.data
+        payload = event.payload
         if event.step is None:
             at = ""
         else:
             at = f" at step {event.step:,}"
-        if event.name == ev.STEP:
+        if isinstance(payload, StepPayload):
             self._stepped(event)
-        elif event.name == ev.COMMIT:
+        elif isinstance(payload, CommitPayload):
             self._training.commit = event.step
-        elif event.name == ev.COMMIT_FAILED:
-            self.say(f"! commit of step {event.step} failed: {data.get('message')}")
-        elif event.name == ev.NOTICE:
-            left = data.get("seconds_left")
-            if left is None:
+        elif isinstance(payload, CommitFailedPayload):
+            self.say(f"! commit of step {event.step} failed: {payload.message}")
+        elif isinstance(payload, NoticePayload):
+            if payload.seconds_left is None:
                 within = ""
             else:
-                within = f", {left:.0f} s left"
+                within = f", {payload.seconds_left:.0f} s left"
             self.say(
-                f"! notice to node {event.node}: {data.get('source')} "
-                f"{data.get('action')}{within}: {data.get('does')}"
+                f"! notice to node {event.node}: {payload.source} "
+                f"{payload.action}{within}: {payload.does}"
             )
-        elif event.name == ev.FAULT_INJECTED:
-            self.say(f"! rehearsal{at}: {data.get('kind')} of {data.get('target')}")
-        elif event.name in (ev.FAULT_DETECTED, ev.GENERATION_ENDED) and data.get("culprit"):
-            usd = data.get("usd_lost")
-            if usd is None:
+        elif isinstance(payload, FaultInjectedPayload):
+            self.say(f"! rehearsal{at}: {payload.kind} of {payload.target}")
+        elif isinstance(payload, FaultDetectedPayload | GenerationEndedPayload) and payload.culprit:
+            if isinstance(payload, GenerationEndedPayload) or payload.usd_lost is None:
                 lost = ""
             else:
-                lost = f"; ${usd:.4f} of work since the last commit is lost"
+                lost = f"; ${payload.usd_lost:.4f} of work since the last commit is lost"
             if event.generation not in self._failed:
-                self.say(f"✗ {data['culprit']}: {str(data.get('reason')).replace('_', ' ')}{lost}")
+                self.say(f"✗ {payload.culprit}: {str(payload.reason).replace('_', ' ')}{lost}")
                 self._failed.add(event.generation)
                 self._incident = event
-        elif event.name == ev.OUTCOME:
-            self._outcome = str(data.get("outcome"))
-        elif event.name == ev.GENERATION_STARTED and event.generation > 1:
+        elif isinstance(payload, OutcomePayload):
+            self._outcome = str(payload.outcome)
+        elif isinstance(payload, GenerationStartedPayload) and event.generation > 1:
             self.say(
-                f"› generation {event.generation} starts from step {data.get('parent_step') or 0:,}"
+                f"› generation {event.generation} starts from step {payload.parent_step or 0:,}"
             )
-        elif event.name == ev.GUARD:
-            self.say(f"! guard{at}: {data.get('action')}: {data.get('reason')}")
-        elif event.name == ev.BUDGET:
-            self.say(f"! budget: {data['threshold']:.0%} of ${data['budget_usd']:.2f} is spent")
-        elif event.name == ev.PLACED:
-            self.say(f"› attempt {data.get('attempt')}: {data.get('why')}")
+        elif isinstance(payload, GuardPayload):
+            self.say(f"! guard{at}: {payload.action}: {payload.reason}")
+        elif isinstance(payload, BudgetPayload) and payload.budget_usd is not None:
+            self.say(f"! budget: {payload.threshold:.0%} of ${payload.budget_usd:.2f} is spent")
+        elif isinstance(payload, PlacedPayload):
+            self.say(f"› attempt {payload.attempt}: {payload.why}")
 
     def _stepped(self, event: Event) -> None:
         self._training.step = event.step or 0

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.errors import Outcome
 from ebbflow.core.events import (
     COMMIT,
     COMMIT_FAILED,
@@ -38,17 +39,27 @@ from ebbflow.core.events import (
     NODE_STARTED,
     NOTICE,
     OUTCOME,
-    PHASE,
     RESTORE,
     STEP,
     EndReason,
     Event,
     LedgerClass,
+    find_last_event,
+    is_event,
+    select_events,
 )
 from ebbflow.core.process import run_command
 from ebbflow.core.untrusted_text import guard_terminal, one_line
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.jobs import read_job
+from ebbflow.infra.event_payloads import (
+    CommitFailedPayload,
+    CommitPayload,
+    GenerationEndedPayload,
+    OutcomePayload,
+    PhasePayload,
+    StepPayload,
+)
 
 _MARKS = frozenset(
     {COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE}
@@ -127,26 +138,31 @@ def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
 
 def _slices(event: Event, zero: float) -> Iterator[dict[str, Any]]:
     at = event.t_wall - zero
-    data = event.data
-    if event.name == PHASE:
-        seconds = float(data["seconds"])
-        yield _slice(str(data["class"]), at - seconds, seconds, event.node, event.rank, {})
-    elif event.name == STEP:
-        spent = {str(name): float(seconds) for name, seconds in data.get("seconds", {}).items()}
+    payload = event.payload
+    if isinstance(payload, PhasePayload):
+        seconds = float(payload.seconds)
+        yield _slice(str(payload.ledger_class), at - seconds, seconds, event.node, event.rank, {})
+    elif isinstance(payload, StepPayload):
+        spent = {str(name): float(seconds) for name, seconds in (payload.seconds or {}).items()}
         order = sorted(spent, key=lambda name: (name not in _FIRST, name in _LAST))
         at -= sum(spent.values())
         for name in order:
             yield _slice(name, at, spent[name], event.node, event.rank, {"step": event.step})
             at += spent[name]
         if event.rank == 0:
-            for name in ("loss", "learning_rate", "gradient_norm"):
-                if isinstance(data.get(name), int | float):
+            curves = {
+                "loss": payload.loss,
+                "learning_rate": payload.learning_rate,
+                "gradient_norm": payload.gradient_norm,
+            }
+            for name, value in curves.items():
+                if value is not None and math.isfinite(value):
                     yield {
                         "ph": "C",
                         "name": name,
                         "pid": 0,
                         "ts": _micros(at),
-                        "args": {name: data[name]},
+                        "args": {name: value},
                     }
     elif event.name in _MARKS:
         name = event.name.replace("_", " ") + (
@@ -164,7 +180,7 @@ def _slices(event: Event, zero: float) -> Iterator[dict[str, Any]]:
             "ts": _micros(at),
             "s": scope,
         }
-        yield {**mark, "args": data}
+        yield {**mark, "args": event.data}
 
 
 def _slice(
@@ -199,8 +215,8 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
         last[event.generation] = max(last.get(event.generation, 0.0), event.t_wall)
         if event.name == STEP:
             lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
-    ends = {event.generation: event for event in ordered if event.name == GENERATION_ENDED}
-    outcome = next((event for event in reversed(ordered) if event.name == OUTCOME), None)
+    ends = {event.generation: event for event in select_events(ordered, GenerationEndedPayload)}
+    outcome = find_last_event(ordered, OutcomePayload)
 
     def span(
         name: str,
@@ -225,8 +241,10 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
         }
         return found | ({"parentSpanId": _identify(f"{job} {parent}", 16)} if parent else {})
 
-    data = {"job": job} | ({} if outcome is None else {"outcome": outcome.data.get("outcome")})
-    failed = outcome is not None and data["outcome"] == "failed"
+    data = {"job": job}
+    if outcome is not None:
+        data["outcome"] = str(outcome.payload.outcome)
+    failed = outcome is not None and outcome.payload.outcome is Outcome.FAILED
     found = [span(f"job {job}", "job", "", ordered[0].t_wall, ordered[-1].t_wall, data, failed)]
     for event in ordered:
         number = event.generation
@@ -238,21 +256,21 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
             if end is None:
                 more = {}
             else:
-                more = {name: end.data.get(name) for name in ("reason", "culprit")}
+                more = {"reason": end.payload.reason, "culprit": end.payload.culprit}
             if end is None:
                 until = last[number]
             else:
                 until = end.t_wall
-            bad = end is not None and end.data.get("reason") in [*EndReason]
+            bad = end is not None and end.payload.reason in [*EndReason]
             found.append(
                 span(
                     generation, generation, "job", wall, until, {"generation": number, **more}, bad
                 )
             )
-        elif event.name in (COMMIT, COMMIT_FAILED):
+        elif is_event(event, CommitPayload) or is_event(event, CommitFailedPayload):
             name = event.name.replace("_", " ")
             key = f"{generation} {name} {event.step} {event.rank}"
-            start = wall - float(event.data.get("seconds") or 0.0)
+            start = wall - float(event.payload.seconds or 0.0)
             found.append(
                 span(
                     name,
@@ -264,12 +282,16 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
                     event.name != COMMIT,
                 )
             )
-        elif event.name == STEP and event.rank == lowest[number]:
-            seconds = {
-                kind: float(value) for kind, value in (event.data.get("seconds") or {}).items()
+        elif is_event(event, StepPayload) and event.rank == lowest[number]:
+            step = event.payload
+            seconds = {kind: float(value) for kind, value in (step.seconds or {}).items()}
+            figures: dict[str, float | None] = {
+                f"{kind}_seconds": value for kind, value in seconds.items()
             }
-            more = {f"{kind}_seconds": value for kind, value in seconds.items()}
-            more |= {name: event.data.get(name) for name in ("loss", "tokens")}
+            figures["loss"] = (
+                step.loss if step.loss is not None and math.isfinite(step.loss) else None
+            )
+            figures["tokens"] = step.tokens
             start = wall - sum(seconds.values())
             found.append(
                 span(
@@ -278,7 +300,7 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
                     generation,
                     start,
                     wall,
-                    {**where, **more},
+                    {**where, **figures},
                 )
             )
     return found

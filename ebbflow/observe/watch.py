@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import getpass
 import json
+import math
 import secrets
 import socket
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.errors import InfraError, Outcome, StoreError
-from ebbflow.core.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower
+from ebbflow.core.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower, is_event
 from ebbflow.core.grouping import sum_by_key
 from ebbflow.core.launchers import Launcher, RunningLauncher
 from ebbflow.core.layout import job_prefix, runs_folder, write_atomically
@@ -39,6 +40,7 @@ from ebbflow.cost.jobs import (
 from ebbflow.cost.report.render_html import escape, fill_page, render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
+from ebbflow.infra.event_payloads import StepPayload
 
 _REQUEST_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0  # between two looks at the event log
@@ -69,15 +71,15 @@ def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
     newest = max((steps[-1] for steps in bounds.values()), default=0)
     plotted = max(8, 1 << (newest // _MOST_PLOTTED).bit_length())
     found: list[Event] = []
-    groups: dict[tuple[Any, ...], list[Event]] = {}
+    groups: dict[tuple[Any, ...], list[Event[StepPayload]]] = {}
     for event in events:
         ends = bounds.get(event.generation, ())
         if (
-            event.name != STEP
+            not is_event(event, StepPayload)
             or event.step is None
             or not ends
             or event.step > ends[-1]
-            or event.data.get("skipped")
+            or event.payload.skipped
         ):
             found.append(event)
             continue
@@ -91,22 +93,21 @@ def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
     return sorted(found, key=lambda event: (event.t_wall, event.t_mono))
 
 
-def _merge(group: Sequence[Event]) -> Event:
+def _merge(group: Sequence[Event[StepPayload]]) -> Event:
     if len(group) == 1:
         return group[0]
     data: dict[str, Any] = {}
     for event in group:
         data |= event.data
-    seconds = sum_by_key(
-        pair for event in group for pair in (event.data.get("seconds") or {}).items()
-    )
-    data |= {"seconds": seconds, "merged": sum(event.data.get("merged", 1) for event in group)}
+    steps = [event.payload for event in group]
+    seconds = sum_by_key(pair for step in steps for pair in (step.seconds or {}).items())
+    data |= {"seconds": seconds, "merged": sum(step.merged or 1 for step in steps)}
     for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
         if name in data:
-            data[name] = sum(event.data.get(name) or 0 for event in group)
-    losses = [event.data["loss"] for event in group if "loss" in event.data]
+            data[name] = sum(getattr(step, name) or 0 for step in steps)
+    losses = [step.loss for step in steps if step.loss is not None]
     if losses:
-        if None in losses:
+        if any(math.isnan(loss) for loss in losses):
             data["loss"] = None
         else:
             data["loss"] = max(losses)

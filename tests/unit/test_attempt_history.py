@@ -212,13 +212,13 @@ def test_an_attempt_has_every_field_of_its_events() -> None:
     assert PastAttempt(placement=placement(), placed_utc=WALL).cause == UNKNOWN
 
 
-def test_an_attempt_without_an_end_is_unknown_and_its_unreadable_times_too() -> None:
+def test_an_attempt_without_an_end_is_unknown_and_its_missing_times_too() -> None:
     log = Log()
     log.place("a")
     log.submit("job-1")
     log.place("b", attempt=1)
     log.submit("job-2", attempt=1)
-    log.end("job-2", cause="", reason=None, created_utc=True, started_utc="soon", stopped_utc=7)
+    log.end("job-2", cause="", reason=None, created_utc=None, started_utc=None, stopped_utc=7)
     first, second = read_attempts(log.events).attempts
     assert (first.job_id, first.cause, first.started_utc) == ("", UNKNOWN, None)
     assert (second.cause, second.reason) == (UNKNOWN, "")
@@ -273,8 +273,8 @@ def test_a_submitted_job_belongs_to_the_placement_of_its_run_attempt_step_and_ta
     log = Log()
 
     def add(name: str, place: dict[str, Any], **data: Any) -> None:
-        known = {"step": place["step"], "task": place["task"], **data}
-        made = event(name, float(len(log.events)))
+        known = {"task": place["task"], **data}
+        made = event(name, float(len(log.events)), step=place["step"])
         log.events.append(replace(made, run=place["run"], attempt=place["attempt"], data=known))
 
     for number, place in enumerate(places):

@@ -268,7 +268,7 @@ def test_owner_and_project_are_of_the_newest_configuration_or_empty() -> None:
         ]
     )
     assert (ledger.owner, ledger.project) == ("", "7")
-    nothing = fold([event(CONFIGURED, 0.0)])
+    nothing = fold([event(CONFIGURED, 0.0, settings=[])])
     assert (nothing.owner, nothing.project) == ("", "")
 
 

@@ -144,10 +144,12 @@ def test_any_other_end_is_an_interruption(reason: str | None) -> None:
         False,
         True,
     )
-    lost = only(started(1), outcome(1, reason or "failed"))
-    assert (lost.reason, lost.unplanned) == (None, True), (
-        "an outcome that is no planned end is no reason"
-    )
+
+
+@pytest.mark.parametrize("reason", ["preflight", "failed"])
+def test_an_outcome_that_is_no_planned_end_is_no_reason(reason: str) -> None:
+    lost = only(started(1), outcome(1, reason))
+    assert (lost.reason, lost.unplanned) == (None, True)
 
 
 def test_a_recorded_end_prevails_over_the_outcome_and_the_last_end_over_others() -> None:

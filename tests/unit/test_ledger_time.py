@@ -102,7 +102,7 @@ def only_node(*events: Event) -> NodeTime:
 
 def test_a_node_starts_and_ends_with_its_agents_events() -> None:
     events = [
-        of_node(STARTED, 10.0, ranks=[1, "0"], host="h"),
+        of_node(STARTED, 10.0, ranks=[1, 0], host="h"),
         of_node(STARTED, 20.0, ranks=[7]),
         of_node(BEAT, 500.0, seconds=400.0),
         phase(600.0, "startup", 1.0, rank=2),
@@ -266,7 +266,7 @@ def test_ranks_and_events_of_a_node_are_in_order() -> None:
 
 
 def test_a_node_knows_each_fact_of_its_machine_that_is_recorded() -> None:
-    facts = {key: f"some {key}" for key in MACHINE_KEYS}
+    facts = {key: f"some {key}" for key in MACHINE_KEYS} | {"uptime_seconds": 7.5}
     named = (
         "instance_id",
         "instance_type",
@@ -280,7 +280,8 @@ def test_a_node_knows_each_fact_of_its_machine_that_is_recorded() -> None:
     assert set(MACHINE_KEYS) == {*named, "batch_job_id"}
     node = only_node(of_node(STARTED, 0.0, ranks=[0], other=1, **facts))
     assert node.machine == facts and node.instance_id == "some instance_id"
-    empty = only_node(of_node(STARTED, 0.0, ranks=[0], **dict.fromkeys(MACHINE_KEYS, "")))
+    nothing = dict.fromkeys(MACHINE_KEYS, "") | {"uptime_seconds": 0.0}
+    empty = only_node(of_node(STARTED, 0.0, ranks=[0], **nothing))
     assert empty.machine == {} and empty.instance_id is None
     assert NodeTime(**{**empty.__dict__, "machine": {"instance_id": ""}}).instance_id is None
 

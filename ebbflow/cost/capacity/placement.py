@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.core.events import (
-    BATCH_ATTEMPT,
-    BATCH_SUBMITTED,
-    GENERATION_ENDED,
-    NODE_STARTED,
-    NOTICE,
-    PLACED,
-    Event,
-)
+from ebbflow.core.events import Event, is_event, select_events
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
 from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
 from ebbflow.infra.batch.queues import accepts_type
+from ebbflow.infra.event_payloads import (
+    BatchAttemptPayload,
+    BatchSubmittedPayload,
+    GenerationEndedPayload,
+    NodeStartedPayload,
+    NoticePayload,
+    PlacedPayload,
+)
 from ebbflow.infra.notices import RECLAIMS
 
 if TYPE_CHECKING:
@@ -344,22 +344,18 @@ def read_attempts(events: Sequence[Event]) -> AttemptHistory:
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     agents = _causes_from_agents(ordered)
     newest = {
-        str(event.data.get("job_id")): event.data
-        for event in ordered
-        if event.name == BATCH_ATTEMPT
+        event.payload.job_id: event.payload for event in select_events(ordered, BatchAttemptPayload)
     }
     attempts: list[PastAttempt] = []
     jobs = _jobs_of_placements(ordered)
     reached = 0
-    for event in ordered:
-        if event.name != PLACED:
-            continue
-        placement = _placement(event.data)
+    for event in select_events(ordered, PlacedPayload):
+        placement = read_placement(event.payload)
         if placement is None:
             continue
         # A placement made without the job's events records no generation: use that of the placement
         # before it.
-        reached = max(reached, int(event.data.get("after_generation") or 0))
+        reached = max(reached, event.payload.after_generation or 0)
         attempt = PastAttempt(
             placement=placement, placed_utc=event.t_wall, run=event.run, after_generation=reached
         )
@@ -376,50 +372,66 @@ def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
     """Return the AWS Batch job id of each `placed` event, by the event's `id()`."""
     found: dict[int, str] = {}
     taken: set[str] = set()
-    tries: dict[tuple[Any, ...], Event] = {}
+    tries: dict[_Try, Event] = {}
     for event in ordered:
-        if event.name == PLACED:
+        if is_event(event, PlacedPayload):
             tries[_try(event)] = event
-        elif event.name == BATCH_SUBMITTED and "twin_of" in event.data:
-            taken.add(str(event.data.get("job_id")))  # a duplicate submit, which was ended
-        elif event.name == BATCH_SUBMITTED and (placed := tries.get(_try(event))) is not None:
-            found[id(placed)] = str(event.data.get("job_id"))
-            taken.add(found[id(placed)])
+        elif is_event(event, BatchSubmittedPayload):
+            job_id = str(event.payload.job_id)
+            placed = tries.get(_try(event))
+            if event.payload.twin_of != "":
+                taken.add(job_id)  # a duplicate submit, which was ended
+            elif placed is not None:
+                found[id(placed)] = job_id
+                taken.add(job_id)
     open_one: Event | None = None
     for event in ordered:
-        if event.name == PLACED:
+        if is_event(event, PlacedPayload):
             if id(event) in found:
                 open_one = None
             else:
                 open_one = event
         elif (
-            event.name == BATCH_ATTEMPT
+            is_event(event, BatchAttemptPayload)
             and open_one is not None
-            and str(event.data.get("job_id")) not in taken
+            and event.payload.job_id not in taken
         ):
-            found[id(open_one)] = str(event.data.get("job_id"))
-            taken.add(found[id(open_one)])
+            found[id(open_one)] = event.payload.job_id
+            taken.add(event.payload.job_id)
             open_one = None
     return found
 
 
-def _try(event: Event) -> tuple[Any, ...]:
-    return event.run, event.attempt, event.data.get("step"), event.data.get("task")
+@dataclass(frozen=True)
+class _Try:
+    """A task of a step of the flow, for which an attempt was placed and submitted."""
+
+    run: str
+    attempt: int
+    step: int | None  # in fact its name: `Event.step`
+    task: str | None
+
+
+def _try(event: Event[PlacedPayload] | Event[BatchSubmittedPayload]) -> _Try:
+    return _Try(event.run, event.attempt, event.step, event.payload.task)
 
 
 def _with_end(
-    attempt: PastAttempt, job_id: str, data: Mapping[str, Any], better: str | None
+    attempt: PastAttempt, job_id: str, recorded: BatchAttemptPayload, better: str | None
 ) -> PastAttempt:
-    cause = str(data.get("cause") or UNKNOWN)
+    cause = recorded.cause or UNKNOWN
     if better is not None and cause in (
         _CORRECTABLE if better == RECLAIMED else (USER_CODE, UNKNOWN)
     ):
         cause = better
-    times = {
-        name: _moment(data.get(name)) for name in ("created_utc", "started_utc", "stopped_utc")
-    }
     return replace(
-        attempt, job_id=job_id, cause=cause, reason=str(data.get("reason") or ""), **times
+        attempt,
+        job_id=job_id,
+        cause=cause,
+        reason=recorded.reason or "",
+        created_utc=_moment(recorded.created_utc),
+        started_utc=_moment(recorded.started_utc),
+        stopped_utc=_moment(recorded.stopped_utc),
     )
 
 
@@ -431,35 +443,36 @@ def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
     generation.
     """
     jobs: dict[int, set[str]] = {}
-    for event in events:
-        if event.name == NODE_STARTED and event.data.get("batch_job_id"):
-            jobs.setdefault(event.generation, set()).add(str(event.data["batch_job_id"]))
+    for event in select_events(events, NodeStartedPayload):
+        if event.payload.batch_job_id:
+            jobs.setdefault(event.generation, set()).add(event.payload.batch_job_id)
     newest: dict[str, int] = {}
     for generation in sorted(jobs):
         newest.update(dict.fromkeys(jobs[generation], generation))
     found: dict[str, str] = {}
-    for event in events:
-        if event.name == GENERATION_ENDED and "user_code" in event.data:
+    for event in select_events(events, GenerationEndedPayload):
+        if event.payload.user_code is not None:
             ended = [
                 job_id
                 for job_id in jobs.get(event.generation, ())
                 if newest[job_id] == event.generation
             ]
-            found |= dict.fromkeys(ended, USER_CODE if event.data["user_code"] else UNKNOWN)
-    for event in events:
-        if event.name == NOTICE and event.data.get("action") in RECLAIMS:
+            found |= dict.fromkeys(ended, USER_CODE if event.payload.user_code else UNKNOWN)
+    for event in select_events(events, NoticePayload):
+        if event.payload.action in RECLAIMS:
             found |= dict.fromkeys(jobs.get(event.generation, ()), RECLAIMED)
     return found
 
 
-def _placement(data: Mapping[str, Any]) -> Placement | None:
+def read_placement(placed: PlacedPayload) -> Placement | None:
+    """Return the recorded placement; None if this version cannot read it."""
+    if placed.placement is None:
+        return None
     try:
-        return Placement.from_json(data["placement"])
+        return Placement.from_json(placed.placement)
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def _moment(value: Any) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return None
+def _moment(value: float | None) -> float | None:
+    return None if value is None else float(value)

@@ -15,11 +15,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.events import BATCH_ATTEMPT, Event
+from ebbflow.core.events import Event, select_events
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import BillError
 from ebbflow.cost.ledger.ledger import fold
+from ebbflow.infra.event_payloads import BatchAttemptPayload
 
 # Per pod: the monitor looks about once per minute, at its start and at its end
 _RESOLUTION_SECONDS = 120.0
@@ -132,23 +133,25 @@ def compare_allocations(
 
     A pod belongs to an attempt if the pod's name begins with the attempt's name.
     """
-    newest = {event.data["job_id"]: event.data for event in events if event.name == BATCH_ATTEMPT}
+    newest = {
+        event.payload.job_id: event.payload for event in select_events(events, BatchAttemptPayload)
+    }
     found = []
-    for data in newest.values():
-        if data.get("queue") != "kubernetes" or not data.get("node_times"):
+    for attempt in newest.values():
+        if attempt.queue != "kubernetes" or not attempt.node_times:
             continue
         mine = [
             allocation
             for allocation in allocations
-            if allocation.pod.startswith(f"{data['job_name']}-")
+            if allocation.pod.startswith(f"{attempt.job_name}-")
         ]
         seconds = [allocation.seconds for allocation in mine if allocation.seconds is not None]
         found.append(
             AttemptAllocation(
-                attempt=str(data["job_name"]),
+                attempt=str(attempt.job_name),
                 pods=len({allocation.pod for allocation in mine}),
                 cluster_seconds=sum(
-                    end - start for start, end in data["node_times"] if start and end
+                    end - start for start, end in attempt.node_times if start and end
                 ),
                 seconds=sum(seconds) if len(seconds) == len(mine) else None,
                 usd=sum((allocation.usd for allocation in mine), Decimal(0)),

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.events import PLAN, Event
+from ebbflow.core.events import Event
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_percent, format_usd
@@ -39,8 +39,9 @@ from ebbflow.cost.jobs import read_job
 from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.instances import CLOCKS_APART_SECONDS, LONGEST_IDLE_SECONDS
 from ebbflow.cost.ledger.ledger import Ledger, fold
-from ebbflow.cost.ledger.pricing import SIMULATED
+from ebbflow.cost.ledger.pricing import SIMULATED, select_plans
 from ebbflow.cost.ledger.timeline import read_paid_nodes
+from ebbflow.infra.event_payloads import PlanPayload
 
 JOB_TAG = "ebbflow-job"
 UNEXPLAINED = "unexplained"
@@ -196,15 +197,15 @@ def reconcile(
     """
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     ledger = fold(ordered)
-    plan = next(
-        (event.data for event in ordered if event.name == PLAN and event.data.get("chosen")), None
-    )
+    plans = select_plans(ordered)
+    if plans:
+        forecast_usd = _forecast_usd(plans[0].payload)
+    else:
+        forecast_usd = None
     found = Reconciliation(
         job=ordered[0].job if ordered else "",
         job_tag=job_tag,
-        forecast_usd=None
-        if plan is None
-        else plan["chosen"].get("compute_usd", plan["chosen"].get("expected_usd")),
+        forecast_usd=forecast_usd,
         metered_usd=ledger.total_usd,
         simulated=ledger.price_kind == SIMULATED,
         metered=meter_instances(ledger.nodes),
@@ -247,6 +248,15 @@ def reconcile(
     found.notes = tuple(notes)
     found.findings = (*_find_orphans(found), *faults)
     return found
+
+
+def _forecast_usd(plan: PlanPayload) -> float | None:
+    """Return the forecast dollars for machines, or of an older plan all forecast dollars."""
+    if plan.chosen is None:
+        return None
+    if plan.chosen.compute_usd is None:
+        return plan.chosen.expected_usd
+    return plan.chosen.compute_usd
 
 
 def _add_line(

@@ -27,7 +27,7 @@ from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from ebbflow.core.events import COMMIT, PLAN, STEP, Event, LedgerClass
+from ebbflow.core.events import COMMIT, STEP, Event, LedgerClass, select_events
 from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.amounts import format_duration, format_percent, format_usd, read_decimal
 from ebbflow.cost.errors import ReplayError
@@ -35,9 +35,10 @@ from ebbflow.cost.jobs import read_job
 from ebbflow.cost.ledger.bills import count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger, fold
-from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool
+from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, select_plans
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.cost.report.figures import read_price_curves
+from ebbflow.infra.event_payloads import CommitPayload, StepPayload
 
 _DRAWS = 200
 _SEED = 17
@@ -92,15 +93,15 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
     generations = tuple(generation for generation in measured if generation.seconds > 0)
     executed = sum(generation.steps for generation in generations)
     saves = sum(generation.saves for generation in generations)
-    taken = [event for event in ordered if event.name == STEP and event.step is not None]
+    taken = [event for event in select_events(ordered, StepPayload) if event.step is not None]
     kept = [event.step or 0 for event in taken if recorded[event.generation].keeps(event.step or 0)]
     steps = max(kept, default=0)
     if not executed or not steps:
         raise ReplayError("the run took no step that counts: there is nothing to replay")
     durable = [
-        float(event.data["seconds"])
-        for event in ordered
-        if event.name == COMMIT and event.data.get("seconds")
+        float(event.payload.seconds)
+        for event in select_events(ordered, CommitPayload)
+        if event.payload.seconds
     ]
     shutdowns = [generation.shutdown for generation in generations if not generation.interrupted]
     newest = max(recorded)
@@ -120,13 +121,13 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
     )
 
 
-def _step_deviation(taken: Sequence[Event]) -> float:
+def _step_deviation(taken: Sequence[Event[StepPayload]]) -> float:
     """Return the standard deviation of one rank's step times, measured within each generation, in
     seconds.
     """
     first = min(event.rank for event in taken)
     spent = (
-        (event.generation, event.data.get("seconds", {})) for event in taken if event.rank == first
+        (event.generation, event.payload.seconds or {}) for event in taken if event.rank == first
     )
     seconds = group_by_key(
         (number, sum(float(classes.get(kind, 0.0)) for kind in _STEPPING))
@@ -402,9 +403,7 @@ def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurv
 
     Return its name, prices and relative speed.
     """
-    plan = next(
-        event.data for event in reversed(events) if event.name == PLAN and event.data.get("chosen")
-    )
+    plan = select_plans(events)[-1].data
     curves = read_price_curves(plan, Pricing.of(events).history)
     wanted = words.lower().replace("on_demand", "on-demand").split()
     found = [pool for pool in curves if all(word in str(pool).lower().split() for word in wanted)]

@@ -8,13 +8,18 @@ commit and ends when the ranks end.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import EndReason, Event
+from ebbflow.core.events import EndReason, Event, find_last_event, select_events
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.layout import parse_commit_key
+from ebbflow.infra.event_payloads import (
+    GenerationEndedPayload,
+    GenerationStartedPayload,
+    OutcomePayload,
+    RestorePayload,
+)
 
 # The job was done or stopped itself. Any other end is an interruption.
 PLANNED_ENDS = frozenset(
@@ -76,7 +81,7 @@ def read_generations(
     }
 
 
-def find_final_outcome(events: Sequence[Event]) -> Event | None:
+def find_final_outcome(events: Sequence[Event]) -> Event[OutcomePayload] | None:
     """Find the `outcome` event that applies to the job; None if there is none.
 
     This is the last `outcome` event of the newest generation, or a later `outcome` event from a
@@ -84,15 +89,15 @@ def find_final_outcome(events: Sequence[Event]) -> Event | None:
     (`find_later_refusal`).
     """
     outcomes = _final_outcomes(events)
-    acted = [event for event in outcomes if event.data.get("outcome") not in _REFUSED]
-    if acted and acted[-1].data.get("outcome") == Outcome.COMPLETED:
+    acted = [event for event in outcomes if event.payload.outcome not in _REFUSED]
+    if acted and acted[-1].payload.outcome is Outcome.COMPLETED:
         return acted[-1]
     if outcomes:
         return outcomes[-1]
     return None
 
 
-def find_later_refusal(events: Sequence[Event]) -> Event | None:
+def find_later_refusal(events: Sequence[Event]) -> Event[OutcomePayload] | None:
     """Return the `outcome` event of the last run if preflight refused it after the job had
     completed, else None.
     """
@@ -102,7 +107,7 @@ def find_later_refusal(events: Sequence[Event]) -> Event | None:
     return None
 
 
-def _final_outcomes(events: Sequence[Event]) -> list[Event]:
+def _final_outcomes(events: Sequence[Event]) -> list[Event[OutcomePayload]]:
     """Return the newest generation's `outcome` events, and any later `outcome` events that steps of
     the flow wrote.
     """
@@ -113,40 +118,37 @@ def _final_outcomes(events: Sequence[Event]) -> list[Event]:
     )
     return [
         event
-        for event in events
-        if event.name == ev.OUTCOME
-        and (
-            newest is None
-            or event.generation == newest
-            or (event.rank < 0 and event.t_wall >= since)
-        )
+        for event in select_events(events, OutcomePayload)
+        if newest is None
+        or event.generation == newest
+        or (event.rank < 0 and event.t_wall >= since)
     ]
 
 
 def _generation(
     number: int, events: list[Event], running: bool, kept: tuple[float, float]
 ) -> RecordedGeneration:
-    ended = find_last(events, ev.GENERATION_ENDED)
-    outcome = find_last(events, ev.OUTCOME)
-    if ended is None:
-        data: dict[str, Any] = {}
+    last_end = find_last_event(events, GenerationEndedPayload)
+    outcome = find_last_event(events, OutcomePayload)
+    if last_end is None:
+        ended = GenerationEndedPayload()
     else:
-        data = ended.data
-    reason = data.get("reason")
-    if ended is None and outcome is not None and outcome.data.get("outcome") in PLANNED_ENDS:
+        ended = last_end.payload
+    reason = ended.reason
+    if last_end is None and outcome is not None and outcome.payload.outcome in PLANNED_ENDS:
         # The gang had finished; its agent died before it recorded the end
-        reason = outcome.data["outcome"]
+        reason = outcome.payload.outcome
     return RecordedGeneration(
         number=number,
         parent_step=_find_parent_step(events),
         started_wall=min(event.t_wall for event in events),
         ended_wall=max(event.t_wall for event in events),
         reason=reason,
-        culprit=str(data.get("culprit") or ""),
+        culprit=ended.culprit or "",
         # Other reasons are never the program's fault, such as a gang that a newer launcher
         # superseded.
         user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED)
-        and bool(data.get("user_code")),
+        and bool(ended.user_code),
         planned=reason in PLANNED_ENDS,
         running=running and reason is None,
         kept=kept,
@@ -181,11 +183,11 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
     This is the step of the generation's last commit; infinity if the generation completed or is
     running.
     """
-    outcome = find_last(events, ev.OUTCOME)
-    ended = find_last(events, ev.GENERATION_ENDED)
-    completed = outcome is not None and outcome.data.get("outcome") == Outcome.COMPLETED
-    completed = completed or (ended is not None and ended.data.get("reason") == Outcome.COMPLETED)
-    if completed or running:
+    outcome = find_last_event(events, OutcomePayload)
+    ended = find_last_event(events, GenerationEndedPayload)
+    job_completed = outcome is not None and outcome.payload.outcome is Outcome.COMPLETED
+    generation_completed = ended is not None and ended.payload.reason == Outcome.COMPLETED
+    if job_completed or generation_completed or running:
         return math.inf
     commits = [event.step for event in events if event.name == ev.COMMIT and event.step is not None]
     return float(max(commits, default=_find_parent_step(events)))
@@ -196,12 +198,12 @@ def _find_parent_step(events: list[Event]) -> int:
 
     If newer commits were corrupt, this step is older than planned.
     """
-    restored = find_last(events, ev.RESTORE)
+    restored = find_last_event(events, RestorePayload)
     if restored is not None and restored.step is not None:
         return restored.step
-    started = find_last(events, ev.GENERATION_STARTED)
+    started = find_last_event(events, GenerationStartedPayload)
     if started is not None:
-        return int(started.data.get("parent_step") or 0)
+        return started.payload.parent_step or 0
     steps = [event.step for event in events if event.name == ev.STEP and event.step is not None]
     # No start was recorded: assume that it began before its first step
     return min(steps, default=1) - 1
@@ -215,11 +217,14 @@ def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> i
     that executed the commit's step.
     """
     events = by_number[number]
-    source = find_last(events, ev.RESTORE) or find_last(events, ev.GENERATION_STARTED)
-    if source is None:
-        key = None
+    restored = find_last_event(events, RestorePayload)
+    started = find_last_event(events, GenerationStartedPayload)
+    if restored is not None:
+        key = restored.payload.key
+    elif started is not None:
+        key = started.payload.parent
     else:
-        key = source.data.get("key" if source.name == ev.RESTORE else "parent")
+        key = None
     older = [other for other in by_number if other < number]
     if key:
         try:

@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, Event, LedgerClass
+from ebbflow.core.events import Event, LedgerClass, select_events
 from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
+from ebbflow.infra.event_payloads import BatchAttemptPayload, BatchSubmittedPayload
 
 MINIMUM_SECONDS = 60.0
 # A longer pause is not counted, because the instance may have run another job. `cost.reconcile`
@@ -176,15 +177,12 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
         events: The events of the job, ordered by time.
     """
     submitted = {
-        str(event.data.get("job_id")): event.t_wall
-        for event in events
-        if event.name == BATCH_SUBMITTED
+        str(event.payload.job_id): event.t_wall
+        for event in select_events(events, BatchSubmittedPayload)
     }
     found = {}
-    for event in events:
-        if event.name != BATCH_ATTEMPT:
-            continue
-        job = _batch_job(event.data, submitted)
+    for event in select_events(events, BatchAttemptPayload):
+        job = _batch_job(event, submitted)
         if job is not None:
             found[job.job_id] = job
     return found
@@ -240,39 +238,34 @@ def find_unreported_nodes(
     return found
 
 
-def _batch_job(data: Mapping[str, Any], submitted: Mapping[str, float]) -> BatchJob | None:
-    started = _unix_time(data.get("started_utc"))
-    stopped = _unix_time(data.get("stopped_utc"))
-    job_id = str(data.get("job_id") or "")
-    if not job_id or started is None or stopped is None:
+def _batch_job(
+    event: Event[BatchAttemptPayload], submitted: Mapping[str, float]
+) -> BatchJob | None:
+    attempt = event.payload
+    if not attempt.job_id or attempt.started_utc is None or attempt.stopped_utc is None:
         return None
-    created = _unix_time(data.get("created_utc"))
+    started = float(attempt.started_utc)
+    stopped = float(attempt.stopped_utc)
+    created = started if attempt.created_utc is None else float(attempt.created_utc)
     node_times = {}
-    for index, pair in enumerate(data.get("node_times") or ()):
-        node_started, node_stopped = map(_unix_time, pair)
+    for index, (node_started, node_stopped) in enumerate(attempt.node_times or ()):
         node_times[index] = (
-            started if node_started is None else node_started,
-            stopped if node_stopped is None else node_stopped,
+            started if node_started is None else float(node_started),
+            stopped if node_stopped is None else float(node_stopped),
         )
+    # As recorded: the keys of a plan's candidate
+    candidate = {key: event.data[key] for key in _CANDIDATE_KEYS if key in event.data}
     return BatchJob(
-        job_id=job_id,
-        nodes=max(1, int(data.get("nodes") or 1)),
-        ranks=max(1, int(data.get("processes_per_node") or 1)),
+        job_id=attempt.job_id,
+        nodes=max(1, attempt.nodes or 1),
+        ranks=max(1, attempt.processes_per_node or 1),
         started=started,
         stopped=stopped,
-        cause=str(data.get("cause") or "unknown"),
-        placed_wall=submitted.get(job_id, started if created is None else created),
-        candidate={
-            key: data[key] for key in _CANDIDATE_KEYS if data.get("instance_type") and key in data
-        },
+        cause=attempt.cause or "unknown",
+        placed_wall=submitted.get(attempt.job_id, created),
+        candidate=candidate if candidate.get("instance_type") else {},
         node_times=node_times,
     )
-
-
-def _unix_time(value: Any) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    return None
 
 
 def _find_job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | None:

@@ -18,7 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
-from ebbflow.core.events import BUDGET, CONFIGURED, NODE_HEARTBEAT, STEP, Event, LedgerClass
+from ebbflow.core.events import (
+    STEP,
+    Event,
+    LedgerClass,
+    find_last_event,
+    is_event,
+    select_events,
+)
 from ebbflow.cost.amounts import apportion, round_amount
 from ebbflow.cost.ledger.bills import (
     NodeBill,
@@ -30,6 +37,11 @@ from ebbflow.cost.ledger.bills import (
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
+from ebbflow.infra.event_payloads import (
+    BudgetPayload,
+    ConfiguredPayload,
+    NodeHeartbeatPayload,
+)
 
 MEASURED = "measured"
 ESTIMATED = "estimated"
@@ -189,10 +201,9 @@ def last_notified_threshold(events: Sequence[Event], budget_usd: float | None) -
     Only `budget` events with the current budget count, so notifications start anew after a change
     of the budget.
     """
-    reported = [event.data for event in events if event.name == BUDGET]
+    reported = [event.payload for event in select_events(events, BudgetPayload)]
     return max(
-        (data["threshold"] for data in reported if data.get("budget_usd") == budget_usd),
-        default=0.0,
+        (budget.threshold for budget in reported if budget.budget_usd == budget_usd), default=0.0
     )
 
 
@@ -336,8 +347,8 @@ def _count_redone_steps(events: Sequence[Event], generations: dict[int, Recorded
         if event.name == STEP and event.step is not None
     }
     for event in events:
-        if event.name == NODE_HEARTBEAT:
-            last = event.data.get("trained")
+        if is_event(event, NodeHeartbeatPayload):
+            last = event.payload.trained
         else:
             last = None
         generation = generations.get(event.generation)
@@ -352,11 +363,14 @@ def _read_setting(events: Sequence[Event], key: str) -> str:
     """Return a value of the newest recorded configuration as text; empty if it was not set or not
     recorded.
     """
-    configured = next((event for event in reversed(events) if event.name == CONFIGURED), None)
+    configured = find_last_event(events, ConfiguredPayload)
     if configured is None:
-        rows = []
-    else:
-        rows = configured.data.get("settings", [])
+        return ""
     return next(
-        (str(row["value"]) for row in rows if row["key"] == key and row["value"] is not None), ""
+        (
+            str(setting.value)
+            for setting in configured.payload.settings
+            if setting.key == key and setting.value is not None
+        ),
+        "",
     )

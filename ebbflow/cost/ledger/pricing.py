@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from ebbflow.core.events import PLAN, PRICES, Event
+from ebbflow.core.events import Event, is_event, select_events
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.cost.prices.quote import PoolPrice
+from ebbflow.infra.event_payloads import InvalidPayload, PlanPayload, PricesPayload
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"
@@ -121,7 +122,7 @@ class NodePrice:
 class Pricing:
     """All prices in a job's events."""
 
-    plans: tuple[Event, ...]  # the `plan` events that chose a pool, ordered by time
+    plans: tuple[Event[PlanPayload], ...]  # the `plan` events that chose a pool, ordered by time
     # Price changes (Unix seconds, dollars per hour) by pool
     history: dict[PoolName, tuple[tuple[float, Decimal], ...]]
 
@@ -133,13 +134,11 @@ class Pricing:
             LedgerError: An event has an invalid price.
         """
         history: dict[PoolName, list[tuple[float, Decimal]]] = {}
-        for event in events:
-            if event.name != PRICES:
-                continue
+        for event in select_events(events, PricesPayload):
             for pool, changes in _read_price_changes(event):
                 if changes:
                     history.setdefault(pool, []).extend(changes)
-        plans = tuple(event for event in events if event.name == PLAN and event.data.get("chosen"))
+        plans = tuple(select_plans(events))
         return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
 
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
@@ -341,6 +340,15 @@ def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal 
     return Decimal(str(known))
 
 
+def select_plans(events: Sequence[Event]) -> list[Event[PlanPayload]]:
+    """Return the `plan` events that chose a pool, in the same order."""
+    return [
+        event
+        for event in events
+        if is_event(event, PlanPayload) and event.payload.chosen is not None
+    ]
+
+
 def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
     """Read the pool from a candidate of a plan, or from an element of a `prices` event's list (JSON
     values).
@@ -351,13 +359,23 @@ def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
     )
 
 
-def _read_price_changes(event: Event) -> Iterator[tuple[PoolName, list[tuple[float, Decimal]]]]:
+def _read_price_changes(
+    event: Event[PricesPayload],
+) -> Iterator[tuple[PoolName, list[tuple[float, Decimal]]]]:
     """Yield each pool of a `prices` event with its changes (Unix seconds, dollars per hour)."""
-    for pool in event.data.get("pools", []):
+    try:
+        pools = event.payload.pools or []
+    except InvalidPayload as error:
+        raise LedgerError(f"a prices event is invalid: {error}") from error
+    for pool in pools:
+        name = PoolName(
+            instance_type=pool.instance_type,
+            market=pool.market,
+            place=pool.zone or pool.region or "",
+        )
         try:
-            changes = [(float(at), Decimal(usd)) for at, usd in pool["changes"]]
-            name = parse_pool(pool)
-        except (KeyError, TypeError, ValueError, InvalidOperation) as error:
+            changes = [(float(at), Decimal(usd)) for at, usd in pool.changes]
+        except (TypeError, ValueError, InvalidOperation) as error:
             raise LedgerError(f"a prices event is invalid: {str(pool)[:200]}: {error!r}") from error
         invalid = [usd for _, usd in changes if not usd.is_finite() or usd < 0]
         if invalid:

@@ -8,21 +8,21 @@ exact.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import (
-    NODE_ENDED,
-    NODE_HEARTBEAT,
-    NODE_STARTED,
-    PHASE,
-    EndReason,
-    Event,
-    LedgerClass,
-)
+from ebbflow.core.events import PHASE, EndReason, Event, LedgerClass, find_last_event, is_event
 from ebbflow.core.grouping import group_by_key, sum_by_key
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
+from ebbflow.infra.event_payloads import (
+    InvalidPayload,
+    NodeEndedPayload,
+    NodeHeartbeatPayload,
+    NodeStartedPayload,
+    PhasePayload,
+    StepPayload,
+)
 
 MICRO = 1_000_000
 MACHINE_KEYS = (
@@ -148,8 +148,8 @@ def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[R
 
 def _node(events: list[Event]) -> NodeTime | None:
     by_rank = group_by_key((event.rank, event) for event in events if event.rank >= 0)
-    started = next((event for event in events if event.name == NODE_STARTED), None)
-    ended = next((event for event in reversed(events) if event.name == NODE_ENDED), None)
+    started = next((event for event in events if is_event(event, NodeStartedPayload)), None)
+    ended = find_last_event(events, NodeEndedPayload)
     if started is None:
         start_times = _infer_start(events, by_rank)
     else:
@@ -158,19 +158,20 @@ def _node(events: list[Event]) -> NodeTime | None:
         return None
     start, started_wall = start_times
     if ended is not None:
-        end = start + float(ended.data.get("seconds", ended.t_mono - start))
+        seconds = ended.payload.seconds
+        end = start + float(ended.t_mono - start if seconds is None else seconds)
     else:
         rank_events = [event.t_mono for group in by_rank.values() for event in group]
         heartbeats = [
-            start + float(event.data.get("seconds", 0.0))
+            start + float(event.payload.seconds or 0.0)
             for event in events
-            if event.name == NODE_HEARTBEAT
+            if is_event(event, NodeHeartbeatPayload)
         ]
         end = max([start, *rank_events, *heartbeats])
     if started is not None:
-        listed = [int(rank) for rank in (started.data.get("ranks") or [])]
+        machine = started.payload
     else:
-        listed = []
+        machine = NodeStartedPayload()
     return NodeTime(
         generation=events[0].generation,
         node=events[0].node,
@@ -178,11 +179,9 @@ def _node(events: list[Event]) -> NodeTime | None:
         start=start,
         end=end,
         measured=ended is not None,
-        ranks=sorted(set(listed) | set(by_rank)),
+        ranks=sorted(set(machine.ranks or []) | set(by_rank)),
         events=by_rank,
-        machine={}
-        if started is None
-        else {key: started.data[key] for key in MACHINE_KEYS if started.data.get(key)},
+        machine={key: getattr(machine, key) for key in MACHINE_KEYS if getattr(machine, key)},
     )
 
 
@@ -195,12 +194,12 @@ def _infer_start(
     node is assumed to have started with its first rank. Return None if no rank recorded an
     interval.
     """
-    counting = [
-        event
+    starts = [
+        (event.t_mono - float(event.payload.seconds), event)
         for event in events
-        if event.name in (NODE_HEARTBEAT, NODE_ENDED) and "seconds" in event.data
+        if (is_event(event, NodeHeartbeatPayload) or is_event(event, NodeEndedPayload))
+        and event.payload.seconds is not None
     ]
-    starts = [(event.t_mono - float(event.data["seconds"]), event) for event in counting]
     if not starts:
         clocks = (
             [event for event in group if accounts_for_time(event)] for group in by_rank.values()
@@ -241,7 +240,9 @@ def _find_first_start(clocks: Sequence[Event]) -> float:
 def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> RankTime:
     clocks = [event for event in node.events.get(rank, []) if accounts_for_time(event)]
     paid = _micros(node.paid_seconds)
-    leaving = any(event.data.get("class") == LedgerClass.SHUTDOWN for event in clocks[-1:])
+    leaving = any(
+        event.name == PHASE and LedgerClass.SHUTDOWN in _seconds(event) for event in clocks[-1:]
+    )
     tail_class = _classify_end(
         generation, LedgerClass.SHUTDOWN if leaving else LedgerClass.UNATTRIBUTED
     )
@@ -297,18 +298,17 @@ def _classify_end(generation: RecordedGeneration, planned: LedgerClass) -> Ledge
 
 def _seconds(event: Event) -> dict[LedgerClass, float]:
     """Return the seconds by class that an event records."""
-    data = event.data
+    where = f"generation {event.generation}, node {event.node}, rank {event.rank}"
+    problem = f"{where}: a {event.name} event without classes and seconds: {event.data}"
     try:
-        if event.name == PHASE:
-            seconds = {data["class"]: data["seconds"]}
-        else:
-            seconds = data["seconds"]
-        return {LedgerClass(kind): max(0.0, float(value)) for kind, value in seconds.items()}
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        where = f"generation {event.generation}, node {event.node}, rank {event.rank}"
-        raise LedgerError(
-            f"{where}: a {event.name} event without classes and seconds: {data}"
-        ) from error
+        payload = event.payload
+    except InvalidPayload as error:
+        raise LedgerError(problem) from error
+    if isinstance(payload, PhasePayload):
+        return {payload.ledger_class: max(0.0, float(payload.seconds))}
+    if isinstance(payload, StepPayload) and payload.seconds is not None:
+        return {kind: max(0.0, float(value)) for kind, value in payload.seconds.items()}
+    raise LedgerError(problem)
 
 
 def _clip_seconds(
@@ -343,7 +343,7 @@ def _clip_seconds(
     elif event.step is None or not generation.keeps(event.step):
         waste = LedgerClass.REDONE_STEP
         wasted_kinds = _WASTED
-    elif event.data.get("skipped"):
+    elif is_event(event, StepPayload) and event.payload.skipped:
         waste = LedgerClass.SKIPPED_STEP
         wasted_kinds = _WASTED
     else:
@@ -377,12 +377,18 @@ def _micros(seconds: float) -> int:
     return round(seconds * MICRO)
 
 
-def compute_rate(event: Event, key: str) -> float | None:
+def compute_rate(event: Event, key: Literal["tokens", "flops"]) -> float | None:
     """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if
     unknown.
     """
-    seconds = event.data.get("seconds", {})
-    amount = event.data.get(key)
+    if not is_event(event, StepPayload):
+        return None
+    step = event.payload
+    seconds = step.seconds or {}
+    if key == "tokens":
+        amount = step.tokens
+    else:
+        amount = step.flops
     busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
     if amount and busy > 0:
         return amount / busy

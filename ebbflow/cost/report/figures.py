@@ -10,15 +10,35 @@ from statistics import fmean, median
 from typing import Any
 
 import ebbflow.core.events as ev
-from ebbflow.core.events import Event, LedgerClass
+from ebbflow.core.events import Event, LedgerClass, find_last_event, is_event, select_events
 from ebbflow.core.grouping import group_by_key, sum_by_key
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
 from ebbflow.cost.capacity.placement import read_attempts
 from ebbflow.cost.ledger.bills import NodeBill, compute_bills, count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
-from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, parse_usd
+from ebbflow.cost.ledger.pricing import (
+    PoolName,
+    PriceCurve,
+    Pricing,
+    parse_pool,
+    parse_usd,
+    select_plans,
+)
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
+from ebbflow.infra.event_payloads import (
+    BudgetPayload,
+    CommitPayload,
+    EvaluationPayload,
+    IntervalPayload,
+    NetworkPayload,
+    NodeStartedPayload,
+    PeakPayload,
+    PreflightPayload,
+    PreparedPayload,
+    ProfilePayload,
+    StepPayload,
+)
 
 _WORK = (
     LedgerClass.USEFUL_STEP,
@@ -56,15 +76,19 @@ def compute_actual_figures(
     """
     executed = [
         event
-        for event in events
-        if event.name == ev.STEP and event.step and event.generation in generations
+        for event in select_events(events, StepPayload)
+        if event.step and event.generation in generations
     ]
     kept = [event for event in executed if generations[event.generation].keeps(event.step or 0)]
-    prepared = next((event.data for event in reversed(events) if event.name == ev.PREPARED), {})
-    entropy = read_number(prepared.get("unigram_entropy_nats"))
-    metrics = [
-        event.data.get("metrics", {}) for event in reversed(events) if event.name == ev.EVALUATION
-    ]
+    last_prepared = find_last_event(events, PreparedPayload)
+    if last_prepared is None:
+        prepared = PreparedPayload()
+    else:
+        prepared = last_prepared.payload
+    entropy = read_number(prepared.unigram_entropy_nats)
+    evaluations = select_events(events, EvaluationPayload)
+    metrics = [event.payload.metrics or {} for event in reversed(evaluations)]
+    profiles = [event for event in select_events(events, ProfilePayload) if event.rank == 0]
     rollouts = read_number((metrics[0] if metrics else {}).get("rollouts"))
     held_out = next(
         (read_number(found["held_out_loss"]) for found in metrics if "held_out_loss" in found), None
@@ -81,27 +105,23 @@ def compute_actual_figures(
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(compute_rate(event, "tokens") for event in kept),
         **_compute_mfu(events, kept),
-        "learning_rate": max(_numbers(events, ev.STEP, "learning_rate"), default=None),
+        "learning_rate": max(
+            _numbers(event.payload.learning_rate for event in select_events(events, StepPayload)),
+            default=None,
+        ),
         "held_out_loss": held_out,
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
-        "train_tokens": prepared.get("train_tokens"),
-        "weight_unit": str(prepared.get("weight_unit", "tokens")),
+        "train_tokens": prepared.train_tokens,
+        "weight_unit": prepared.weight_unit or "tokens",
         "metrics": {
             str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()
         },
         "usd_per_1000_rollouts": float(ledger.total_usd) * 1000 / rollouts if rollouts else None,
         "network": _compare_networks(events),
-        "profile": next(
-            (
-                event.data["lines"]
-                for event in events[::-1]
-                if (event.name, event.rank) == (ev.PROFILE, 0)
-            ),
-            None,
-        ),
+        "profile": profiles[-1].payload.lines if profiles else None,
         "commits": len(
-            {event.data.get("key", event.step) for event in events if event.name == ev.COMMIT}
+            {event.payload.key or event.step for event in select_events(events, CommitPayload)}
         ),
         "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
@@ -137,15 +157,14 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
     peaks = find_peaks(ordered)
-    executed: dict[
-        tuple[int, int], list[tuple[float, float, Event]]
-    ] = {}  # (seconds, dollars, event) of each rank
+    # (seconds, dollars, event) of each rank
+    executed: dict[tuple[int, int], list[tuple[float, float, Event[StepPayload]]]] = {}
     for bill in compute_bills(ordered, generations).nodes:
         curve = bill.curve
         ranks = len(bill.node.ranks)
         for event in chain.from_iterable(bill.node.events.values()):
-            if event.name == ev.STEP and event.step is not None:
-                seconds = sum(event.data.get("seconds", {}).values())
+            if is_event(event, StepPayload) and event.step is not None:
+                seconds = sum((event.payload.seconds or {}).values())
                 wall = bill.node.started_wall + event.t_mono - bill.node.start
                 usd = float(curve.price_at(wall)) / 3600 / ranks * seconds
                 executed.setdefault((event.generation, event.step), []).append(
@@ -163,9 +182,11 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
             mfu = flops / peak
         else:
             mfu = None
+        steps = [event.payload for *_, event in parts]
         known = [
-            next((read_number(event.data[key]) for *_, event in parts if key in event.data), None)
-            for key in ("learning_rate", "gradient_norm", "loss")
+            _first_number(taken.learning_rate for taken in steps),
+            _first_number(taken.gradient_norm for taken in steps),
+            _first_number(taken.loss for taken in steps),
         ]
         usd = sum(part[1] for part in parts)
         speed = compute_rate(slowest, "tokens")
@@ -210,13 +231,12 @@ def find_peaks(events: Sequence[Event]) -> dict[int, float]:
     dtypes: dict[tuple[str, int, int, int], str] = {}
     for event in events:
         node = event.run, event.attempt, event.generation, event.node
-        if event.name == ev.NODE_STARTED:
-            machines[node] = event.data.get("instance_id") or event.data.get("host") or ""
-        elif event.name == ev.PEAK:
-            peaks.setdefault(node, {})[event.rank] = (
-                read_number(event.data.get("flops_per_second")) or 0.0
-            )
-            dtypes[node] = str(event.data.get("dtype"))
+        payload = event.payload
+        if isinstance(payload, NodeStartedPayload):
+            machines[node] = payload.instance_id or payload.host or ""
+        elif isinstance(payload, PeakPayload):
+            peaks.setdefault(node, {})[event.rank] = read_number(payload.flops_per_second) or 0.0
+            dtypes[node] = str(payload.dtype)
     keys = {
         node: (machines.get(node) or node[-1], dtypes[node], len(ranks))
         for node, ranks in peaks.items()
@@ -235,7 +255,9 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
     `predicted_loss` is the estimate of that share. It is the mean of the predictions that the job
     made whenever it computed the checkpoint interval. Unknown figures are None.
     """
-    predicted = _numbers(events, ev.INTERVAL, "predicted_loss")
+    intervals = [event.payload for event in select_events(events, IntervalPayload)]
+    commits = [event.payload for event in select_events(events, CommitPayload)]
+    predicted = _numbers(interval.predicted_loss for interval in intervals)
     classes = (LedgerClass.CHECKPOINT_STALL, LedgerClass.REDONE_STEP)
     lost = sum(line.rank_microseconds for line in ledger.lines if line.ledger_class in classes)
     return {
@@ -243,9 +265,9 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
         "failed": len(
             {(event.generation, event.step) for event in events if event.name == ev.COMMIT_FAILED}
         ),
-        "stall_seconds": _median(_numbers(events, ev.COMMIT, "stall_seconds")),
-        "durable_seconds": _median(_numbers(events, ev.COMMIT, "seconds")),
-        "interval_seconds": _median(_numbers(events, ev.INTERVAL, "seconds")),
+        "stall_seconds": _median(_numbers(commit.stall_seconds for commit in commits)),
+        "durable_seconds": _median(_numbers(commit.seconds for commit in commits)),
+        "interval_seconds": _median(_numbers(interval.seconds for interval in intervals)),
         "predicted_loss": fmean(predicted) if predicted else None,
         "actual_loss": lost / ledger.paid_microseconds if ledger.paid_microseconds else None,
     }
@@ -256,25 +278,35 @@ def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
 
     None without probes.
     """
-    probes = [event.data for event in events if event.name == ev.NETWORK]
+    probes = select_events(events, NetworkPayload)
     if not probes:
         return None
-    *before, last = probes
-    keys = (
-        "bandwidth_bytes_per_second",
-        "all_reduce_bytes_per_second",
-        "round_trip_seconds",
-        "clock_offset_seconds",
-    )
-    earlier = {}
-    for key in keys:
-        earlier[key] = _median(read_number(probe.get(key)) for probe in before)
-    return {**last, "before": {"probes": len(before), **earlier}}
+    before = [event.payload for event in probes[:-1]]
+    earlier = {
+        "probes": len(before),
+        "bandwidth_bytes_per_second": _median(
+            read_number(probe.bandwidth_bytes_per_second) for probe in before
+        ),
+        "all_reduce_bytes_per_second": _median(
+            read_number(probe.all_reduce_bytes_per_second) for probe in before
+        ),
+        "round_trip_seconds": _median(read_number(probe.round_trip_seconds) for probe in before),
+        "clock_offset_seconds": _median(
+            read_number(probe.clock_offset_seconds) for probe in before
+        ),
+    }
+    # All fields as they were recorded
+    return {**probes[-1].data, "before": earlier}
 
 
-def _numbers(events: Sequence[Event], name: str, key: str) -> list[float]:
-    values = [read_number(event.data.get(key)) for event in events if event.name == name]
+def _numbers(recorded: Iterable[float | None]) -> list[float]:
+    values = [read_number(value) for value in recorded]
     return [value for value in values if value is not None]
+
+
+def _first_number(recorded: Iterable[float | None]) -> float | None:
+    """Return the first value that was recorded; None if it is not finite."""
+    return next((read_number(value) for value in recorded if value is not None), None)
 
 
 def _median(values: Iterable[float | None]) -> float | None:
@@ -339,7 +371,7 @@ def compute_money_figures(
         ],
         "hindsight": compute_hindsight(events, generations, ledger),
         "thresholds": sorted(
-            {event.data["threshold"] for event in events if event.name == ev.BUDGET}
+            {event.payload.threshold for event in select_events(events, BudgetPayload)}
         ),
         "instances": sorted(
             {bill.node.instance_id for bill in ledger.nodes if bill.node.instance_id}
@@ -349,18 +381,16 @@ def compute_money_figures(
         "prices": _sum_by_price(ledger),
         "attempts": _compute_attempt_figures(events, ledger),
         "light_steps_away": any(
-            event.data.get("sent_away") for event in events if event.name == ev.PREFLIGHT
+            event.payload.sent_away for event in select_events(events, PreflightPayload)
         ),
     }
 
 
 def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
-    plan = next(
-        (event.data for event in events if event.name == ev.PLAN and event.data.get("chosen")), None
-    )
-    if plan is None:
+    plans = select_plans(events)
+    if not plans:
         return None
-    chosen = plan["chosen"]
+    chosen = plans[0].data["chosen"]
     expected = chosen.get("expected_usd")
     hours = chosen.get("expected_hours")
     compute = chosen.get("compute_usd", expected)
@@ -404,11 +434,6 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
     hours for which it ran according to Batch, and its dollars in the ledger. `ended` is the cause
     of its end, empty while unknown. `reason` is the text that Batch gave.
     """
-    last_events = {
-        str(event.data.get("job_id")): event.data
-        for event in events
-        if event.name == ev.BATCH_ATTEMPT
-    }
     bills = (*ledger.nodes, *ledger.unreported)
     paid = sum_by_key((bill.job.job_id, bill.usd) for bill in bills if bill.job is not None)
     found = []
@@ -440,7 +465,7 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
                 "why": placement.reason,
                 "job_id": attempt.job_id,
                 "ended": attempt.cause if attempt.job_id else "",
-                "reason": str(last_events.get(attempt.job_id, {}).get("reason") or ""),
+                "reason": attempt.reason,
                 "planned": {
                     "usd_per_hour": placement.gang_usd_per_hour,
                     "hours": placement.expected_hours,
@@ -481,16 +506,10 @@ def compute_hindsight(
         Lowest cost and regret in dollars, and hours of work and start; None without a plan or paid
         work, or if no recorded pool could do the work.
     """
-    plan = next(
-        (
-            event.data
-            for event in reversed(events)
-            if event.name == ev.PLAN and event.data.get("chosen")
-        ),
-        None,
-    )
-    if plan is None or not ledger.nodes:
+    plans = select_plans(events)
+    if not plans or not ledger.nodes:
         return None
+    plan = plans[-1].data
     newest = ledger.nodes[-1].node.generation
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
     work, start = _compute_hours(
@@ -598,9 +617,8 @@ def _add_quotes(
     The ledger uses the quotes of all plans too. If this function used only the newest plan's
     quotes, the higher prices of earlier plans would appear as regret.
     """
-    plans = (event for event in events if event.name == ev.PLAN and event.data.get("chosen"))
     quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
-    for event in plans:
+    for event in select_plans(events):
         for pool, usd in _read_quotes(event.data).items():
             quoted.setdefault(pool, []).append((event.t_wall, usd))
     return {**quoted, **{pool: changes for pool, changes in history.items() if changes}}

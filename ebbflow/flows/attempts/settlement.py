@@ -15,15 +15,15 @@ from ebbflow.core.errors import CloudRefused, InfraError
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import (
     BATCH_ATTEMPT,
-    BATCH_SUBMITTED,
-    NODE_STARTED,
-    PLACED,
     Event,
+    is_event,
     read_events,
+    select_events,
 )
 from ebbflow.core.launchers import check_run_claim
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed
 from ebbflow.cost.capacity import Placement, batch_attempt_data
+from ebbflow.cost.capacity.placement import read_placement
 from ebbflow.flows.job import Job
 from ebbflow.infra.batch import (
     NEVER_STARTED,
@@ -34,6 +34,12 @@ from ebbflow.infra.batch import (
     describe_attempts,
 )
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
+from ebbflow.infra.event_payloads import (
+    BatchAttemptPayload,
+    BatchSubmittedPayload,
+    NodeStartedPayload,
+    PlacedPayload,
+)
 from ebbflow.infra.kubernetes import cluster as kubernetes
 
 # Short, because the container of the step `report` may not reach Batch. The launcher tries again.
@@ -85,7 +91,7 @@ def settle_attempts(
     for job_id, (attempt, there) in found.items():
         event = submitted[job_id]
         if attempt.finished:
-            if job_id in half_told and not _is_complete(vars(attempt)):
+            if job_id in half_told and not _is_complete(attempt):
                 continue
             placement = find_placement(event, events)
             settled.append(log.emit(BATCH_ATTEMPT, **batch_attempt_data(attempt, placement)))
@@ -158,7 +164,7 @@ def _describe_when_complete(
         found = _describe(job_ids, client, deadline_seconds)
         ended = [found[job_id] for job_id in wanted if job_id in found and found[job_id].finished]
         if (
-            all(_is_complete(vars(attempt)) for attempt in ended)
+            all(_is_complete(attempt) for attempt in ended)
             or time.monotonic() + _LOOK_SECONDS > limit
         ):
             return found
@@ -181,12 +187,12 @@ def _describe(
     return describe_attempts(job_ids, client, deadline_seconds=deadline_seconds)
 
 
-def _is_complete(record: Mapping[str, Any]) -> bool:
+def _is_complete(record: BatchAttempt | BatchAttemptPayload) -> bool:
     """Return whether the record of an ended job has its end time (if it ever ran) and its reason
     (if it failed).
     """
-    is_timed = record.get("started_utc") is None or record.get("stopped_utc") is not None
-    return is_timed and (record.get("status") != "FAILED" or bool(record.get("reason")))
+    is_timed = record.started_utc is None or record.stopped_utc is not None
+    return is_timed and (record.status != "FAILED" or bool(record.reason))
 
 
 def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
@@ -195,7 +201,7 @@ def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
     The event is the one that recorded the submission. If no such event exists, it is the agent's
     NODE_STARTED event.
     """
-    settled = {event.data.get("job_id") for event in events if event.name == BATCH_ATTEMPT}
+    settled = {event.payload.job_id for event in select_events(events, BatchAttemptPayload)}
     return {
         job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled
     }
@@ -206,7 +212,9 @@ def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
     Needs events ordered by time.
     """
-    last = {event.data.get("job_id"): event.data for event in events if event.name == BATCH_ATTEMPT}
+    last = {
+        event.payload.job_id: event.payload for event in select_events(events, BatchAttemptPayload)
+    }
     known = _submitted_jobs(events)
     return {
         job_id: event
@@ -217,12 +225,18 @@ def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
 def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
     found: dict[str, Event] = {}
-    for name, key in ((BATCH_SUBMITTED, "job_id"), (NODE_STARTED, "batch_job_id")):
-        for event in events:
-            job_id = str(event.data.get(key) or "").partition("#")[0]  # a node's id is ID#INDEX
-            if event.name == name and job_id:
-                found.setdefault(job_id, event)
+    for event in select_events(events, BatchSubmittedPayload):
+        if event.payload.job_id:
+            found.setdefault(_without_index(event.payload.job_id), event)
+    for event in select_events(events, NodeStartedPayload):
+        if event.payload.batch_job_id:
+            found.setdefault(_without_index(event.payload.batch_job_id), event)
     return found
+
+
+def _without_index(job_id: str) -> str:
+    # The id of a node is ID#INDEX
+    return job_id.partition("#")[0]
 
 
 def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
@@ -273,21 +287,17 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
     Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step
     and task of an agent's event, which has neither.
     """
-    is_agents = submitted.name == NODE_STARTED
-    task = (submitted.step, submitted.data.get("task"))
     placed = [
         event
-        for event in events
-        if event.name == PLACED
-        and (event.run, event.attempt) == (submitted.run, submitted.attempt)
-        and (is_agents or (event.step, event.data.get("task")) == task)
+        for event in select_events(events, PlacedPayload)
+        if (event.run, event.attempt) == (submitted.run, submitted.attempt)
     ]
-    try:
-        if placed:
-            return Placement.from_json(placed[-1].data["placement"])
-        return None
-    except (KeyError, TypeError):
-        return None
+    if is_event(submitted, BatchSubmittedPayload):
+        task = (submitted.step, submitted.payload.task)
+        placed = [event for event in placed if (event.step, event.payload.task) == task]
+    if placed:
+        return read_placement(placed[-1].payload)
+    return None
 
 
 def settle_for_report(job: Job) -> None:

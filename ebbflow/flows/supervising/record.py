@@ -10,12 +10,17 @@ from enum import StrEnum
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import BATCH_ATTEMPT, PLAN, SUPERVISED, read_events
+from ebbflow.core.events import (
+    find_last_event,
+    read_events,
+    select_events,
+)
 from ebbflow.core.store import Store
 from ebbflow.cost.errors import CostError
 from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.attempts.settlement import unsettled_jobs
+from ebbflow.infra.event_payloads import BatchAttemptPayload, PlanPayload, SupervisedPayload
 from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import TrainingError
@@ -96,9 +101,11 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         report = None
         why = str(error)
     hours = config.cost.deadline_hours
-    started = next(
-        (event.data.get("started_utc") for event in reversed(events) if event.name == PLAN), None
-    )
+    plan = find_last_event(events, PlanPayload)
+    if plan is None:
+        started = None
+    else:
+        started = plan.payload.started_utc
     same_settings = _written_config(job_store) == config.model_dump(mode="json")
     return JobRecord(
         interruptions=frozenset(
@@ -106,22 +113,20 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         ),
         failures=frozenset(generation.number for generation in ended if generation.user_code),
         attempts={
-            event.data["job_id"]: event.data["cause"]
-            for event in events
-            if event.name == BATCH_ATTEMPT
+            event.payload.job_id: event.payload.cause or "unknown"
+            for event in select_events(events, BatchAttemptPayload)
         },
         unsettled=bool(unsettled_jobs(events)),
         commit=_newest_commit(job_store),
         runs=tuple(
             SupervisedRun(
-                verdict=event.data["verdict"],
-                commit=event.data.get("commit"),
+                verdict=event.payload.verdict,
+                commit=event.payload.commit,
                 ended_utc=event.t_wall,
-                failures=int(event.data.get("failures") or 1),
-                seconds=float(event.data.get("seconds") or 0.0),
+                failures=event.payload.failures or 1,
+                seconds=float(event.payload.seconds or 0.0),
             )
-            for event in events
-            if event.name == SUPERVISED
+            for event in select_events(events, SupervisedPayload)
         ),
         report=report,
         why=why,

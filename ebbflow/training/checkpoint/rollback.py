@@ -12,9 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.core.events import COMMIT, GENERATION_STARTED, RESTORE, Event, read_events
+from ebbflow.core.events import (
+    Event,
+    read_events,
+    select_events,
+)
 from ebbflow.core.layout import permit_key
 from ebbflow.core.store import Store
+from ebbflow.infra.event_payloads import CommitPayload, GenerationStartedPayload, RestorePayload
 from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.manifest import VERSION
 from ebbflow.training.checkpoint.verified_io import seal
@@ -135,15 +140,15 @@ def _newest_known(events: Sequence[Event]) -> lineage.CommitRef | None:
 
     If it made no commit, return the one it restored.
     """
-    started = [event for event in events if event.name == GENERATION_STARTED]
+    started = select_events(events, GenerationStartedPayload)
     if not started:
         return None
     newest = max(started, key=lambda event: (event.generation, event.t_wall))
     own = [event for event in events if event.generation == newest.generation]
-    commits = [event.data.get("key") for event in own if event.name == COMMIT]
-    restored = [event.data.get("key") for event in own if event.name == RESTORE]
+    commits = [event.payload.key for event in select_events(own, CommitPayload)]
+    restored = [event.payload.key for event in select_events(own, RestorePayload)]
     refs = sorted(filter(None, map(_ref, commits)), key=lambda ref: ref.step)
-    return (refs or [None])[-1] or _ref((restored or [None])[-1]) or _ref(newest.data.get("parent"))
+    return (refs or [None])[-1] or _ref((restored or [None])[-1]) or _ref(newest.payload.parent)
 
 
 def _ref(key: object) -> lineage.CommitRef | None:

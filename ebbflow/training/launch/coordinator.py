@@ -18,6 +18,11 @@ from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import EndReason, Event, read_events
 from ebbflow.core.store import Store
 from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
+from ebbflow.infra.event_payloads import (
+    GenerationEndedPayload,
+    NodeEndedPayload,
+    NodeStartedPayload,
+)
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     Generation,
@@ -474,13 +479,14 @@ def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
     ranks: dict[tuple[str, int, int, int], int] = {}
     for event in events:
         node = event.run, event.attempt, event.generation, event.node
-        if event.name == ev.NODE_STARTED:
-            ranks[node] = len(event.data.get("ranks") or [])
-        elif event.name == ev.NODE_ENDED:
-            paid = float(event.data.get("seconds") or 0.0) * ranks.get(node, 0)
+        payload = event.payload
+        if isinstance(payload, NodeStartedPayload):
+            ranks[node] = len(payload.ranks or [])
+        elif isinstance(payload, NodeEndedPayload):
+            paid = float(payload.seconds or 0.0) * ranks.get(node, 0)
             seconds[event.generation] = seconds.get(event.generation, 0.0) + paid
-        elif event.name == ev.GENERATION_ENDED and event.data.get("fingerprint"):
-            ended[event.generation] = event.data["fingerprint"]
+        elif isinstance(payload, GenerationEndedPayload) and payload.fingerprint:
+            ended[event.generation] = payload.fingerprint
     return [
         FailedGeneration(number, ended[number], seconds.get(number, 0.0))
         for number in sorted(ended)
