@@ -15,12 +15,21 @@ from statistics import median
 from typing import Any
 
 import ebbflow.core.events as ev
-from ebbflow.core.events import Event, LedgerClass
+from ebbflow.core.events import Event, LedgerClass, find_last_event, is_event, select_events
 from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
 from ebbflow.cost.report.figures import find_peaks, read_number
+from ebbflow.infra.event_payloads import (
+    ConfiguredPayload,
+    EvaluationPayload,
+    NodeHeartbeatPayload,
+    NodeStartedPayload,
+    PlanPayload,
+    StepPayload,
+)
 
 LARGEST_POINTS = 600
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
@@ -113,23 +122,23 @@ def compute_progress(
     the current price, and the speed of the last 200 plotted steps of the newest generation. They
     are None unless the job is running.
     """
-    plan = next(
-        (
-            event.data
-            for event in reversed(events)
-            if event.name == ev.PLAN and event.data.get("chosen")
-        ),
-        {},
-    )
-    settings = next(
-        (event.data["settings"] for event in reversed(events) if event.name == ev.CONFIGURED), []
-    )
-    known = {row["key"]: row.get("value") for row in settings}
+    plans = select_plans(events)
+    if plans:
+        plan = plans[-1].payload
+        recorded = plans[-1].data
+    else:
+        plan = PlanPayload()
+        recorded = {}
+    configured = find_last_event(events, ConfiguredPayload)
+    if configured is None:
+        known = {}
+    else:
+        known = {setting.key: setting.value for setting in configured.payload.settings}
     # A script takes as many steps as its code says; the plan knows them if they were measured.
     if known.get("script"):
-        total = plan.get("steps")
+        total = plan.steps
     else:
-        total = known.get("training.max_steps") or plan.get("steps")
+        total = known.get("training.max_steps") or plan.steps
     if not isinstance(total, int):
         total = None
     columns = charts["steps"]
@@ -143,7 +152,7 @@ def compute_progress(
     found = {
         "step": done,
         "steps": total,
-        "budget_usd": plan.get("budget_usd"),
+        "budget_usd": plan.budget_usd,
         "commit_step": committed or None,
         "at_risk_steps": max(0, done - committed),
         **dict.fromkeys(
@@ -182,7 +191,7 @@ def compute_progress(
         left = max(0, total - done)
         low = min(pace, paces[len(paces) // 10])
         high = max(pace, paces[9 * (len(paces) - 1) // 10])
-        ahead = plan.get("live") or (plan.get("chosen") or {}).get("outlook") or {}
+        ahead = recorded.get("live") or (recorded.get("chosen") or {}).get("outlook") or {}
         tail = (ahead.get("p90_usd") or 0.0) - (
             ahead.get("mean_usd") or ahead.get("p50_usd") or 0.0
         )
@@ -253,11 +262,11 @@ def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
 
 def find_kept_steps(
     events: Sequence[Event], generations: dict[int, RecordedGeneration]
-) -> list[Event]:
+) -> list[Event[StepPayload]]:
     """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
-    latest: dict[int, Event] = {}
-    for event in events:
-        if event.name != ev.STEP or event.step is None or event.generation not in generations:
+    latest: dict[int, Event[StepPayload]] = {}
+    for event in select_events(events, StepPayload):
+        if event.step is None or event.generation not in generations:
             continue
         known = latest.get(event.step)
         if known is None or (-event.generation, event.rank) < (-known.generation, known.rank):
@@ -266,9 +275,13 @@ def find_kept_steps(
 
 
 def _step_columns(
-    kept: Sequence[Event], peaks: dict[int, float], seconds: list[float], spent: _SpendCurve
+    kept: Sequence[Event[StepPayload]],
+    peaks: dict[int, float],
+    seconds: list[float],
+    spent: _SpendCurve,
 ) -> dict[str, list[float | None]]:
-    loss = [read_number(event.data.get("loss")) for event in kept]
+    steps = [event.payload for event in kept]
+    loss = [read_number(step.loss) for step in steps]
     flops = [(compute_rate(event, "flops"), peaks.get(event.generation)) for event in kept]
     # A peak that was measured on a busy machine is too low (`cost.report.figures`).
     mfu = [None if rate is None or not peak else 100 * rate / peak for rate, peak in flops]
@@ -282,20 +295,15 @@ def _step_columns(
         "mfu": mfu
         if sum(share > 100 for share in mfu if share is not None) <= len(kept) / 20
         else [None] * len(kept),
-        "learning_rate": [read_number(event.data.get("learning_rate")) for event in kept],
-        "gradient_norm": [read_number(event.data.get("gradient_norm")) for event in kept],
+        "learning_rate": [read_number(step.learning_rate) for step in steps],
+        "gradient_norm": [read_number(step.gradient_norm) for step in steps],
     }
-    waits = [(event, _waited(event.data)) for event in kept]
+    waits = [(step, _waited(step)) for step in steps]
     for name, kind in _SECONDS.items():
         columns[name] = [
-            read_number(
-                (event.data.get("seconds") or {}).get(kind, 0.0) / event.data.get("merged", 1)
-            )
-            for event in kept
+            read_number((step.seconds or {}).get(kind, 0.0) / (step.merged or 1)) for step in steps
         ]
-    columns["wait"] = [
-        None if wait is None else wait / event.data.get("merged", 1) for event, wait in waits
-    ]
+    columns["wait"] = [None if wait is None else wait / (step.merged or 1) for step, wait in waits]
     return {name: values for name, values in columns.items() if name in _X or has_values(values)}
 
 
@@ -303,12 +311,12 @@ def has_values(column: Iterable[float | None]) -> bool:
     return any(value is not None for value in column)
 
 
-def _waited(data: dict[str, Any]) -> float | None:
+def _waited(step: StepPayload) -> float | None:
     """Return the seconds in which a rank waited for other ranks, from its step event; None in older
     logs.
     """
-    own = read_number(data.get("own_seconds"))
-    parts = data.get("seconds") or {}
+    own = read_number(step.own_seconds)
+    parts = step.seconds or {}
     if own is None:
         return None
     return max(0.0, sum(parts.get(kind, 0.0) for kind in _BUSY) - own)
@@ -378,11 +386,8 @@ def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float
 
 def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
     found: dict[int, tuple[float, float]] = {}
-    for event in events:
-        if event.name == ev.EVALUATION:
-            value = read_number((event.data.get("metrics") or {}).get("held_out_loss"))
-        else:
-            value = None
+    for event in select_events(events, EvaluationPayload):
+        value = read_number((event.payload.metrics or {}).get("held_out_loss"))
         if value is not None and event.step is not None:
             found[event.step] = event.t_wall - origin, value
     rows = [
@@ -393,25 +398,23 @@ def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, l
 
 def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
     found = {
-        event.step: event.data
-        for event in events
-        if event.name == ev.EVALUATION and event.step is not None
+        event.step: event.payload
+        for event in select_events(events, EvaluationPayload)
+        if event.step is not None
     }
     rows = [
         {
             "step": step,
             "metrics": {
-                str(name): read_number(value) for name, value in data.get("metrics", {}).items()
+                str(name): read_number(value) for name, value in (shown.metrics or {}).items()
             },
         }
-        for step, data in sorted(found.items())[-_MOST_EVALUATIONS:]
+        for step, shown in sorted(found.items())[-_MOST_EVALUATIONS:]
     ]
-    drawn = next(
-        (step for step in sorted(found, reverse=True) if found[step].get("pictures")), None
-    )
+    drawn = next((step for step in sorted(found, reverse=True) if found[step].pictures), None)
     return {
         "rows": rows,
-        "pictures": {} if drawn is None else found[drawn]["pictures"],
+        "pictures": {} if drawn is None else found[drawn].pictures,
         "pictures_step": drawn,
     }
 
@@ -422,8 +425,8 @@ def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, li
     """
     beats = [
         event
-        for event in events
-        if event.name == ev.NODE_HEARTBEAT and any(map(event.data.get, _MACHINE))
+        for event in select_events(events, NodeHeartbeatPayload)
+        if any(getattr(event.payload, name) for name in _MACHINE)
     ]
     if not beats:
         return {}
@@ -434,7 +437,7 @@ def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, li
     for beat in beats:
         bucket = sums.setdefault(int((beat.t_wall - start) / width), {})
         for name in _MACHINE:
-            value = read_number(beat.data.get(name))
+            value = read_number(getattr(beat.payload, name))
             if value is not None:
                 bucket.setdefault(name, []).append(value)
     rows = []
@@ -479,10 +482,8 @@ def _marks(
     found += sorted(_spread(starts, _MOST_MARKS), key=lambda mark: mark["kind"])
     bad = {
         event.step: {**place(event.t_wall - origin), "step": event.step}
-        for event in events
-        if event.name == ev.STEP
-        and "loss" in event.data
-        and read_number(event.data["loss"]) is None
+        for event in select_events(events, StepPayload)
+        if event.payload.loss is not None and read_number(event.payload.loss) is None
     }
     found += [
         {**row, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
@@ -580,13 +581,14 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     for event in events:
         if event.generation != newest:
             continue
-        if event.name == ev.NODE_STARTED:
-            host = event.data.get("instance_id") or event.data.get("host") or ""
-            hosts |= {rank: (event.node, str(host)) for rank in event.data.get("ranks") or []}
-        elif event.name == ev.NODE_HEARTBEAT and (
-            used := read_number(event.data.get("resident_bytes"))
-        ):
-            memory[event.node] = used
+        payload = event.payload
+        if isinstance(payload, NodeStartedPayload):
+            host = payload.instance_id or payload.host or ""
+            hosts |= dict.fromkeys(payload.ranks or [], (event.node, host))
+        elif isinstance(payload, NodeHeartbeatPayload):
+            used = read_number(payload.resident_bytes)
+            if used:
+                memory[event.node] = used
     slowest: Counter[int] = Counter()
     counted: Counter[int] = Counter()
     ratios: dict[int, list[float]] = {}
@@ -594,30 +596,31 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     # Waits for other ranks, of the ranks that know them
     idle: defaultdict[int, float] = defaultdict(float)
     seconds: dict[int, list[float]] = {}
-    waits: Counter[int] = Counter()
-    spent: Counter[int] = Counter()
+    waits: defaultdict[int, float] = defaultdict(float)
+    spent: defaultdict[int, float] = defaultdict(float)
     last: dict[int, float] = {}
     steps: dict[int, int] = {}
     for event in mine:
         last[event.rank] = max(last.get(event.rank, 0.0), event.t_wall)
-        if event.name != ev.STEP:
+        if not is_event(event, StepPayload):
             continue
+        step = event.payload
         steps[event.rank] = max(steps.get(event.rank, 0), event.step or 0)
-        parts = event.data.get("seconds") or {}
-        merged = event.data.get("merged", 1)  # `cost.watch.merge_committed_steps`
+        parts = step.seconds or {}
+        merged = step.merged or 1  # `cost.watch.merge_committed_steps`
         seconds.setdefault(event.rank, []).append(sum(parts.values()) / merged)
         waits[event.rank] += parts.get(LedgerClass.DATA_WAIT, 0.0)
         spent[event.rank] += sum(parts.values())
-        named = event.data.get("slowest_rank")
-        ratio = read_number(event.data.get("slowest_ratio"))
-        if isinstance(named, int) and ratio is not None:
+        named = step.slowest_rank
+        ratio = read_number(step.slowest_ratio)
+        if named is not None and ratio is not None:
             slowest[named] += 1
             ratios.setdefault(named, []).append(ratio)
-            beyond = read_number(event.data.get("slowest_seconds"))
+            beyond = read_number(step.slowest_seconds)
             if beyond is not None:
                 lost[named] += beyond
                 counted[named] += merged
-        waited = _waited(event.data)
+        waited = _waited(step)
         if waited is not None:
             idle[event.rank] += waited
     judged = sum(slowest.values())
