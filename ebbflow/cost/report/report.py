@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import Event, LedgerClass, without_nan
+from ebbflow.core.events import Event, LedgerClass, select_events, without_nan
 from ebbflow.core.rank_logs import LogLine
 from ebbflow.core.segments import Damage
 from ebbflow.cost.amounts import round_amount
@@ -38,6 +38,7 @@ from ebbflow.cost.report.figures import (
 )
 from ebbflow.diagnose.bundle import redact
 from ebbflow.diagnose.job import diagnose_job
+from ebbflow.infra.event_payloads import BatchAttemptPayload, OutcomePayload
 
 if TYPE_CHECKING:
     import pandas
@@ -269,11 +270,11 @@ def build_report(
         interruptions=len(unplanned),
         failures=sum(generation.user_code for generation in unplanned),
         redone_steps=ledger.redone_steps,
-        weights_sha256=None if final is None else final.data.get("weights_sha256"),
+        weights_sha256=None if final is None else final.payload.weights_sha256,
         loss_curve=[
-            (event.step or 0, without_nan(event.data["loss"]))
+            (event.step or 0, without_nan(event.payload.loss))
             for event in kept
-            if "loss" in event.data
+            if event.payload.loss is not None
         ],
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
@@ -295,7 +296,7 @@ def build_report(
             "message": None if running else _make_message(final, refusal),
             "refused": None
             if refusal is None
-            else {"run": refusal.run, "outcome": refusal.data["outcome"]},
+            else {"run": refusal.run, "outcome": str(refusal.payload.outcome)},
             "promise": None if (said := find_last(ordered, ev.PROMISE)) is None else said.data,
             "checks": _list_checks(ordered),
             "certificate": None
@@ -417,7 +418,7 @@ def _infer_outcome(events: list[Event], generations: dict[int, RecordedGeneratio
     """
     recorded = find_final_outcome(events)
     if recorded is not None:
-        return Outcome(recorded.data["outcome"])
+        return recorded.payload.outcome
     if generations:
         return _infer_from_generation(generations[max(generations)])
     plan = find_last(events, ev.PLAN)
@@ -444,17 +445,17 @@ def _infer_from_generation(newest: RecordedGeneration) -> Outcome:
     return Outcome.INTERRUPTED
 
 
-def _make_message(final: Event | None, refusal: Event | None) -> str | None:
+def _make_message(
+    final: Event[OutcomePayload] | None, refusal: Event[OutcomePayload] | None
+) -> str | None:
     """Return the outcome's message, with a note if preflight refused a later run."""
     if final is None:
         message = None
     else:
-        message = final.data.get("message")
+        message = final.payload.message
     if refusal is None:
         return message
-    why = (
-        f"run {refusal.run} was refused ({refusal.data['outcome']}: {refusal.data.get('message')})"
-    )
+    why = f"run {refusal.run} was refused ({refusal.payload.outcome}: {refusal.payload.message})"
     return "; ".join(filter(None, [message, f"{why}, and the job stays as it was"]))
 
 
@@ -495,20 +496,17 @@ def list_failures(
     for event in events:
         found += _describe_failures(event)
     causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
-    last = {
-        str(event.data.get("job_id")): event for event in events if event.name == ev.BATCH_ATTEMPT
-    }
+    last = {event.payload.job_id: event for event in select_events(events, BatchAttemptPayload)}
     for job_id, event in last.items():
-        cause = causes.get(job_id) or str(event.data.get("cause") or "unknown")
+        attempt = event.payload
+        cause = causes.get(job_id) or attempt.cause or "unknown"
         if cause != "ended":
-            stopped = min(event.t_wall, event.data.get("stopped_utc") or event.t_wall)
-            where = f"Batch job in queue {event.data.get('queue') or '?'}"
-            if event.data.get("queue") == "kubernetes":
+            stopped = min(event.t_wall, attempt.stopped_utc or event.t_wall)
+            where = f"Batch job in queue {attempt.queue or '?'}"
+            if attempt.queue == "kubernetes":
                 where = "pods on Kubernetes"
             what = f"{where}: {cause.replace('_', ' ')}"
-            found.append(
-                _failure(stopped, event.generation, what, str(event.data.get("reason") or ""))
-            )
+            found.append(_failure(stopped, event.generation, what, attempt.reason or ""))
     start = min((event.t_wall for event in events), default=0.0)
     found.sort(key=lambda failure: failure["t_wall"])
     return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
