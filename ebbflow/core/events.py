@@ -5,7 +5,7 @@
 Object stores cannot append, so each process writes a series of objects, called segments
 (`infra.segments`). Constants in this module name the events that the ledger reads; other names are
 allowed. `PAYLOADS` maps the names to the types of the events' data
-(`ebbflow.infra.event_payloads`). `read_log` reports events that do not match these types, and lines
+(`ebbflow.core.event_payloads`). `read_log` reports events that do not match these types, and lines
 that do not match their checksums.
 """
 
@@ -26,8 +26,19 @@ import typing_extensions
 from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-import ebbflow.infra.event_payloads as payloads
+import ebbflow.core.event_payloads as payloads
 from ebbflow.core.errors import Outcome
+from ebbflow.core.event_payloads import GuardAction as GuardAction
+from ebbflow.core.event_payloads import (
+    InvalidPayload,
+    Payload,
+    RequiredInteger,
+    RequiredNumber,
+    RequiredText,
+    describe_error,
+    parse_payload,
+)
+from ebbflow.core.event_payloads import LedgerClass as LedgerClass
 from ebbflow.core.segments import (
     Damage,
     Line,
@@ -38,17 +49,6 @@ from ebbflow.core.segments import (
     unseal,
 )
 from ebbflow.core.store import Store
-from ebbflow.infra.event_payloads import GuardAction as GuardAction
-from ebbflow.infra.event_payloads import (
-    InvalidPayload,
-    Payload,
-    RequiredInteger,
-    RequiredNumber,
-    RequiredText,
-    describe_error,
-    parse_payload,
-)
-from ebbflow.infra.event_payloads import LedgerClass as LedgerClass
 
 VERSION = 2  # version of a line's format; segments of version 1 have no seal
 

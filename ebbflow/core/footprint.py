@@ -284,7 +284,7 @@ class RankBytes:
         return sum(vars(self).values())
 
 
-def rank_bytes(
+def rank_bytes(  # noqa: C901, PLR0912, PLR0915 - one sum whose terms a reader checks against each other
     config: RunConfig,
     shape: ModelShape,
     *,

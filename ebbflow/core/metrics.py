@@ -34,9 +34,9 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from ebbflow.core.errors import Outcome
+from ebbflow.core.event_payloads import CommitPayload, StepPayload
 from ebbflow.core.events import COMMIT_FAILED, Event, select_events
 from ebbflow.core.retry import call_within
-from ebbflow.infra.event_payloads import CommitPayload, StepPayload
 
 # Upper bounds in seconds, from a laptop's model to a large one, about a factor of two apart.
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)

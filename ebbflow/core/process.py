@@ -361,7 +361,7 @@ def exit_when_interrupted() -> None:
     A SIGINT or SIGHUP that this process already ignores (background job, nohup) stays ignored.
     """
 
-    def leave(number: int, frame: object) -> None:
+    def leave(number: int, frame: object) -> None:  # noqa: ARG001 (signal's interface)
         with contextlib.suppress(OSError):
             os.write(2, b"interrupted\n")
         _end_descendants()
@@ -372,7 +372,7 @@ def exit_when_interrupted() -> None:
             signal.signal(number, leave)
 
 
-def end_with_descendants(number: int, frame: object) -> None:
+def end_with_descendants(number: int, frame: object) -> None:  # noqa: ARG001 (signal's interface)
     """Signal handler that kills all descendants and exits with 128 + the signal's number, as a
     shell does.
     """

@@ -84,8 +84,8 @@ class RenamedModules:
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None = None,
-        target: types.ModuleType | None = None,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - Python passes it
+        target: types.ModuleType | None = None,  # noqa: ARG002 - Python passes it
     ) -> importlib.machinery.ModuleSpec | None:
         if not fullname.startswith("ebbflow.") or current_name(fullname) is None:
             return None

@@ -358,7 +358,7 @@ def _read_unknown(
     job_store: Store,
     pool: ThreadPoolExecutor,
     found: Segments,
-    wanted: Callable[[str], bool] = lambda key: True,
+    wanted: Callable[[str], bool] = lambda key: True,  # noqa: ARG005 - a default for all keys
 ) -> Iterator[dict[str, bytes]]:
     """Yield the contents of the wanted segments that are not in `found`.
 

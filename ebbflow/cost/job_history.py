@@ -23,6 +23,12 @@ from typing import Any
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import InfraError, ObjectNotFound
+from ebbflow.core.event_payloads import (
+    GenerationStartedPayload,
+    NodeStartedPayload,
+    NoticePayload,
+    PlannedPool,
+)
 from ebbflow.core.events import EndReason, Event, select_events
 from ebbflow.core.layout import JOB_HISTORY_PREFIX, job_history_key
 from ebbflow.core.reliability import GammaHazard
@@ -30,12 +36,6 @@ from ebbflow.core.store import Store
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.ledger.timeline import compute_rate
-from ebbflow.infra.event_payloads import (
-    GenerationStartedPayload,
-    NodeStartedPayload,
-    NoticePayload,
-    PlannedPool,
-)
 from ebbflow.infra.notices import RECLAIMS
 
 SCHEMA = 1

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ebbflow.core.event_payloads import CommitPayload, ConfiguredPayload, PhasePayload, StepPayload
 from ebbflow.core.events import STEP, Event, LedgerClass, select_events
 from ebbflow.core.rank_logs import LogLine
 from ebbflow.core.untrusted_text import one_line
-from ebbflow.infra.event_payloads import CommitPayload, ConfiguredPayload, PhasePayload, StepPayload
 
 SLOWER = 1.3  # a duration this many times the sound job's is reported
 _RARELY_SLOWER = 2.0  # the same of a duration with fewer than `_FEW` values
@@ -308,7 +308,9 @@ def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
         taken[event.generation, event.rank] += 1
         if taken[event.generation, event.rank] <= _WARM_UP_STEPS:
             continue
-        parts: dict[str, float] = dict(event.payload.seconds or {})
+        parts: dict[str, float] = {}
+        for kind, seconds in (event.payload.seconds or {}).items():
+            parts[str(kind)] = seconds
         own = event.payload.own_seconds
         if own is not None and own > 0:
             parts["compute"] = max(own - parts.get(LedgerClass.DATA_WAIT, 0.0), 0.0)

@@ -5,14 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import Event, GuardAction, find_last_event, is_event, select_events
-from ebbflow.core.rank_logs import LogLine
-from ebbflow.diagnose.judging import Diagnosis, judge
-from ebbflow.diagnose.matching import Seen, load_matcher
-from ebbflow.diagnose.reading import LogText, time_of
-from ebbflow.diagnose.rules import load_rules
-from ebbflow.diagnose.series import Series
-from ebbflow.infra.event_payloads import (
+from ebbflow.core.event_payloads import (
     FaultPayload,
     GenerationEndedPayload,
     GuardPayload,
@@ -20,6 +13,13 @@ from ebbflow.infra.event_payloads import (
     OutcomePayload,
     StepPayload,
 )
+from ebbflow.core.events import Event, GuardAction, find_last_event, is_event, select_events
+from ebbflow.core.rank_logs import LogLine
+from ebbflow.diagnose.judging import Diagnosis, judge
+from ebbflow.diagnose.matching import Seen, load_matcher
+from ebbflow.diagnose.reading import LogText, time_of
+from ebbflow.diagnose.rules import load_rules
+from ebbflow.diagnose.series import Series
 from ebbflow.infra.notices import NoticeSource
 
 

@@ -94,7 +94,7 @@ def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> 
         if path is None:
             stream: BinaryIO = sys.stdin.buffer
         else:
-            stream = open(path, "rb")
+            stream = open(path, "rb")  # noqa: SIM115
         with stream:
             if path is None:
                 head = stream.read(4096)
@@ -102,7 +102,7 @@ def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> 
                 head = stream.read(64 * 1024)
             if head[:2] == b"\x1f\x8b" and path is not None:
                 stream.seek(0)
-                stream = gzip.open(stream)  # type: ignore[assignment]
+                stream = gzip.open(stream)  # type: ignore[assignment]  # noqa: SIM115
                 head = stream.read(64 * 1024)
             encoding = _encoding(head)
             if encoding is None:

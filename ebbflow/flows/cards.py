@@ -34,14 +34,14 @@ class PageCard(MetaflowCard):
 
     def __init__(
         self,
-        options: object = None,
+        options: object = None,  # noqa: ARG002 - Metaflow passes it by name
         components: Sequence[object] = (),
-        graph: object = None,
-        flow: object = None,
+        graph: object = None,  # noqa: ARG002 - Metaflow passes it by name
+        flow: object = None,  # noqa: ARG002 - Metaflow passes it by name
     ) -> None:
         self._parts = components
 
-    def render(self, task: object) -> str:
+    def render(self, task: object) -> str:  # noqa: ARG002 - Metaflow's interface
         return "".join(str(part) for part in self._parts)
 
 

@@ -62,7 +62,7 @@ check_hooks(StepDecorator)
 REMOTE = ("batch", "kubernetes")
 
 
-class local(StepMutator):
+class local(StepMutator):  # noqa: N801 - the name follows --with
     """Step mutator for `--with local`.
 
     It removes @batch and @kubernetes before they demand a remote datastore.
@@ -76,7 +76,7 @@ class local(StepMutator):
                 mutable_step.remove_decorator(name)
 
 
-class cloud(StepMutator):
+class cloud(StepMutator):  # noqa: N801
     """Step mutator for `--with cloud`. It sends the training steps to AWS Batch, or to Kubernetes
     if `cluster.plan_for` is kubernetes. All other steps run on this machine."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ebbflow.core.errors import InfraError
+from ebbflow.core.event_payloads import NodeStartedPayload
 from ebbflow.core.events import (
     PRICES,
     Event,
@@ -27,7 +28,6 @@ from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.job import Job
-from ebbflow.infra.event_payloads import NodeStartedPayload
 from ebbflow.observe.watch import read_earlier_reports
 
 

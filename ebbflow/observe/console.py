@@ -26,14 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ebbflow.core.errors import InfraError, Outcome
-from ebbflow.core.events import Event, LogFollower
-from ebbflow.core.launchers import claim_of_parent
-from ebbflow.core.layout import PLAN_KEY, job_prefix, make_local_folder
-from ebbflow.core.store import Store
-from ebbflow.core.untrusted_text import GuardedStream, one_line, strip_colours, wrap_line
-from ebbflow.flows.command_line import CommandLine, option_values
-from ebbflow.flows.remote import requested_backend
-from ebbflow.infra.event_payloads import (
+from ebbflow.core.event_payloads import (
     BudgetPayload,
     CommitFailedPayload,
     CommitPayload,
@@ -47,6 +40,13 @@ from ebbflow.infra.event_payloads import (
     PlacedPayload,
     StepPayload,
 )
+from ebbflow.core.events import Event, LogFollower
+from ebbflow.core.launchers import claim_of_parent
+from ebbflow.core.layout import PLAN_KEY, job_prefix, make_local_folder
+from ebbflow.core.store import Store
+from ebbflow.core.untrusted_text import GuardedStream, one_line, strip_colours, wrap_line
+from ebbflow.flows.command_line import CommandLine, option_values
+from ebbflow.flows.remote import requested_backend
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -351,7 +351,7 @@ class RunView:
                     self._happened(event)
 
     # One branch for each kind of event.
-    def _happened(self, event: Event) -> None:
+    def _happened(self, event: Event) -> None:  # noqa: C901, PLR0912
         payload = event.payload
         if event.step is None:
             at = ""

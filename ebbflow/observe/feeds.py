@@ -325,7 +325,7 @@ class SoleSender:
         """
         if self._file is not None:
             return True
-        file = open(self._path, "w")
+        file = open(self._path, "w")  # noqa: SIM115 - stays open
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

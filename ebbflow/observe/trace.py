@@ -27,6 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.errors import Outcome
+from ebbflow.core.event_payloads import (
+    CommitFailedPayload,
+    CommitPayload,
+    GenerationEndedPayload,
+    OutcomePayload,
+    PhasePayload,
+    StepPayload,
+)
 from ebbflow.core.events import (
     COMMIT,
     COMMIT_FAILED,
@@ -52,14 +60,6 @@ from ebbflow.core.process import run_command
 from ebbflow.core.untrusted_text import guard_terminal, one_line
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.jobs import read_job
-from ebbflow.infra.event_payloads import (
-    CommitFailedPayload,
-    CommitPayload,
-    GenerationEndedPayload,
-    OutcomePayload,
-    PhasePayload,
-    StepPayload,
-)
 
 _MARKS = frozenset(
     {COMMIT, COMMIT_FAILED, FAULT_DETECTED, FAULT_INJECTED, GUARD, NOTICE, OUTCOME, RESTORE}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.errors import InfraError, Outcome, StoreError
+from ebbflow.core.event_payloads import StepPayload
 from ebbflow.core.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower, is_event
 from ebbflow.core.grouping import sum_by_key
 from ebbflow.core.launchers import Launcher, RunningLauncher
@@ -40,7 +41,6 @@ from ebbflow.cost.jobs import (
 from ebbflow.cost.report.render_html import escape, fill_page, render
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.cost.report.verdict import summarize_status
-from ebbflow.infra.event_payloads import StepPayload
 
 _REQUEST_SECONDS = 10.0
 _PAUSE_SECONDS = 2.0  # between two looks at the event log

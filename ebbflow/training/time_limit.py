@@ -22,7 +22,7 @@ def at_most(seconds: float) -> Iterator[None]:
     This works only in the main thread, which handles signals.
     """
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler
         raise TimeIsUp
 
     if threading.current_thread() is not threading.main_thread():

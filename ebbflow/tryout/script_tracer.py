@@ -87,7 +87,7 @@ class Tracer:
     """Writer of a record of each step's beginning, in the process of one of the script's ranks."""
 
     def __init__(self, traces: list[Path], rank: int, steps: int, folder: Path) -> None:
-        self._trace = open(traces[rank], "w")
+        self._trace = open(traces[rank], "w")  # noqa: SIM115
         self._traces = traces
         self._last = steps
         self._folder = f"{folder}{os.sep}"

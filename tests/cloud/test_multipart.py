@@ -106,7 +106,7 @@ def serving(
             self.end_headers()
             self.wfile.write(data)
 
-        do_PUT = do_POST = do_HEAD = do_DELETE = do_GET = handle_one
+        do_PUT = do_POST = do_HEAD = do_DELETE = do_GET = handle_one  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import nn
 
 from ebbflow.core.config.schema import RunConfig

@@ -186,7 +186,7 @@ def test_an_oom_kill_differs_from_other_kills(rank: Rank, tmp_path: Path) -> Non
     watch.close()
 
 
-class small_cgroup:
+class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
     """A memory cgroup of its own for a process; False where that is not to be had."""
 
     def __init__(self, pid: int) -> None:

@@ -291,7 +291,7 @@ def _is_for_types(node: ast.AST) -> bool:
 
 
 # One case for each kind of node.
-def _replacements(node: ast.expr | ast.stmt) -> Iterator[str]:
+def _replacements(node: ast.expr | ast.stmt) -> Iterator[str]:  # noqa: C901, PLR0912
     """Yield the sources that may stand in place of a node."""
     match node:
         case ast.Compare():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.training.engine.parallel import Spread, spread_model

@@ -65,7 +65,7 @@ class FakeVllm:
         self._model = _load(folder)
 
     # One answer for each path of vLLM's server.
-    def handle(
+    def handle(  # noqa: PLR0911
         self, path: str, query: dict[str, list[str]], body: dict[str, Any]
     ) -> tuple[int, Any]:
         self.requests.append(
@@ -161,7 +161,7 @@ def serve_vllm(fake: FakeVllm) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_POST = _answer
+        do_GET = do_POST = _answer  # noqa: N815 (the base class's names)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -60,7 +60,7 @@ class SmallGateway:
         self._server.shutdown()
         self._server.server_close()
 
-    def _handler(gateway) -> type[BaseHTTPRequestHandler]:
+    def _handler(gateway) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - the handler below has a self of its own
         class Handler(BaseHTTPRequestHandler):
             def do_PUT(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()

@@ -75,7 +75,7 @@ class FakeMetadata:
     ) -> None:
         self.close()
 
-    def _handler(fake: FakeMetadata) -> type[BaseHTTPRequestHandler]:
+    def _handler(fake: FakeMetadata) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - self is the handler's, below
         class Handler(BaseHTTPRequestHandler):
             def do_PUT(self) -> None:
                 fake.asked.append(("PUT", self.path))

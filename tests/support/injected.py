@@ -259,7 +259,7 @@ def unpicklable_dataset(_: Injected) -> None:
 @injects("E08")
 def too_many_files(_: Injected) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
-    kept = [open(os.devnull) for _ in range(64)]
+    kept = [open(os.devnull) for _ in range(64)]  # noqa: SIM115
     load(Samples(), num_workers=1)
     del kept
 
@@ -431,7 +431,7 @@ def build_without_cuda(_: Injected) -> None:
 
 @injects("A18", answers=("H02",))
 def shared_path_missing(_: Injected) -> None:
-    open("/fsx/dataset-of-nobody/train.bin", "rb")
+    open("/fsx/dataset-of-nobody/train.bin", "rb")  # noqa: SIM115
 
 
 @injects("A19")

@@ -50,7 +50,7 @@ class Swift:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
-    @functools.cache
+    @functools.cache  # noqa: B019 - one server for all tests
     def client(self) -> Any:
         """boto3's client: what it sees is not seen through our own code.
 

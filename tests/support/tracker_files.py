@@ -129,7 +129,7 @@ class _WandbRequest(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    do_GET = do_PUT = do_POST
+    do_GET = do_PUT = do_POST  # noqa: N815
 
     def _answer(self, query: dict[str, Any]) -> dict[str, Any]:
         given = query.get("variables") or {}

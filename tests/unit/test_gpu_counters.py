@@ -40,36 +40,36 @@ class Library:
         self.stuck = False
         self.released = threading.Event()
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's names
         pass
 
-    def nvmlDeviceGetCount(self) -> int:
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return 2
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
 
-    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
         if self.stuck:
             self.released.wait(120)
         return SimpleNamespace(used=(10 + device) * GIB, free=(70 - device) * GIB)
 
-    def nvmlDeviceGetUtilizationRates(self, device: int) -> SimpleNamespace:
+    def nvmlDeviceGetUtilizationRates(self, device: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(gpu=90 - 50 * device)
 
-    def nvmlDeviceGetTemperature(self, device: int, sensor: int) -> int:
+    def nvmlDeviceGetTemperature(self, device: int, sensor: int) -> int:  # noqa: N802
         if device == 1:
             raise RuntimeError("Not Supported")
         return 61
 
-    def nvmlDeviceGetPowerUsage(self, device: int) -> int:
+    def nvmlDeviceGetPowerUsage(self, device: int) -> int:  # noqa: N802
         return 251_400 + 1000 * device  # milliwatts
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:  # noqa: N802
         return 0
 
-    nvmlClocksThrottleReasonHwSlowdown = nvmlClocksThrottleReasonSwThermalSlowdown = 8
-    nvmlClocksThrottleReasonHwThermalSlowdown = nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 64
+    nvmlClocksThrottleReasonHwSlowdown = nvmlClocksThrottleReasonSwThermalSlowdown = 8  # noqa: N815
+    nvmlClocksThrottleReasonHwThermalSlowdown = nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 64  # noqa: N815
 
 
 @pytest.fixture
@@ -167,11 +167,11 @@ class Faulty(Library):
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
     NVML_NVLINK_MAX_LINKS = 4
     NVML_ERROR_GPU_IS_LOST = 15
-    nvmlEventTypeXidCriticalError = 8
-    nvmlClocksThrottleReasonHwSlowdown = 8
-    nvmlClocksThrottleReasonSwThermalSlowdown = 0x20
-    nvmlClocksThrottleReasonHwThermalSlowdown = 0x40
-    nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x80
+    nvmlEventTypeXidCriticalError = 8  # noqa: N815
+    nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815
+    nvmlClocksThrottleReasonSwThermalSlowdown = 0x20  # noqa: N815
+    nvmlClocksThrottleReasonHwThermalSlowdown = 0x40  # noqa: N815
+    nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x80  # noqa: N815
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,36 +182,36 @@ class Faulty(Library):
         self.lost = False
         self.used = [1, 1]
 
-    def nvmlDeviceGetPciInfo(self, device: int) -> SimpleNamespace:
+    def nvmlDeviceGetPciInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(busId=f"00000000:0{device + 7}:00.0".encode())
 
-    def nvmlEventSetCreate(self) -> str:
+    def nvmlEventSetCreate(self) -> str:  # noqa: N802
         return "events"
 
-    def nvmlDeviceRegisterEvents(self, device: int, kinds: int, events: str) -> None:
+    def nvmlDeviceRegisterEvents(self, device: int, kinds: int, events: str) -> None:  # noqa: N802
         assert kinds == 8
 
-    def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> SimpleNamespace:
+    def nvmlEventSetWait_v2(self, events: str, milliseconds: int) -> SimpleNamespace:  # noqa: N802
         device, xid = self.events.pop(0)  # IndexError: none came in time
         return SimpleNamespace(device=device, eventData=xid)
 
-    def nvmlDeviceGetTotalEccErrors(self, device: int, kind: int, counter: int) -> int:
+    def nvmlDeviceGetTotalEccErrors(self, device: int, kind: int, counter: int) -> int:  # noqa: N802
         return self.ecc * device
 
-    def nvmlDeviceGetRemappedRows(self, device: int) -> tuple[int, int, int, int]:
+    def nvmlDeviceGetRemappedRows(self, device: int) -> tuple[int, int, int, int]:  # noqa: N802
         return (1, 0, 0, self.rows)
 
-    def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:
+    def nvmlDeviceGetNvLinkState(self, device: int, link: int) -> int:  # noqa: N802
         if link > 1:
             raise RuntimeError("Invalid Argument")
         return self.link
 
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, device: int) -> int:  # noqa: N802
         if device:
             return 0x40  # the hardware is too hot
         return 0x4  # a power cap, which is usual
 
-    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> SimpleNamespace:  # noqa: N802
         if self.lost and device:
             error = RuntimeError("GPU is lost")
             error.value = 15  # type: ignore[attr-defined]

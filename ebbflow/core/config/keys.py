@@ -233,7 +233,7 @@ def _what_goes_into(section: str) -> str:
     return f"known keys: {', '.join(sections()[section].model_fields)}"
 
 
-def _meant(key: str) -> str:
+def _meant(key: str) -> str:  # noqa: PLR0911 (one return for each mistake, in the order of their precedence)
     """Return a hint for an unknown key: a similar key, the section that has such a key, or the list
     of known keys.
     """

@@ -425,7 +425,7 @@ def _several_regions_are_named(config: RunConfig) -> Breach:
 
 
 @RULES.about("cost.reservations", "batch.queues")
-def _reservations_are_possible(config: RunConfig) -> Breach:
+def _reservations_are_possible(config: RunConfig) -> Breach:  # noqa: PLR0911 (one return for each mistake)
     for reservation in config.cost.reservations:
         if (
             not _INSTANCE_TYPE.fullmatch(reservation.instance_type)

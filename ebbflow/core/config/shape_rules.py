@@ -179,7 +179,7 @@ class Derived:
     why: str  # consequence if the quantity is 0
     spare: int = 1  # quantity that results from the values in the hint, such as 4 commits of a job
     # Returns whether the quantity exists in a configuration
-    applies: Callable[[RunConfig], bool] = lambda config: True
+    applies: Callable[[RunConfig], bool] = lambda config: True  # noqa: ARG005 (takes the configuration, as others do)
 
     def value(self, config: RunConfig) -> int:
         return self._product(config, self.top) // self._product(config, self.bottom)

@@ -369,7 +369,7 @@ def _convert_text(node: ScalarNode, text: str, expected: Expected) -> Any:
     raise MismatchError(f"must be {expected}, not {given}", _text_hint(text, expected, plain))
 
 
-def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:
+def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:  # noqa: PLR0911 - one return for each mistake, in the order of their precedence
     numeric = bool(expected.types & {int, float})
     if not plain and (numeric or bool in expected.types) and _is_value_unquoted(text):
         return f"remove the quotes: {text}"

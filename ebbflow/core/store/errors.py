@@ -97,7 +97,7 @@ def _local(
     return otherwise, _first_sentence(text)
 
 
-def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[StoreError], str]:
+def _remote(operation: str, uri: str, text: str, missing: bool) -> tuple[type[StoreError], str]:  # noqa: PLR0911 (one return for each kind of error)
     bucket = uri.removeprefix("s3://").partition("/")[0]
     # A delete is one key of a bulk request, and its refusal is part of a successful answer.
     code = _found(r"<Code>\s*(\w+)\s*</Code>", text) or _found(r"\(code: (\w+)\)", text)

@@ -10,13 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.core.events import Event, is_event, select_events
-from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
-from ebbflow.cost.plan.plan import Plan
-from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
-from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
-from ebbflow.infra.batch.queues import accepts_type
-from ebbflow.infra.event_payloads import (
+from ebbflow.core.event_payloads import (
     BatchAttemptPayload,
     BatchSubmittedPayload,
     GenerationEndedPayload,
@@ -24,6 +18,12 @@ from ebbflow.infra.event_payloads import (
     NoticePayload,
     PlacedPayload,
 )
+from ebbflow.core.events import Event, is_event, select_events
+from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
+from ebbflow.cost.plan.plan import Plan
+from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
+from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
+from ebbflow.infra.batch.queues import accepts_type
 from ebbflow.infra.notices import RECLAIMS
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.event_payloads import BatchAttemptPayload
 from ebbflow.core.events import Event, select_events
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import BillError
 from ebbflow.cost.ledger.ledger import fold
-from ebbflow.infra.event_payloads import BatchAttemptPayload
 
 # Per pod: the monitor looks about once per minute, at its start and at its end
 _RESOLUTION_SECONDS = 120.0

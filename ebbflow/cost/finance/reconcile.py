@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.event_payloads import PlanPayload
 from ebbflow.core.events import Event
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.untrusted_text import one_line
@@ -41,7 +42,6 @@ from ebbflow.cost.ledger.instances import CLOCKS_APART_SECONDS, LONGEST_IDLE_SEC
 from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import SIMULATED, select_plans
 from ebbflow.cost.ledger.timeline import read_paid_nodes
-from ebbflow.infra.event_payloads import PlanPayload
 
 JOB_TAG = "ebbflow-job"
 UNEXPLAINED = "unexplained"

@@ -27,6 +27,7 @@ from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from ebbflow.core.event_payloads import CommitPayload, StepPayload
 from ebbflow.core.events import COMMIT, STEP, Event, LedgerClass, select_events
 from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.amounts import format_duration, format_percent, format_usd, read_decimal
@@ -38,7 +39,6 @@ from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, select_plans
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
 from ebbflow.cost.report.figures import read_price_curves
-from ebbflow.infra.event_payloads import CommitPayload, StepPayload
 
 _DRAWS = 200
 _SEED = 17

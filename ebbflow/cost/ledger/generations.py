@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import EndReason, Event, find_last_event, select_events
-from ebbflow.core.grouping import group_by_key
-from ebbflow.core.layout import parse_commit_key
-from ebbflow.infra.event_payloads import (
+from ebbflow.core.event_payloads import (
     GenerationEndedPayload,
     GenerationStartedPayload,
     OutcomePayload,
     RestorePayload,
 )
+from ebbflow.core.events import EndReason, Event, find_last_event, select_events
+from ebbflow.core.grouping import group_by_key
+from ebbflow.core.layout import parse_commit_key
 
 # The job was done or stopped itself. Any other end is an interruption.
 PLANNED_ENDS = frozenset(

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ebbflow.core.event_payloads import BatchAttemptPayload, BatchSubmittedPayload
 from ebbflow.core.events import Event, LedgerClass, select_events
 from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
-from ebbflow.infra.event_payloads import BatchAttemptPayload, BatchSubmittedPayload
 
 MINIMUM_SECONDS = 60.0
 # A longer pause is not counted, because the instance may have run another job. `cost.reconcile`

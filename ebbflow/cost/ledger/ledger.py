@@ -18,6 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 
+from ebbflow.core.event_payloads import (
+    BudgetPayload,
+    ConfiguredPayload,
+    NodeHeartbeatPayload,
+)
 from ebbflow.core.events import (
     STEP,
     Event,
@@ -37,11 +42,6 @@ from ebbflow.cost.ledger.bills import (
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import UNPRICED
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times
-from ebbflow.infra.event_payloads import (
-    BudgetPayload,
-    ConfiguredPayload,
-    NodeHeartbeatPayload,
-)
 
 MEASURED = "measured"
 ESTIMATED = "estimated"

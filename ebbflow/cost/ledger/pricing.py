@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from ebbflow.core.event_payloads import InvalidPayload, PlanPayload, PricesPayload
 from ebbflow.core.events import Event, is_event, select_events
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.cost.prices.quote import PoolPrice
-from ebbflow.infra.event_payloads import InvalidPayload, PlanPayload, PricesPayload
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"

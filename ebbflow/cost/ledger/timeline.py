@@ -11,11 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import PHASE, EndReason, Event, LedgerClass, find_last_event, is_event
-from ebbflow.core.grouping import group_by_key, sum_by_key
-from ebbflow.cost.errors import LedgerError
-from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
-from ebbflow.infra.event_payloads import (
+from ebbflow.core.event_payloads import (
     InvalidPayload,
     NodeEndedPayload,
     NodeHeartbeatPayload,
@@ -23,6 +19,10 @@ from ebbflow.infra.event_payloads import (
     PhasePayload,
     StepPayload,
 )
+from ebbflow.core.events import PHASE, EndReason, Event, LedgerClass, find_last_event, is_event
+from ebbflow.core.grouping import group_by_key, sum_by_key
+from ebbflow.cost.errors import LedgerError
+from ebbflow.cost.ledger.generations import RecordedGeneration, accounts_for_time, proves_generation
 
 MICRO = 1_000_000
 MACHINE_KEYS = (

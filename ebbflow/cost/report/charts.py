@@ -15,14 +15,7 @@ from statistics import median
 from typing import Any
 
 import ebbflow.core.events as ev
-from ebbflow.core.events import Event, LedgerClass, find_last_event, is_event, select_events
-from ebbflow.cost.ledger.bills import NodeBill
-from ebbflow.cost.ledger.generations import RecordedGeneration
-from ebbflow.cost.ledger.ledger import Ledger
-from ebbflow.cost.ledger.pricing import select_plans
-from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
-from ebbflow.cost.report.figures import find_peaks, read_number
-from ebbflow.infra.event_payloads import (
+from ebbflow.core.event_payloads import (
     ConfiguredPayload,
     EvaluationPayload,
     NodeHeartbeatPayload,
@@ -30,6 +23,13 @@ from ebbflow.infra.event_payloads import (
     PlanPayload,
     StepPayload,
 )
+from ebbflow.core.events import Event, LedgerClass, find_last_event, is_event, select_events
+from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.generations import RecordedGeneration
+from ebbflow.cost.ledger.ledger import Ledger
+from ebbflow.cost.ledger.pricing import select_plans
+from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
+from ebbflow.cost.report.figures import find_peaks, read_number
 
 LARGEST_POINTS = 600
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap

@@ -10,6 +10,19 @@ from statistics import fmean, median
 from typing import Any
 
 import ebbflow.core.events as ev
+from ebbflow.core.event_payloads import (
+    BudgetPayload,
+    CommitPayload,
+    EvaluationPayload,
+    IntervalPayload,
+    NetworkPayload,
+    NodeStartedPayload,
+    PeakPayload,
+    PreflightPayload,
+    PreparedPayload,
+    ProfilePayload,
+    StepPayload,
+)
 from ebbflow.core.events import Event, LedgerClass, find_last_event, is_event, select_events
 from ebbflow.core.grouping import group_by_key, sum_by_key
 from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
@@ -26,19 +39,6 @@ from ebbflow.cost.ledger.pricing import (
     select_plans,
 )
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
-from ebbflow.infra.event_payloads import (
-    BudgetPayload,
-    CommitPayload,
-    EvaluationPayload,
-    IntervalPayload,
-    NetworkPayload,
-    NodeStartedPayload,
-    PeakPayload,
-    PreflightPayload,
-    PreparedPayload,
-    ProfilePayload,
-    StepPayload,
-)
 
 _WORK = (
     LedgerClass.USEFUL_STEP,

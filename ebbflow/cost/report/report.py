@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
+from ebbflow.core.event_payloads import BatchAttemptPayload, OutcomePayload
 from ebbflow.core.events import Event, LedgerClass, select_events, without_nan
 from ebbflow.core.rank_logs import LogLine
 from ebbflow.core.segments import Damage
@@ -38,7 +39,6 @@ from ebbflow.cost.report.figures import (
 )
 from ebbflow.diagnose.bundle import redact
 from ebbflow.diagnose.job import diagnose_job
-from ebbflow.infra.event_payloads import BatchAttemptPayload, OutcomePayload
 
 if TYPE_CHECKING:
     import pandas

@@ -13,6 +13,12 @@ from typing import Any
 
 from ebbflow.core.errors import CloudRefused, InfraError
 from ebbflow.core.event_log import EventLog
+from ebbflow.core.event_payloads import (
+    BatchAttemptPayload,
+    BatchSubmittedPayload,
+    NodeStartedPayload,
+    PlacedPayload,
+)
 from ebbflow.core.events import (
     BATCH_ATTEMPT,
     Event,
@@ -34,12 +40,6 @@ from ebbflow.infra.batch import (
     describe_attempts,
 )
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
-from ebbflow.infra.event_payloads import (
-    BatchAttemptPayload,
-    BatchSubmittedPayload,
-    NodeStartedPayload,
-    PlacedPayload,
-)
 from ebbflow.infra.kubernetes import cluster as kubernetes
 
 # Short, because the container of the step `report` may not reach Batch. The launcher tries again.

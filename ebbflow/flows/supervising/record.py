@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
+from ebbflow.core.event_payloads import BatchAttemptPayload, PlanPayload, SupervisedPayload
 from ebbflow.core.events import (
     find_last_event,
     read_events,
@@ -20,7 +21,6 @@ from ebbflow.cost.errors import CostError
 from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.attempts.settlement import unsettled_jobs
-from ebbflow.infra.event_payloads import BatchAttemptPayload, PlanPayload, SupervisedPayload
 from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import TrainingError
@@ -192,7 +192,7 @@ class RunVerdict(StrEnum):
 
 
 # Rules in order, of which the first that applies decides.
-def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:
+def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict:  # noqa: PLR0911 - one return for each rule, in the order of their precedence
     """Return the verdict on one run, from its exit code and the job's record before and after the
     run.
 

@@ -167,7 +167,7 @@ def _child_ids(job: Mapping[str, Any]) -> list[str]:
     return [f"{job['jobId']}#{index}" for index in range(_nodes(job))]
 
 
-def classify_cause(
+def classify_cause(  # noqa: PLR0911 (one return for each cause, in the order of their precedence)
     status: str,
     reasons: Sequence[str],
     exit_code: int | None,

@@ -81,7 +81,7 @@ def check_interpreter(context: PreflightContext) -> CheckFinding:
     )
 
 
-def check_packages(context: PreflightContext) -> CheckFinding:
+def check_packages(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that all required packages are installed and that torch is a supported release.
 
     No package is imported.
@@ -104,7 +104,7 @@ def check_packages(context: PreflightContext) -> CheckFinding:
     )
 
 
-def check_versions(context: PreflightContext) -> CheckFinding:
+def check_versions(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that Python and the packages have versions with which the whole test suite is run."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
@@ -128,7 +128,7 @@ def check_versions(context: PreflightContext) -> CheckFinding:
     return passed("all packages have tested versions")
 
 
-def check_imports(context: PreflightContext) -> CheckFinding:
+def check_imports(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that a new process can import the packages of a rank, regardless of its working
     directory.
     """
@@ -145,7 +145,7 @@ def check_imports(context: PreflightContext) -> CheckFinding:
     return passed(f"torch {version.strip()} and what else a rank imports")
 
 
-def check_ports(context: PreflightContext) -> CheckFinding:
+def check_ports(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that the loopback interface accepts connections, which ranks on this machine need."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -246,7 +246,7 @@ class Advice:
     why: str  # the problem; continues the variable's name
     instead: str  # the alternative
     # Returns whether the advice applies to a value
-    applies: Callable[[str], bool] = lambda value: True
+    applies: Callable[[str], bool] = lambda value: True  # noqa: ARG005 (takes the value, as others do)
 
 
 def _renamed(old: str, new: str) -> Advice:

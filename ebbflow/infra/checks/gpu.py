@@ -87,7 +87,7 @@ class NoAnswer(Exception):
     """
 
 
-def check_gpu(context: PreflightContext) -> CheckFinding:
+def check_gpu(context: PreflightContext) -> CheckFinding:  # noqa: PLR0911 (one return for each case)
     """Check that torch computes on every GPU of this machine.
 
     If cluster.device is cuda, each rank needs a GPU.

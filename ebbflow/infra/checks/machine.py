@@ -36,7 +36,7 @@ _OPTIONS = "aws ec2 modify-instance-metadata-options --instance-id ID"
 _INTERFACES = Path("/sys/class/net")
 
 
-def check_imds(context: PreflightContext) -> CheckFinding:
+def check_imds(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that EC2's metadata service accepts only requests with a token (IMDSv2) and has no spot
     notice.
 
@@ -60,7 +60,7 @@ def check_imds(context: PreflightContext) -> CheckFinding:
         )
 
 
-def check_interfaces(context: PreflightContext) -> CheckFinding:
+def check_interfaces(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that the network interfaces named in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME exist on
     this machine.
     """
@@ -149,7 +149,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _NCCL_SHARED_BYTES = 1 << 30
 
 
-def check_shared_memory(context: PreflightContext) -> CheckFinding:
+def check_shared_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that /dev/shm has room for the shared-memory segments of NCCL and of data loaders.
 
     Staging buffers of checkpoints are anonymous files, which do not count against the size of
@@ -173,7 +173,7 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:
     return passed(arithmetic)
 
 
-def check_locked_memory(context: PreflightContext) -> CheckFinding:
+def check_locked_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that RLIMIT_MEMLOCK is unlimited if there is an RDMA device, whose buffers are locked
     in memory.
     """
@@ -208,7 +208,7 @@ def _with_gang(
 
 
 @_with_gang
-def check_cores(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
+def check_cores(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:  # noqa: ARG001 (as the checks of a gang take)
     """Check that this machine, or its container, has a core for each rank."""
     if gpu_files():
         return skipped("ranks compute on the GPUs of this machine")
@@ -223,7 +223,7 @@ def check_cores(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
 
 
 @_with_gang
-def check_open_files(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
+def check_open_files(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:  # noqa: ARG001 (as the checks of a gang take)
     """Check that RLIMIT_NOFILE is large enough for the sockets and files of the rank that opens the
     most.
     """

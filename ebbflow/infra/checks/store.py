@@ -268,11 +268,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(
         self,
-        req: Any,
-        fp: Any,
-        code: int,
-        msg: str,
-        headers: Any,
-        newurl: str,
+        req: Any,  # noqa: ARG002 (urllib's interface)
+        fp: Any,  # noqa: ARG002 (urllib's interface)
+        code: int,  # noqa: ARG002 (urllib's interface)
+        msg: str,  # noqa: ARG002 (urllib's interface)
+        headers: Any,  # noqa: ARG002 (urllib's interface)
+        newurl: str,  # noqa: ARG002 (urllib's interface)
     ) -> None:
         return None

@@ -98,7 +98,7 @@ def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 
 @_for_cluster
-def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:
+def check_access(context: PreflightContext, cluster: Cluster) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that this account may create, read and delete Jobs, JobSets and pods
     (SelfSubjectAccessReview).
     """

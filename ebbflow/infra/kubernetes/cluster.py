@@ -590,7 +590,7 @@ class AttemptWatch:
         ]
         return [(pod, taint) for pod, taint in found if taint]
 
-    def cause(self, ended_by: Cause | None) -> Cause:
+    def cause(self, ended_by: Cause | None) -> Cause:  # noqa: PLR0911 (one return for each cause, in the order of their precedence)
         """Return why the attempt ended.
 
         If this process ended the attempt, `ended_by` is the cause.

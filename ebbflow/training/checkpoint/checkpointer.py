@@ -76,7 +76,7 @@ class Checkpointer:
     """
 
     # Public constructor, in which each setting has a default
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         job_store_uri: str,
         *,

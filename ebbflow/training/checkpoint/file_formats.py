@@ -540,4 +540,4 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path}: the package safetensors is missing; fix: pip install safetensors"
         ) from error
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

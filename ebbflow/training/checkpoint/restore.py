@@ -127,7 +127,7 @@ class RestoreResult:
 
 
 # Collective with one caller, whose further arguments have defaults
-def restore_newest(
+def restore_newest(  # noqa: PLR0913
     store: Store,
     candidates: list[str],
     model: nn.Module,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ebbflow.core.event_payloads import CommitPayload, GenerationStartedPayload, RestorePayload
 from ebbflow.core.events import (
     Event,
     read_events,
@@ -19,7 +20,6 @@ from ebbflow.core.events import (
 )
 from ebbflow.core.layout import permit_key
 from ebbflow.core.store import Store
-from ebbflow.infra.event_payloads import CommitPayload, GenerationStartedPayload, RestorePayload
 from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.manifest import VERSION
 from ebbflow.training.checkpoint.verified_io import seal

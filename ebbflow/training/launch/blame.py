@@ -162,7 +162,7 @@ def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:
 
 
 # One return per kind of evidence
-def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:
+def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:  # noqa: PLR0911 - one return for each rule, in the order of their precedence
     """Return how many seconds to wait after the first failure for a report about its cause.
 
     `all_heard` is True if every rank has reported. In that case no more evidence about a hang will
@@ -389,7 +389,7 @@ def _kind(failure: WorkerFailure, rule: BlameRule) -> str:
 
 
 # One return per piece of advice
-def _next_action(failure: WorkerFailure, kind: str) -> str:
+def _next_action(failure: WorkerFailure, kind: str) -> str:  # noqa: PLR0911
     if failure.lost_node is not None or failure.gpu_fault:
         return "a new attempt on another machine, from the newest commit"
     if failure.memory_kill:

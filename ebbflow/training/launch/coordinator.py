@@ -15,14 +15,14 @@ from typing import TypeVar
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import InfraError, Outcome
-from ebbflow.core.events import EndReason, Event, read_events
-from ebbflow.core.store import Store
-from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
-from ebbflow.infra.event_payloads import (
+from ebbflow.core.event_payloads import (
     GenerationEndedPayload,
     NodeEndedPayload,
     NodeStartedPayload,
 )
+from ebbflow.core.events import EndReason, Event, read_events
+from ebbflow.core.store import Store
+from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     Generation,

@@ -590,7 +590,7 @@ class WorkerFailure:
         return self.killed_by is not None or self.lost_node is not None
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> str:  # noqa: PLR0911 one return per kind
         if self.memory_kill:
             return "killed for memory"
         if self.lost_node is not None:

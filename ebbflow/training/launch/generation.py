@@ -55,7 +55,7 @@ class NodeGeneration:
     """
 
     # The parts of a node's runtime that a generation uses
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         spec: GangSpec,
         start: GenerationStart,

@@ -122,7 +122,7 @@ class WatchHooks:
         if sys.platform.startswith("linux") and agent_pid is not None:
             # With Yama only ancestors may trace a process, but py-spy is a child of the agent.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, agent_pid, 0, 0, 0)
-        self._stacks = open(heartbeat.with_suffix(STACKS), "w")
+        self._stacks = open(heartbeat.with_suffix(STACKS), "w")  # noqa: SIM115
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
         self._server = self._serve_recorder()
 

@@ -473,7 +473,7 @@ def _is_hello(message: Message, nodes: int) -> bool:
 
 
 # The address, the handshake and the wait of one connection
-def join_gang(
+def join_gang(  # noqa: PLR0913
     address: str,
     ports: Sequence[int],
     token: str,

@@ -148,7 +148,7 @@ def _indexed(index: Path) -> list[Path]:
 
 def _headers(file: Path) -> Iterator[StoredTensor]:
     with open_weights(file, framework="np") as content:
-        for name in content.keys():
+        for name in content.keys():  # noqa: SIM118 - not a mapping
             part = content.get_slice(name)
             yield StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype())
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,7 +101,7 @@ class Documents(KeyValues):
         starts = (places * F.pad(tokens[:, :-1] == end, (1, 0))).cummax(dim=1).values
         self._positions = places - starts
 
-    def positions(self, length: int) -> Tensor:
+    def positions(self, length: int) -> Tensor:  # noqa: ARG002 (the interface of KeyValues)
         """Return the position of each token in its document, `[batch, length]`."""
         return self._positions
 
@@ -563,7 +563,7 @@ class TextWorkload:
         assert isinstance(model, CausalLM)
         return model.units()
 
-    def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> TextBatch:  # noqa: ARG002 (the interface of Workload)
         if self._context.device.type != "cuda":
             self._read_ahead(cursor)
             return self._batch(self._tokens.train, self._order.window(cursor.first, cursor.count))

@@ -49,7 +49,7 @@ class RewardModel:
         self.bytes = 4 * sum(parameter.numel() for parameter in shape.parameters())
         self._model: Any = None
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:  # noqa: ARG002 (the interface of rewards)
         """Return the score. Raises WorkloadError if the text is longer than the model's context."""
         text = prompt + completion
         if self._chat is not None:

@@ -86,7 +86,7 @@ class NoiseSchedule:
 Denoise = Callable[[Tensor, Tensor], Tensor]
 
 
-def sample(
+def sample(  # noqa: PLR0913 - the parameters of the published sampler
     denoise: Denoise,
     schedule: NoiseSchedule,
     start: Tensor,

@@ -231,7 +231,7 @@ class PointCloudDiffusion:
         assert isinstance(model, PointDenoiser)
         return [model.embedding, *model.blocks, model.head]
 
-    def next_batch(self, model: nn.Module, cursor: Cursor) -> CloudBatch:
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> CloudBatch:  # noqa: ARG002 (the interface of Workload)
         numbers = self._order.window(cursor.first, cursor.count).tolist()
         rows = [
             self._sample(number, (cursor.first + place) // self._count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 
 _FREQUENCIES = 4  # of a coordinate's Fourier features: 1, 2, 4 and 8

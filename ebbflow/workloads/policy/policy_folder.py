@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -60,7 +60,7 @@ class FolderPolicy(nn.Module):
         x = found.hidden_states[-1]
         return found.logits, self.values(F.rms_norm(x, x.shape[-1:]))[..., 0]
 
-    def make_cache(self, capacity: int) -> DynamicCache:
+    def make_cache(self, capacity: int) -> DynamicCache:  # noqa: ARG002 (the interface of policies)
         """Return an empty cache of keys and values, which grows with the tokens."""
         return DynamicCache(config=self.language.config)
 

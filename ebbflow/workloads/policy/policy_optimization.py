@@ -532,7 +532,7 @@ class PolicyOptimization:
         ]
         return prompts, torch.cat(draws)
 
-    def _judge(
+    def _judge(  # noqa: PLR0912, PLR0913, PLR0915 - one loss whose terms belong together
         self,
         record: Record,
         step: int,

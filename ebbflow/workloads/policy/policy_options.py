@@ -99,7 +99,7 @@ class PolicyOptions:
     micro_rollout_batch_size: int = 0  # rollouts that are generated together; 0: all
     enable_engine_sleep: bool = False  # free the engine's weights and cache after each rollout
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901, PLR0912 - one refusal for each option
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 refuse_option(f"{name}: {getattr(self, name)!r}; fix: {' or '.join(allowed)}")

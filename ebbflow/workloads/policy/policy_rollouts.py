@@ -97,7 +97,7 @@ class TorchEngine:
         dtype: of gathered weights, as a sharded policy computes with them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of sampling
         self,
         model: nn.Module,
         *,

@@ -329,7 +329,7 @@ class SampleLoader:
             next one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a loader
         self,
         dataset: Indexed,
         collate: Callable[[list[Any]], Any],
@@ -632,7 +632,7 @@ class DatasetWorkload:
         """Return the model's own parts that have parameters."""
         return [part for part in model.children() if list(part.parameters())]
 
-    def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:  # noqa: ARG002 (the interface of Workload)
         content = _move(
             self._loader.load(cursor if cursor.count else Cursor(cursor.first, 1)),
             self.context.device,

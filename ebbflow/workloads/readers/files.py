@@ -88,7 +88,7 @@ class DataFile:
                 seconds=_REQUEST_SECONDS,
             ),
             left=lambda: limit - time.monotonic(),
-            curable=lambda error, tries: isinstance(error, StoreUnavailable),
+            curable=lambda error, tries: isinstance(error, StoreUnavailable),  # noqa: ARG005 (the interface of retries)
         )
         if answer.status == 206:
             found = answer.body
@@ -251,7 +251,7 @@ class ImageFolder:
         path: str | Path,
         transform: Callable[[Any], Any],
         *,
-        keep: Callable[[str], bool] = lambda name: True,
+        keep: Callable[[str], bool] = lambda name: True,  # noqa: ARG005 (takes the name, as others do)
     ) -> None:
         files = find_files(path, IMAGE_SUFFIXES)
         self._transform = transform

@@ -165,7 +165,7 @@ def _read_about(file: DataFile) -> dict[str, Any]:
     return {}
 
 
-def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:
+def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
     with file.open() as stream:
         yield from _parse_lines(file, stream)
 
@@ -186,7 +186,7 @@ def _parse_lines(file: DataFile, stream: BinaryIO) -> Iterator[Any]:
             ) from error
 
 
-def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:
+def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
     """Yield the objects of a list, or of one line each."""
     with file.open() as stream:
         if not stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -422,13 +422,13 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum of a tensor over all ranks. Its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
         total = x.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
         total = gradients[0].clone()
         dist.all_reduce(total)
         return total

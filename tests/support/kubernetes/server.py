@@ -325,7 +325,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     # One answer for each method and subresource.
-    def _resource(
+    def _resource(  # noqa: PLR0911
         self,
         method: str,
         found: re.Match[str],
@@ -531,7 +531,7 @@ def _verb(method: str, name: str | None) -> str:
 
 
 # One answer for each path.
-def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one return for each route
     """settings: change them. nodes, pods, jobsets, jobs: what there is. past: pods and nodes that
     were. notice, lose: {node}. evict: {pod}. preempt: {jobset}, as Kueue does. told: requests,
     denials and problems so far."""

@@ -30,7 +30,7 @@ def main(asked: str, nodes: int, command: str) -> None:
     made = Kubernetes(SimpleNamespace(TYPE="s3"), metadata, SimpleNamespace())
     made._command = lambda **_: ["bash", "-c", command]
     toleration = {"key": "ebbflow/training", "operator": "Exists", "effect": "NoSchedule"}
-    common = dict(
+    common = dict(  # noqa: C408 - as the call has them
         flow_name="TrainFlow",
         run_id="1",
         step_name="train",

@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
         except (BrokenBody, OSError):
             self.close_connection = True
 
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve  # noqa: N815 - the names that http.server looks for
 
     def _serve_s3(self, request: Request) -> None:
         bucket, conduct = self.server.bucket(request.bucket)

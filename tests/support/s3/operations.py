@@ -32,7 +32,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 # One answer for each kind of request.
-def operation_of(request: Request) -> str:
+def operation_of(request: Request) -> str:  # noqa: PLR0911
     """A short name, which faults go by: put, get, head, delete, list, part, create, complete, abort
     …
     """

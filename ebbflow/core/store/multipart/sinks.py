@@ -145,7 +145,7 @@ class BucketSink:
         self,
         begun: MultipartUpload,
         number: int,
-        start: int,
+        start: int,  # noqa: ARG002 (the interface of all sinks)
         body: Buffer,
         crc: int,
         *,
@@ -344,7 +344,7 @@ class FolderSink:
         self._root = root
         self._throttle = throttle
 
-    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> _File:
+    def begin(self, key: str, size: int, *, parts: int, seconds: float) -> _File:  # noqa: ARG002 (the interface of all sinks)
         path = self._root / key
         unfinished = path.with_name(f"{path.name}#{os.getpid()}")
 
@@ -366,7 +366,7 @@ class FolderSink:
         number: int,
         start: int,
         body: Buffer,
-        crc: int,
+        crc: int,  # noqa: ARG002 (the interface of all sinks)
         *,
         seconds: float,
     ) -> UploadedPart:
@@ -387,9 +387,9 @@ class FolderSink:
     def finish(
         self,
         begun: _File,
-        parts: Sequence[UploadedPart],
-        crcs: Sequence[int],
-        whole: int,
+        parts: Sequence[UploadedPart],  # noqa: ARG002 (the interface of all sinks)
+        crcs: Sequence[int],  # noqa: ARG002 (the interface of all sinks)
+        whole: int,  # noqa: ARG002 (the interface of all sinks)
         *,
         seconds: float,
     ) -> int | None:
