@@ -32,6 +32,7 @@ class OwnProgram(StrEnum):
     COMMAND = "ebbflow"  # `ebbflow COMMAND`
     RANK = "ebbflow.training"
     AGENT = "ebbflow.training.launch.agent"
+    OBSERVER = "ebbflow.observe.observer"
     UPLOADER = "ebbflow.training.checkpoint.uploader"
     PART_READER = "ebbflow.training.checkpoint.reader"
     SCRIPT_TRIAL = "ebbflow.integrations"

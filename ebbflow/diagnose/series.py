@@ -50,7 +50,7 @@ _NUMBERS = {"one": 1.0, "single": 1.0, "two": 2.0, "three": 3.0, "four": 4.0, "e
 _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 
-class Point(NamedTuple):
+class SeriesPoint(NamedTuple):
     """One value of a series."""
 
     order: int  # position of its line among all lines read
@@ -62,11 +62,11 @@ class Point(NamedTuple):
 class Track:
     """One series of values."""
 
-    points: list[Point] = field(default_factory=list)
+    points: list[SeriesPoint] = field(default_factory=list)
 
     def add(self, order: int, line: LogText, value: float) -> None:
         if len(self.points) < _MOST_POINTS:
-            self.points.append(Point(order, line, value))
+            self.points.append(SeriesPoint(order, line, value))
 
     @property
     def values(self) -> list[float]:

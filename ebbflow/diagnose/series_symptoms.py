@@ -13,8 +13,8 @@ from ebbflow.diagnose.series import (
     EVALUATION,
     MOST_SCALES,
     LogSource,
-    Point,
     Series,
+    SeriesPoint,
     Timing,
     TimingKey,
     Track,
@@ -46,7 +46,7 @@ Evidence = list[tuple[int, LogText]]
 
 class _Symptom(NamedTuple):
     rule: str
-    points: Sequence[Point]
+    points: Sequence[SeriesPoint]
 
 
 def judge_series(series: Series) -> dict[str, Evidence]:
@@ -151,7 +151,7 @@ def _find_poor_scaling(series: Series) -> Iterator[_Symptom]:
     fewest = scales[0]
     most = scales[-1]
     if most.workers > fewest.workers and most.rate < 0.8 * fewest.rate:
-        points = [Point(scale.order, scale.line, scale.rate) for scale in (fewest, most)]
+        points = [SeriesPoint(scale.order, scale.line, scale.rate) for scale in (fewest, most)]
         yield _Symptom(_POOR_SCALING, points)
 
 
@@ -222,7 +222,7 @@ def _falls(series: Series, file: str) -> bool | None:
     return falls
 
 
-def _stalls(totals: Sequence[Point]) -> list[Point]:
+def _stalls(totals: Sequence[SeriesPoint]) -> list[SeriesPoint]:
     """Return the steps that take many times the median.
 
     The first step of an epoch does not count, since it waits for the start of the workers.
@@ -235,7 +235,7 @@ def _stalls(totals: Sequence[Point]) -> list[Point]:
     return stalls
 
 
-def _sum(points: Iterable[Point]) -> float:
+def _sum(points: Iterable[SeriesPoint]) -> float:
     return sum(point.value for point in points)
 
 
@@ -280,7 +280,7 @@ def _stalls_often(values: list[float]) -> bool:
     return len(stalls) >= 3 and 2 * sum(stalls) > sum(values[1:])
 
 
-def _compare_clocks(first: dict[str, LogText], other: dict[str, LogText]) -> list[Point]:
+def _compare_clocks(first: dict[str, LogText], other: dict[str, LogText]) -> list[SeriesPoint]:
     """Return two lines of one step if the clock of the other rank is apart, else nothing."""
     shared = [step for step in other if step in first]
     if len(shared) < max(_FEWEST_SHARED, _SAME_STEPS * max(len(first), len(other))):
@@ -300,4 +300,4 @@ def _compare_clocks(first: dict[str, LogText], other: dict[str, LogText]) -> lis
     side = "ahead of" if gap > 0 else "behind"
     note = f"[clock {abs(gap):,.1f} s {side} the line above, in {len(gaps)} steps]"
     noted = replace(other_line, text=f"{other_line.text}  {note}")
-    return [Point(line.number, line, gap), Point(noted.number, noted, gap)]
+    return [SeriesPoint(line.number, line, gap), SeriesPoint(noted.number, noted, gap)]

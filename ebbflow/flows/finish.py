@@ -24,7 +24,7 @@ from ebbflow.cost.report.report import RunReport
 from ebbflow.flows import reporting
 from ebbflow.flows.job import RUNS, Job
 from ebbflow.flows.launch import PROGRAM, REPORT_REQUEST_SECONDS, write_to_stderr
-from ebbflow.observe.live_page import finish_page
+from ebbflow.flows.live_page import finish_page
 from ebbflow.observe.watch import read_earlier_reports
 
 _NOT_OF_REFERENCE = ("--rehearse", "--job", "--run-id-file")

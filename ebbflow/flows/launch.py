@@ -27,10 +27,10 @@ from ebbflow.core.process import children
 from ebbflow.core.program import own_command
 from ebbflow.core.store import Store
 from ebbflow.flows.command_line import FLAGS, CommandLine, reorder_words
-from ebbflow.observe.live_page import RunObserver
+from ebbflow.flows.live_page import RunObserver
 
 if TYPE_CHECKING:
-    from ebbflow.observe.console import RunView
+    from ebbflow.flows.console import RunView
 
 PROGRAM = own_command()  # found before the launcher changes PATH
 REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died

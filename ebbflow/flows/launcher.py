@@ -23,9 +23,9 @@ from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.flows import remote
 from ebbflow.flows.command_line import CommandLine, describe_flags, option_values
+from ebbflow.flows.console import open_view
 from ebbflow.flows.launch import Launch, write_to_stderr
-from ebbflow.observe.console import open_view
-from ebbflow.observe.live_page import task_with_card
+from ebbflow.flows.live_page import task_with_card
 
 _RUN_ID_PREFIX = "ebbflow-run-id-"
 _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"

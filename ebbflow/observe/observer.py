@@ -3,7 +3,7 @@
 One reader of the job's event log serves all outputs: the live page, the trackers and the
 notification channels. Each output works in threads of its own, so that a slow or failing output
 delays neither the reader nor the others. A launcher starts this process
-(`ebbflow.observe.observer_process`).
+(`ebbflow.core.observer_process`).
 """
 
 from __future__ import annotations

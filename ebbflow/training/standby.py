@@ -51,8 +51,10 @@ def _import_for_ranks() -> None:
     import torch.nn.attention
     import torch.nn.parallel  # noqa: F401
 
-    import ebbflow.training.worker
-    import ebbflow.workloads.language.language_model  # noqa: F401
+    import ebbflow.training.worker  # noqa: F401
+    from ebbflow.training.workload_loader import find_default_workload
+
+    find_default_workload()
 
 
 def _await_request() -> dict[str, Any]:

@@ -27,8 +27,9 @@ from ebbflow.core.store import Store
 from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Workload, WorkloadContext
-from ebbflow.workloads.language.language_model import TextWorkload
 
+# Workloads are plug-ins: the built-in ones are named as those of users are.
+DEFAULT_WORKLOAD = "ebbflow.workloads:TextWorkload"
 # Exceptions that mean a mistake in the code, which every attempt would repeat. RuntimeError,
 # OSError and ValueError are not among them: they may come from memory that ran out, a lost peer or
 # an incomplete file.
@@ -109,9 +110,16 @@ def workload_context(
 
 def find_workload(config: RunConfig) -> WorkloadFactory:
     """Return the class or function that the setting `workload` names. Raises WorkloadError."""
-    if config.workload is None:
-        return TextWorkload
-    module_name, _, name = config.workload.partition(":")
+    return _find_factory(config.workload or DEFAULT_WORKLOAD)
+
+
+def find_default_workload() -> WorkloadFactory:
+    """Return the built-in language model, which a configuration without `workload` trains."""
+    return _find_factory(DEFAULT_WORKLOAD)
+
+
+def _find_factory(workload: str) -> WorkloadFactory:
+    module_name, _, name = workload.partition(":")
     module = _import(module_name)
     found: Any = module
     for part in name.split("."):
@@ -120,7 +128,7 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
         found = getattr(found, part)
     if not callable(found):
         raise WorkloadError(
-            f"workload {config.workload} is a {type(found).__name__}, which cannot be called; "
+            f"workload {workload} is a {type(found).__name__}, which cannot be called; "
             "fix: name a class, or a function that returns a workload"
         )
     return cast(WorkloadFactory, found)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ebbflow.workloads.language.hugging_face import HuggingFace
+    from ebbflow.workloads.language.language_model import TextWorkload
     from ebbflow.workloads.points.point_clouds import PointCloudDiffusion
     from ebbflow.workloads.policy.policy_optimization import PolicyOptimization
     from ebbflow.workloads.vision.classifier import ImageClassifier
@@ -19,6 +20,7 @@ __all__ = [
     "ImageModel",
     "PointCloudDiffusion",
     "PolicyOptimization",
+    "TextWorkload",
 ]
 
 
@@ -45,6 +47,10 @@ def __getattr__(name: str) -> Any:
             from ebbflow.workloads.policy.policy_optimization import PolicyOptimization
 
             return PolicyOptimization
+        case "TextWorkload":
+            from ebbflow.workloads.language.language_model import TextWorkload
+
+            return TextWorkload
         case _:
             raise AttributeError(
                 f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"

@@ -35,7 +35,7 @@ from ebbflow.cost.report.render_text import describe_rehearsal, render_closing
 from ebbflow.cost.report.report import build_report
 from ebbflow.flows import job as flows_job
 from ebbflow.flows.command_line import CommandLine, describe_flags
-from ebbflow.observe.console import RunView, SpendQuestion, _Lines, open_view
+from ebbflow.flows.console import RunView, SpendQuestion, _Lines, open_view
 from tests.support.console_log import log_of_a_run
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
@@ -246,7 +246,7 @@ _ON_A_TERMINAL = """
 import sys, time
 from ebbflow.core.program import print_on_any_terminal
 print_on_any_terminal()
-from ebbflow.observe.console import RunView, is_terminal
+from ebbflow.flows.console import RunView, is_terminal
 from ebbflow.core.config.schema import RunConfig
 from tests.support.console_log import log_of_a_run, PROGRESS
 from ebbflow.core.process import ignore_lost_readers

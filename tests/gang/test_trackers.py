@@ -44,6 +44,7 @@ from ebbflow.core.events import (
     Origin,
     read_events,
 )
+from ebbflow.core.observer_process import start_observer
 from ebbflow.core.process import process_stat
 from ebbflow.core.store import Store
 from ebbflow.cost.report.report import build_report
@@ -51,7 +52,6 @@ from ebbflow.observe import feeds, notify
 from ebbflow.observe.feeds import JobFeeds
 from ebbflow.observe.notify import NotificationError, open_channels
 from ebbflow.observe.observer import JobObserver, Output, PageFile
-from ebbflow.observe.observer_process import start_observer
 from ebbflow.observe.watch import LiveReport
 from tests.support.tracker_files import (
     Series,
@@ -693,7 +693,7 @@ def test_the_tracker_sends_what_a_killed_launcher_left_and_ends(tmp_path: Path, 
     write_attempt(store, 1)
     config = {"store": str(tmp_path / "store"), "trackers": [{"type": "jsonl"}]}
     code = (
-        "import os, signal, time; from ebbflow.observe.observer_process import "
+        "import os, signal, time; from ebbflow.core.observer_process import "
         f"start_observer\nown = start_observer('demo', {config['store']!r}, {config!r})\nwhile "
         "own._process is None or not own._process.stdin.closed: time.sleep(0.01)\n"
         "print(own._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"

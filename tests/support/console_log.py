@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbflow.core.program import REPLACE_UNPRINTABLE
-from ebbflow.observe.console import RunView
+from ebbflow.flows.console import RunView
 
 PROGRESS = "step 89/240 · 37% · loss 2.65 · 17,990 tok/s · MFU 40% of measured peak · ETA 0:17 · "
 PROGRESS += "$0.0014 of $5.00 (simulated price) · commit 60 · $0.0004 at risk"

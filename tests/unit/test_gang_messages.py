@@ -429,14 +429,6 @@ ENDS: dict[str, tuple[list[WorkerFailure], tuple[str, bool, bool, bool, str]]] =
         [hung(0, calls=calls("a")), hung(2, calls=calls("a")), hung(1, calls=calls("b"))],
         ("rank_failed", False, False, True, "failed"),
     ),
-    "a rank that may be alone in a collective": (
-        [
-            seen(1, where=USER, step=9, calls=calls("g", "g", "u")),
-            # In a backward pass, healthy ranks wait
-            hung(0, where=ENGINE, step=9, calls=calls("g", "g")),
-        ],
-        ("rank_failed", True, True, True, "failed"),
-    ),
     "a rank that completed fewer steps": (
         [
             failed(

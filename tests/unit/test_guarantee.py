@@ -103,7 +103,7 @@ def test_the_stores_clock_corrects_the_launchers(tmp_path: Path) -> None:
 
 
 def test_waits_before_the_first_start_count_towards_the_deadline() -> None:
-    chosen = {"instance_type": "g5.xlarge"}
+    chosen = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 1.0}
     plans = [
         event(PLAN, WALL + at, made_utc=WALL + at, chosen=chosen) for at in (0.0, 3600.0, 7200.0)
     ]

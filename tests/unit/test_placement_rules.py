@@ -588,7 +588,7 @@ def test_an_order_is_read_back_by_its_attempts_name(tmp_path: Path) -> None:
         None,
     )
     with pytest.raises(ValueError, match="Out of range"):
-        AttemptOrder(placement=replace(placed, usd_per_hour=math.inf)).put(store, NAME)
+        AttemptOrder(placement=replace(placed, wall_seconds=math.inf)).put(store, NAME)
 
 
 def test_records_of_placing_take_names_only_and_are_frozen(flow: SimpleNamespace) -> None:

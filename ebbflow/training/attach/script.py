@@ -24,10 +24,10 @@ from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.core.launchers import claim_job
 from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
+from ebbflow.core.observer_process import start_observer
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.integrations import switch_on
-from ebbflow.observe.observer_process import start_observer
 from ebbflow.training.attach.script_folder import find_script
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
 from ebbflow.training.engine.profiler import profile_script

@@ -24,8 +24,8 @@ from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.core.launchers import Claim, claim_job
 from ebbflow.core.layout import job_prefix, plain_name, write_atomically
+from ebbflow.core.observer_process import start_observer
 from ebbflow.core.store import Store
-from ebbflow.observe.observer_process import start_observer
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     GenerationOpening,

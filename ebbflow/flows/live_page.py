@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import KnownJob, remember_job, write_atomically
+from ebbflow.core.observer_process import start_observer
 from ebbflow.flows.job import RUNS
-from ebbflow.observe.observer_process import start_observer
 
 LIVE_PAGE = "live.html"
 SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page

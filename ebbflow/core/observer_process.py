@@ -5,12 +5,12 @@ trackers and sends notifications (`ebbflow.observe.observer`).
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.process import OwnProgram, own_program_line
 from ebbflow.core.program import python_path
 
 _PAGE_END_SECONDS = 3.0
@@ -35,7 +35,7 @@ class ObserverProcess:
         page: Path | None,
         tell: Callable[[str], None],
     ) -> None:
-        words = [sys.executable, "-m", "ebbflow.observe.observer", job, "--store", store]
+        words = own_program_line(OwnProgram.OBSERVER, job, "--store", store)
         self._words = [*words, "--parent", str(os.getpid())]
         if page is not None:
             self._words += ["--page", str(page)]
