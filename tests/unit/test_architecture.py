@@ -9,6 +9,7 @@ import configparser
 import functools
 import graphlib
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -291,3 +292,62 @@ def test_the_page_names_each_room_with_what_it_may_import() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     for room in ROOMS.keys() - {"configs"}:
         assert re.search(rf"^\| `(?:ebbflow/)?{room}/` \|", page, re.MULTILINE), room
+
+
+def walks() -> dict[str, list[tuple[Path, str]]]:
+    """The walks of docs/architecture.md: files, each with the text of its line, by title."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("### Walks")[2].partition("\n## ")[0]
+    found: dict[str, list[tuple[Path, str]]] = {}
+    title = ""
+    for line in section.splitlines():
+        item = re.match(r"\d+\. `(?:ebbflow/)?([\w/]+\.py)`: (.*)", line)
+        if item:
+            found.setdefault(title, []).append((PACKAGE / item[1], item[2]))
+        elif "→" in line and line.endswith(":"):
+            title = line.rstrip(":")
+    return found
+
+
+WALKS = walks()
+MOST_FILES = {
+    "Sample index → loss": 6,
+    "Spot price → report": 10,
+    "`checkpoint.interval_steps` → save": 9,
+    "Lost node → next attempt": 7,
+    "Own script, `attach` → commit": 5,
+}
+
+
+def imports_through_packages(path: Path) -> set[str]:
+    """Modules that a file imports, also those that a package passes on."""
+    modules = {module_name(path): path for path in all_files()}
+    names = set(imported_names(path, inside_functions=True))
+    for name in names & modules.keys():
+        if modules[name].name == "__init__.py":
+            tree = ast.parse(modules[name].read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    names = names | {node.module}
+    return names
+
+
+def test_the_walks_are_as_short_as_they_should_be() -> None:
+    assert {
+        title: len(files) <= MOST_FILES[title] for title, files in WALKS.items()
+    } == dict.fromkeys(MOST_FILES, True)
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_neighbours_of_a_walk_are_joined(title: str) -> None:
+    files = WALKS[title]
+    for (before, _), (after, text) in itertools.pairwise(files):
+        assert before.is_file() and after.is_file(), (before, after)
+        named = re.search(r"\((?:event|variable): `(\w+)` → `(\w+)`\)", text)
+        if named:
+            assert re.search(rf"\b{named[1]}\b", before.read_text()), before
+            assert re.search(rf"\b{named[2]}\b", after.read_text()), after
+            continue
+        forwards = module_name(after) in imports_through_packages(before)
+        backwards = module_name(before) in imports_through_packages(after)
+        assert forwards or backwards, f"{before} and {after} import neither the other"
