@@ -12,7 +12,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from ebbflow.flows.launcher import use_records
-    from ebbflow.training.attach.attach import AttachedJob, attach
+    from ebbflow.training.attach.entry import AttachedJob, attach
 
 __all__ = ["AttachedJob", "attach", "use_records"]
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return use_records
     if name in __all__:
-        from ebbflow.training.attach import attach as module
+        from ebbflow.training.attach import entry as module
 
         return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

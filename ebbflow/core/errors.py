@@ -3,6 +3,26 @@
 from enum import StrEnum
 
 
+class EndReason(StrEnum):
+    """Reason why a generation, or a node's part of it, ended early.
+
+    A planned end has an `Outcome` instead.
+    """
+
+    RANK_FAILED = "rank_failed"
+    RANK_KILLED = "rank_killed"
+    NODE_LOST = "node_lost"
+    HANG = "hang"
+    AGENT_FAILED = "agent_failed"  # an exception in the agent
+    ROLL_CALL = "roll_call"  # not all nodes joined the start
+    AGENT_STOPPED = "agent_stopped"  # asked to stop, by a notice or a signal
+    SUPERSEDED = "superseded"  # a newer generation of the job has started
+    STORE = "store"  # the store failed, or its content is damaged
+    REWIND = "rewind"  # a guard went back to an older commit
+    SPLIT = "split"  # a micro-batch did not fit into memory
+    RENEWAL = "renewal"  # memory grew: processes were restarted before it ran out
+
+
 class Outcome(StrEnum):
     """Final outcome of a job.
 

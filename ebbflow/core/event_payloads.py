@@ -574,7 +574,7 @@ class PreparedPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPool:
-    """Pool that a plan chose (`ebbflow.cost.plan.candidate.Candidate`)."""
+    """Pool that a plan chose (`ebbflow.cost.plan.pools.Candidate`)."""
 
     instance_type: RequiredText
     market: RequiredText
@@ -710,7 +710,7 @@ class OutcomePayload(Payload):
 class SupervisedPayload(Payload):
     """Run of the flow under the supervisor."""
 
-    verdict: Any = None  # `ebbflow.flows.supervising.verdict.Verdict`
+    verdict: Any = None  # `ebbflow.flows.supervising.record.RunVerdict`
     exit_code: Integer = None
     seconds: Number = None
     commit: AnyText = None  # key of the newest commit

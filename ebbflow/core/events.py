@@ -3,7 +3,7 @@
     event = {v, t_wall, t_mono, job, run, attempt, generation, node, rank, step, name, data}
 
 Object stores cannot append, so each process writes a series of objects, called segments
-(`infra.segments`). Constants in this module name the events that the ledger reads; other names are
+(`ebbflow.core.segments`). Constants in this module name the events that the ledger reads; other names are
 allowed. `PAYLOADS` maps the names to the types of the events' data
 (`ebbflow.core.event_payloads`). `read_log` reports events that do not match these types, and lines
 that do not match their checksums.
@@ -18,7 +18,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -27,6 +26,7 @@ from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 import ebbflow.core.event_payloads as payloads
+from ebbflow.core.errors import EndReason as EndReason
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import GuardAction as GuardAction
 from ebbflow.core.event_payloads import (
@@ -153,26 +153,6 @@ _FLOW_STEPS = frozenset(f"events/000000/0-{step}" for step in ("preflight", "pla
 _warned: set[str] = set()  # stores whose damage was printed
 PayloadT = typing_extensions.TypeVar("PayloadT", bound=Payload, covariant=True, default=Payload)
 _P = TypeVar("_P", bound=Payload)
-
-
-class EndReason(StrEnum):
-    """Reason why a generation, or a node's part of it, ended early.
-
-    A planned end has an `Outcome` instead.
-    """
-
-    RANK_FAILED = "rank_failed"
-    RANK_KILLED = "rank_killed"
-    NODE_LOST = "node_lost"
-    HANG = "hang"
-    AGENT_FAILED = "agent_failed"  # an exception in the agent
-    ROLL_CALL = "roll_call"  # not all nodes joined the start
-    AGENT_STOPPED = "agent_stopped"  # asked to stop, by a notice or a signal
-    SUPERSEDED = "superseded"  # a newer generation of the job has started
-    STORE = "store"  # the store failed, or its content is damaged
-    REWIND = "rewind"  # a guard went back to an older commit
-    SPLIT = "split"  # a micro-batch did not fit into memory
-    RENEWAL = "renewal"  # memory grew: processes were restarted before it ran out
 
 
 class InvalidEvent(ValueError):
@@ -333,7 +313,7 @@ def read_log(job_store: Store) -> LogContent:
         events.append(event)
         newest[line.segment] = max(newest.get(line.segment, event.t_wall), event.t_wall)
         unverified[line.segment] += not line.sealed and event.v > 1
-    named = {one.segment for one in damage}
+    named = {flaw.segment for flaw in damage}
     for segment, count in unverified.items():
         if count and segment not in named:
             damage.append(

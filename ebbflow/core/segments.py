@@ -268,7 +268,7 @@ def _unseal_one(
     if (
         seals
         and key not in last
-        and not any(one.segment == key and "seal is damaged" in one.what for one in damage)
+        and not any(flaw.segment == key and "seal is damaged" in flaw.what for flaw in damage)
     ):
         damage.append(Damage(key, "its own seal is missing"))
 
@@ -304,7 +304,11 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
         return None
     try:
         seal = json.loads(line)
-        return str(seal["segment"]), [str(one) for one in seal["checksums"]], bool(seal["last"])
+        return (
+            str(seal["segment"]),
+            [str(checksum) for checksum in seal["checksums"]],
+            bool(seal["last"]),
+        )
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -372,9 +376,9 @@ def _read_unknown(
         listed, damage = HANG_GUARD.run(
             lambda: _list_folder(folder), job_store.request_seconds, what
         )
-        for one in damage:
-            if one.segment not in found.unreadable and one.segment not in found.contents:
-                found.lose(one.segment, one.what)
+        for flaw in damage:
+            if flaw.segment not in found.unreadable and flaw.segment not in found.contents:
+                found.lose(flaw.segment, flaw.what)
 
     def read(keys: Sequence[str]) -> list[bytes | str]:
         if folder is None:

@@ -132,7 +132,7 @@ def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage
 def find_running_launcher(
     job: str, events: Sequence[Event], store: str | None = None
 ) -> dict[str, Any] | None:
-    """Find the launcher that is running the job, from its claim in the store (`infra.launchers`).
+    """Find the launcher that is running the job, from its claim in the store (`ebbflow.core.launchers`).
 
     Returns:
         The launcher as JSON values. None if no launcher is running, or if the job is completed and

@@ -158,7 +158,7 @@ def _completed_since(job: Job, started: float) -> bool:
     return (
         outcome is not None
         and outcome.t_wall >= started
-        and outcome.data["outcome"] == Outcome.COMPLETED
+        and outcome.payload.outcome is Outcome.COMPLETED
     )
 
 

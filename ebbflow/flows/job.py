@@ -109,7 +109,7 @@ class Job:
         return make_local_folder(RUNS, self.name, self.config.store)
 
     def remember(self) -> None:
-        """Make the job known to commands on this machine. See `infra.layout.remember_job`."""
+        """Make the job known to commands on this machine. See `ebbflow.core.layout.remember_job`."""
         remember_job(RUNS, KnownJob(self.name, self.config.store))
 
     def events(self, process: str) -> EventLog:

@@ -80,7 +80,10 @@ class RunObserver:
             return
         job = self._job or self._run_id()
         if os.environ.get(SWITCH) != "0":
-            self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
+            try:
+                self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
+            except OSError as error:
+                self._tell(f"no live page: {error}")
         observer = start_observer(job, self._store, self._config, page=self._page, tell=self._tell)
         if self._page is not None:
             self._tell(f"live page: {_shown_path(RUNS / 'latest' / LIVE_PAGE)}")

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from ebbflow.training.attach.attach import attach_folder
+from ebbflow.training.attach.entry import attach_folder
 from ebbflow.training.attach.folder import FolderJob
 from ebbflow.training.attach.loop import refuse
 from ebbflow.training.attach.state import BatchSource

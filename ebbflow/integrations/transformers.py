@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from ebbflow.training.attach.attach import attach_folder
+from ebbflow.training.attach.entry import attach_folder
 from ebbflow.training.attach.folder import FolderJob
 from ebbflow.training.attach.loop import refuse
 from ebbflow.training.errors import AttachError

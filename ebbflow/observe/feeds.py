@@ -55,7 +55,7 @@ class JobFeeds:
     """Trackers and notification channels of one job, and a record of what was sent to them
     (`trackers.json`).
 
-    It is an output of `tracking.observer.JobObserver`. Each tracker and channel has a thread of its
+    It is an output of `ebbflow.observe.observer.JobObserver`. Each tracker and channel has a thread of its
     own, which starts as soon as no other process on this machine sends the job's metrics.
 
     Args:

@@ -2,8 +2,7 @@
 
 import traceback
 
-from ebbflow.core.errors import EbbflowError, Outcome
-from ebbflow.core.events import EndReason
+from ebbflow.core.errors import EbbflowError, EndReason, Outcome
 
 # Limits for an exception's text and its traceback, in characters. A control message can have 16
 # MiB.

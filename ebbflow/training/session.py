@@ -42,7 +42,6 @@ from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import SaveController
 from ebbflow.training.step_sync import Row, StepSync, exchange
 
-PROFILER = "ebbflow.training.engine.profiler"  # no room imports it when it is loaded itself
 _RECORD_SECONDS = 30.0  # to read the generation's record, with retries
 _DRAIN_SECONDS = 2.0  # less than any hang threshold
 

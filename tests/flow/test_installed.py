@@ -62,7 +62,7 @@ def test_the_wheel_is_small_and_holds_one_top_level_name(wheel: Path) -> None:
         "ebbflow/py.typed",
         "ebbflow/cost/instances.csv",
     } <= names(wheel)
-    assert {"ebbflow/training/attach/attach.py", "ebbflow/integrations/transformers.py"} <= names(
+    assert {"ebbflow/training/attach/entry.py", "ebbflow/integrations/transformers.py"} <= names(
         wheel
     )
     assert {

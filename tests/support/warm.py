@@ -31,7 +31,7 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.errors",
     "ebbflow.training.worker",
     "ebbflow.workloads.language.language_model",
-    "ebbflow.training.attach.attach",
+    "ebbflow.training.attach.entry",
     "torch.distributed.fsdp",
 )
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.core.renamed_modules import RENAMED
+from ebbflow.core.renamed_modules import RENAMED, current_name
 from ebbflow.core.store import folder as current_module
+from ebbflow.training.errors import WorkloadError
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "ebbflow"
@@ -282,10 +283,34 @@ def test_a_name_that_never_existed_has_no_module(name: str) -> None:
         importlib.import_module(name)
 
 
-def test_every_old_name_leads_to_a_module_of_today() -> None:
+def test_old_names_are_no_modules_of_today() -> None:
     modules = {module_name(path) for path in all_files()}
     assert RENAMED.keys().isdisjoint(modules)
-    assert set(RENAMED.values()) <= modules
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_every_old_name_leads_to_a_module(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            module = importlib.import_module(name)
+        except (ModuleNotFoundError, WorkloadError) as error:
+            # A library that this module needs
+            assert (
+                "ebbflow." not in str(error)
+                and "No module named" in str(error)
+                or ("is not installed" in str(error))
+            ), error
+            return
+    assert module.__name__ == current_name(name)
+
+
+def test_a_program_under_its_old_name_says_its_new_one() -> None:
+    command = [sys.executable, "-m", "ebbflow.doctor"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ebbflow.doctor is now ebbflow.tryout.doctor; fix: python -m " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_page_names_each_room_with_what_it_may_import() -> None:

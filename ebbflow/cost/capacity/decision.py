@@ -196,9 +196,8 @@ def _with_move(
         if same and reservation.id in queued and not reservation.why_unusable(spot.nodes, now_utc):
             saved = usd_saved_by_moving(config, spot, reservation, now_utc)
             if saved > most:
-                best, most = (reservation, saved)
-            else:
-                best, most = (best, most)
+                best = reservation
+                most = saved
     if best is None:
         return choice
     kept = choice.fallback or replace(

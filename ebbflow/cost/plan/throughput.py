@@ -11,9 +11,9 @@ Memory is a sum of named parts in bytes, so that a refusal can show its arithmet
   of the model: all ranks with fsdp2, the ranks of one shard group or node with hsdp.
   `fsdp.cpu_offload` keeps them in host memory.
 - unsharded: with FSDP2 and HSDP, gathered parameters and gradients that are not yet reduced
-  (`infra.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets
+  (`ebbflow.core.footprint.gathered_bytes`). With DDP, autocast's bfloat16 copies, and gradient buckets
   (unless gradients are views into them).
-- activations, logits: per sample, from `infra.footprint`. Attention is fused and stores no matrix
+- activations, logits: per sample, from `ebbflow.core.footprint`. Attention is fused and stores no matrix
   of length × length. With `parallel.recompute` only a share of the activations is stored. Loss and
   log-probabilities stay float32.
 
@@ -430,7 +430,7 @@ def _exchanged_bytes(
 
     DDP's ring all-reduce moves the gradients twice, after each step or, with a static graph, after
     every micro-batch. FSDP2 gathers parameters and reduces gradients; how often depends on the
-    model's size (`infra.footprint`). HSDP gathers and reduces within one model copy, and
+    model's size (`ebbflow.core.footprint`). HSDP gathers and reduces within one model copy, and
     all-reduces shares of the gradients between copies.
 
     Args:

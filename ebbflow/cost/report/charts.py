@@ -607,7 +607,7 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
         step = event.payload
         steps[event.rank] = max(steps.get(event.rank, 0), event.step or 0)
         parts = step.seconds or {}
-        merged = step.merged or 1  # `cost.watch.merge_committed_steps`
+        merged = step.merged or 1  # `ebbflow.observe.watch.merge_committed_steps`
         seconds.setdefault(event.rank, []).append(sum(parts.values()) / merged)
         waits[event.rank] += parts.get(LedgerClass.DATA_WAIT, 0.0)
         spent[event.rank] += sum(parts.values())

@@ -42,7 +42,7 @@ def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep 
     `run`, which restores the last commit.
 
     Args:
-        program: Shell command that runs `ebbflow` (`infra.program.own_command`).
+        program: Shell command that runs `ebbflow` (`ebbflow.core.program.own_command`).
     """
     if report.outcome in (None, Outcome.COMPLETED):
         return None

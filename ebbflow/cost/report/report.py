@@ -233,7 +233,7 @@ def build_report(
     Args:
         running: The launcher that is running the job (`RunReport.running`); None if the job has
             ended.
-        damage: Damage to the event log, from `infra.events.read_log`. The report lists it.
+        damage: Damage to the event log, from `ebbflow.core.events.read_log`. The report lists it.
         logs: Function that returns the output of the ranks. It is called only if something failed.
 
     Raises:

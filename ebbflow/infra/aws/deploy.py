@@ -147,7 +147,7 @@ def planned_resources(
 
 
 def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
-    allowed = [str(one) for one in parameter.get("AllowedValues", [])]
+    allowed = [str(value) for value in parameter.get("AllowedValues", [])]
     if allowed and value not in allowed:
         return f"one of {', '.join(allowed)} is allowed"
     pattern = parameter.get("AllowedPattern")
@@ -297,9 +297,12 @@ class Stack:
             status=found["StackStatus"],
             reason=found.get("StackStatusReason", ""),
             parameters={
-                one["ParameterKey"]: one["ParameterValue"] for one in found.get("Parameters", [])
+                parameter["ParameterKey"]: parameter["ParameterValue"]
+                for parameter in found.get("Parameters", [])
             },
-            outputs={one["OutputKey"]: one["OutputValue"] for one in found.get("Outputs", [])},
+            outputs={
+                output["OutputKey"]: output["OutputValue"] for output in found.get("Outputs", [])
+            },
         )
 
     def changes(
@@ -331,7 +334,9 @@ class Stack:
                         self._client, "describe_change_set", "Changes", deadline, **pages
                     )
                     return [
-                        _change(one["ResourceChange"]) for one in found if "ResourceChange" in one
+                        _change(change["ResourceChange"])
+                        for change in found
+                        if "ResourceChange" in change
                     ]
                 self._pause(deadline, f"its change set is {answer['Status']}")
         finally:
@@ -441,7 +446,7 @@ class Stack:
 
 
 def _change(found: Mapping[str, Any]) -> ResourceChange:
-    details = [one.get("Target", {}).get("Name") for one in found.get("Details", [])]
+    details = [detail.get("Target", {}).get("Name") for detail in found.get("Details", [])]
     return ResourceChange(
         action=found["Action"],
         name=found["LogicalResourceId"],

@@ -6,7 +6,7 @@ its signature. The manifest is merged from the ranks' indexes, which are also re
 So each index carries an HMAC, and an index without a valid HMAC is treated as missing.
 
 The key is in an environment variable that the user chooses. Another variable, whose name is the
-constant `infra.signing_key.NAME_VARIABLE`, holds the name of the first. If it is set, a process
+constant `ebbflow.core.signing_key.NAME_VARIABLE`, holds the name of the first. If it is set, a process
 signs commits and checks signatures. Ranks, uploaders and the processes that read a suspect commit
 again inherit both variables.
 """

@@ -50,7 +50,6 @@ _POWERSGD_RANK = 2
 # torch requires two steps without compression at the start, because DDP may rebuild its buckets
 # between them.
 _POWERSGD_PLAIN_STEPS = 2
-FLOAT8 = "ebbflow.training.engine.float8"  # no room imports it when it is loaded itself
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _aten = torch.ops.aten
 # Outputs that cost much to compute for their size: matrix products, and attention in each of

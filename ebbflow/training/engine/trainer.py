@@ -125,8 +125,13 @@ class Trainer:
         square_sum = self.spread.square_sum(gradients)
         late = self.device_exchange
         if late is None:
-            loss_sum = math.nan if spoiled else float(loss.sum)
-            sync = self.session.sync(row._replace(loss_sum=loss_sum, square_sum=float(square_sum)))
+            row = row._replace(
+                loss_sum=math.nan if spoiled else float(loss.sum),
+                square_sum=float(square_sum),
+                # Read once the device has computed both sums, for which the host has waited
+                compute_seconds=self.session.reporter.clock.booked_seconds(LedgerClass.USEFUL_STEP),
+            )
+            sync = self.session.sync(row)
             return sync, sync.scale, sync.gradient_norm
         # The device adds both sums to the row, so that the host does not wait for them
         loss_sum = torch.full_like(loss.sum, math.nan) if spoiled else loss.sum

@@ -48,7 +48,7 @@ _KILL_SECONDS = 1.0
 
 
 class BlameRule(StrEnum):
-    """BlameRule that named the culprit, as a text for people."""
+    """Rule that named the culprit, as a text for people."""
 
     GPU_FAULT = "a GPU of its node has a hardware fault"
     DIED_FIRST = "it ended first"
