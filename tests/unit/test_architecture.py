@@ -296,10 +296,8 @@ def test_every_old_name_leads_to_a_module(name: str) -> None:
             module = importlib.import_module(name)
         except (ModuleNotFoundError, WorkloadError) as error:
             # A library that this module needs
-            assert (
-                "ebbflow." not in str(error)
-                and "No module named" in str(error)
-                or ("is not installed" in str(error))
+            assert ("ebbflow." not in str(error) and "No module named" in str(error)) or (
+                "is not installed" in str(error)
             ), error
             return
     assert module.__name__ == current_name(name)
