@@ -9,6 +9,7 @@ import sys
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,19 +48,21 @@ class FailingServer:
         }
         return boto3.client("s3", **{**settings, **changes})
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that make it the S3 of a process."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": self.region,
+            "AWS_ENDPOINT_URL_S3": self.endpoint,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make it the S3 of this process and its children, by environment variables."""
-        given = {
-            "ACCESS_KEY_ID": self.access_key,
-            "SECRET_ACCESS_KEY": self.secret_key,
-            "REGION": self.region,
-        }
-        for name, value in {
-            **given,
-            "ENDPOINT_URL_S3": self.endpoint,
-            "EC2_METADATA_DISABLED": "true",
-        }.items():
-            monkeypatch.setenv(f"AWS_{name}", value)
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
 
     def new_bucket(self, **conduct: Any) -> str:
         """The name of a new, empty bucket that behaves so."""
@@ -72,6 +75,19 @@ class FailingServer:
 
     def told(self, bucket: str) -> dict[str, Any]:
         return self._ask("GET", bucket)
+
+    def forget(self, bucket: str) -> None:
+        self._ask("DELETE", bucket)
+
+    def hold(self, bucket: str, **which: Any) -> int:
+        """Hold the next request that fits, and return the number of the hold."""
+        return self._ask("POST", f"{bucket}/hold", which)["hold"]
+
+    def held(self, bucket: str, hold: int) -> bool:
+        return self._ask("GET", f"{bucket}/hold/{hold}")["held"]
+
+    def release(self, bucket: str, hold: int) -> None:
+        self._ask("DELETE", f"{bucket}/hold/{hold}")
 
     def _ask(
         self, method: str, path: str, document: dict[str, Any] | None = None
@@ -87,9 +103,8 @@ class FailingServer:
             return json.loads(answer.read())
 
 
-@pytest.fixture(scope="session")
-def failing_s3() -> Iterator[FailingServer]:
-    """Started once; each test has buckets of its own, and so faults of its own."""
+@contextmanager
+def run_failing_s3() -> Iterator[FailingServer]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.s3", "--parent", str(os.getpid())],
         cwd=_ROOT,
@@ -103,3 +118,10 @@ def failing_s3() -> Iterator[FailingServer]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def failing_s3() -> Iterator[FailingServer]:
+    """Started once; each test has buckets of its own, and so faults of its own."""
+    with run_failing_s3() as server:
+        yield server
