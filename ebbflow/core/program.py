@@ -18,7 +18,8 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[1]  # the folder `ebbflow`
 IMPORT_ROOT = PACKAGE_ROOT.parent  # on sys.path, `import ebbflow` works
 INSTALLED = IMPORT_ROOT.name in {"site-packages", "dist-packages"}
 _PROJECT_VARIABLE = "EBBFLOW_PROJECT"
-_PART_OF = {"pydantic_core": "pydantic"}  # modules that a required package installs besides its own
+# Modules that a required package installs besides its own
+_PART_OF = {"pydantic_core": "pydantic", "typing_extensions": "pydantic"}
 
 
 def _find_configs() -> Path:

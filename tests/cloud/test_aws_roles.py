@@ -23,14 +23,14 @@ THEIRS = "metaflow:"  # how the paths of Metaflow's files begin here
 
 # What needs an action: a file, and the text in it that makes, or leads to, the call.
 BUCKET = {
-    "s3:GetObject": ("core/store/objects.py", "obstore.get("),
-    "s3:PutObject": ("core/store/multipart/sinks.py", 'query={"uploads": ""}'),
+    "s3:GetObject": ("ebbflow/core/store/objects.py", "obstore.get("),
+    "s3:PutObject": ("ebbflow/core/store/multipart/sinks.py", 'query={"uploads": ""}'),
     "s3:PutObjectTagging": ("training/checkpoint/retention.py", "tags=layout.TOMBSTONE_TAGS"),
-    "s3:DeleteObject": ("core/store/objects.py", "obstore.delete("),
-    "s3:AbortMultipartUpload": ("core/store/multipart/sinks.py", '"DELETE", begun.key'),
-    "s3:ListBucket": ("core/store/objects.py", "obstore.list("),
+    "s3:DeleteObject": ("ebbflow/core/store/objects.py", "obstore.delete("),
+    "s3:AbortMultipartUpload": ("ebbflow/core/store/multipart/sinks.py", '"DELETE", begun.key'),
+    "s3:ListBucket": ("ebbflow/core/store/objects.py", "obstore.list("),
     "s3:ListBucketMultipartUploads": (
-        "core/store/multipart/sinks.py",
+        "ebbflow/core/store/multipart/sinks.py",
         '{"uploads": "", "prefix": prefix',
     ),
 }
@@ -131,7 +131,7 @@ def template() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def made() -> dict[str, set[str]]:
     """All calls of the project, and of what it uses of Metaflow."""
-    ours = calls(ROOT, ["flows", "cost", "infra"])
+    ours = calls(ROOT, ["flows", "cost", "infra", "ebbflow/core", "ebbflow/observe"])
     theirs = calls(METAFLOW, ["plugins/aws/batch", "plugins/datatools/s3", "plugins/datastores"])
     return ours | {f"{THEIRS}{path}": rights for path, rights in theirs.items()}
 

@@ -387,8 +387,8 @@ def _is_installed(library: str) -> bool:
 def test_a_rank_that_leaves_its_loop_alone_is_named_within_seconds(tmp_path: Path) -> None:
     script = tmp_path / "uneven.py"
     script.write_text(
-        "import torch, torch.distributed as dist, ebbflow\nfrom ebbflow.training import "
-        "attached_guards\nattached_guards._UNEQUAL_SECONDS = 1.0  # the test need not wait for a "
+        "import torch, torch.distributed as dist, ebbflow\nfrom ebbflow.training.attach import "
+        "guards\nguards._UNEQUAL_SECONDS = 1.0  # the test need not wait for a "
         "rank that is about to end by a break\ndist.init_process_group('gloo')\nmodel = "
         "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\noptimizer = "
         "torch.optim.SGD(model.parameters(), lr=0.1)\nfor step in ebbflow.attach(model, "

@@ -590,7 +590,7 @@ def test_a_missing_key_ends_agents_and_ranks_before_anything_is_computed(
     rank = WorkerSpec(**own, config=spec.config, store_uri=spec.store_uri, prepared={})
     monkeypatch.setattr(worker, "connect", lambda **_: pytest.fail("the rank joined a gang"))
     with pytest.raises(NoSigningKey, match="EBBFLOW_TEST_KEY"):
-        worker._train(rank)
+        worker._train(rank, None)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.cost.plan.candidates import _cannot_run
+from ebbflow.cost.plan.candidates import _why_unable
 from ebbflow.training.engine.float8 import convert_units
 from ebbflow.training.engine.parallel import spread_model
 from ebbflow.training.errors import ParallelError
@@ -112,6 +112,11 @@ def test_layers_that_cannot_compute_in_fp8_are_refused(monkeypatch: pytest.Monke
 def test_the_plan_leaves_out_gpus_without_fp8() -> None:
     config = configure("on")
     pool = SimpleNamespace(market="spot", nodes=1, processes_per_node=1)
-    found = {kind.gpu.name: _cannot_run(config, pool, kind) for kind in load_catalogue().types}  # type: ignore[arg-type]
-    assert found["A100"] == ("GPU too old", "A100 has capability 8.0; fsdp.float8 needs 8.9")
+    found = {kind.gpu.name: _why_unable(config, pool, kind) for kind in load_catalogue().types}  # type: ignore[arg-type]
+    old = found["A100"]
+    assert old is not None
+    assert (old.kind, old.reason) == (
+        "GPU too old",
+        "A100 has capability 8.0; fsdp.float8 needs 8.9",
+    )
     assert found["H100"] is None and found["L4"] is None
