@@ -174,9 +174,13 @@ def _rows(front: Sequence[FrontierPoint], plan: Plan) -> list[tuple[str, ...]]:
         chosen = plan.chosen is not None and all(
             getattr(pool, name) == getattr(plan.chosen, name) for name in known
         )
+        if chosen:
+            mark = "*"
+        else:
+            mark = "" if point.within else "!"
         rows.append(
             (
-                "*" if chosen else "" if point.within else "!",
+                mark,
                 f"{pool.nodes} × {pool.instance_type} {pool.market.replace('_', '-')}",
                 pool.place,
                 point.interval,

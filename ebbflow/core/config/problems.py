@@ -92,7 +92,7 @@ def _excerpt(place: SourceSpan) -> list[str]:
     under = shown[before : before + max(1, place.length)]
     caret = " " * _cells(shown[:before]) + "^" * max(1, _cells(under))
     # A file must not be able to control the terminal.
-    safe = "".join(char if char.isprintable() else " " if char == "\t" else "?" for char in shown)
+    safe = "".join(char if char.isprintable() else "?" for char in shown.replace("\t", " "))
     return [f"{place.line:>6} | {safe}".rstrip(), f"{'':>6} | {caret}"]
 
 
@@ -100,7 +100,9 @@ def _cells(text: str) -> int:
     """Return the width of a text in terminal columns: 2 for East Asian wide characters, 0 for
     combining characters.
     """
-    return sum(
-        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-        for char in text
-    )
+    cells = 0
+    for char in text:
+        if unicodedata.combining(char):
+            continue
+        cells += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    return cells

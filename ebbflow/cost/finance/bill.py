@@ -203,6 +203,9 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
             f"{where}: {amount} hours of an instance for ${usd}: a {line_type} line is never "
             "negative"
         )
+    market = ""
+    if usage:
+        market = "spot" if usage.group(1) == "SpotUsage" else "on_demand"
     return BillLine(
         resource_id=found["resource_id"].rpartition("/")[2],
         start=start,
@@ -214,7 +217,7 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
         usd=usd,
         zone=found["zone"],
         instance_type=found["instance_type"] or (usage.group(2) or "" if usage else ""),
-        market=("spot" if usage.group(1) == "SpotUsage" else "on_demand") if usage else "",
+        market=market,
         tags=_tags(row, found["tags"]),
         synthetic=found["invoice"] == SYNTHETIC,
         line_id=found["line_id"],

@@ -375,4 +375,6 @@ def _tick(value: float) -> str:
     size = abs(value)
     if size >= 1e6 or (size and size < 1e-3):
         return f"{value:.2g}"
-    return format_number(value, 0 if size >= 100 else 2 if size >= 1 else 4)
+    if size >= 100:
+        return format_number(value, 0)
+    return format_number(value, 2 if size >= 1 else 4)

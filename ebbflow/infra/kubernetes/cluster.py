@@ -642,14 +642,16 @@ class AttemptWatch:
         times = tuple(self._times(node, now) for node in range(self.nodes))
         begun = [start for start, _ in times if start is not None]
         over = [stop for _, stop in times if stop is not None]
+        if self.ended or ended_by:
+            status = "SUCCEEDED" if self.succeeded else "FAILED"
+        else:
+            status = "RUNNING"
         return BatchAttempt(
             job_id=self.job_id,
             job_name=self.job_id.rpartition("/")[2],
             queue="kubernetes",
             nodes=self.nodes,
-            status=("SUCCEEDED" if self.succeeded else "FAILED")
-            if self.ended or ended_by
-            else "RUNNING",
+            status=status,
             created_utc=min(
                 (pod.created for pod in self.pods.values() if pod.created), default=None
             ),

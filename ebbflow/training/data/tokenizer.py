@@ -112,7 +112,9 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
 
 def dtype_of(vocab_size: int) -> np.dtype:
     """Return the smallest unsigned little-endian integer type that holds every token ID."""
-    return np.dtype("u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+    if vocab_size <= 2**8:
+        return np.dtype("u1")
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:

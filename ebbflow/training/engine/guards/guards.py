@@ -212,9 +212,10 @@ def weights_checksum(module: nn.Module) -> int:
         if local.numel():
             flat = local.contiguous().view(-1)
             width = flat.element_size()
-            bits = flat.view(
-                torch.int32 if width % 4 == 0 else torch.int16 if width == 2 else torch.uint8
-            )
+            if width % 4 == 0:
+                bits = flat.view(torch.int32)
+            else:
+                bits = flat.view(torch.int16 if width == 2 else torch.uint8)
             sums.append(torch.stack([part.sum() for part in bits.split(_CHUNK)]).sum())
     total = 0
     for value in torch.stack(sums).tolist() if sums else []:
