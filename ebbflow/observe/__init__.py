@@ -1,4 +1,4 @@
-"""What shows a job: the live page, the terminal, trackers, notifications, dashboards and alerts.
+"""What shows a job: the live page, trackers, notifications, dashboards, alerts and the timeline.
 
 It imports `core`, `infra`, `diagnose` and `cost`, and never torch or Metaflow.
 """

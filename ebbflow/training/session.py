@@ -95,6 +95,8 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSession:
+    """What one rank does together with the others between two steps of a job."""
+
     config: RunConfig
     gang: Gang
     reporter: Reporter
