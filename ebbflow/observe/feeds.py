@@ -18,14 +18,15 @@ from typing import IO, Any
 
 from ebbflow.core.config.schema import RunConfig, TrackerConfig
 from ebbflow.core.errors import ObjectNotFound
+from ebbflow.core.event_payloads import ConfiguredPayload, EvaluationPayload, StepPayload
 from ebbflow.core.events import (
     COMMIT,
-    CONFIGURED,
     EVALUATION,
     NODE_HEARTBEAT,
     RESTORE,
     STEP,
     Event,
+    is_event,
 )
 from ebbflow.core.layout import TRACKED_KEY, runs_folder
 from ebbflow.core.program import PROJECT_ROOT
@@ -43,7 +44,6 @@ from ebbflow.observe.trackers import Point, TrackedRun, Tracker, make_tracker
 
 _OLD_SECONDS = 3600.0  # older news are not sent
 _LOCK_SECONDS = 60.0  # an earlier attempt's process ends within this time
-_STEP_METRICS = ("loss", "learning_rate", "gradient_norm")
 
 
 def has_feeds(config: RunConfig) -> bool:
@@ -81,7 +81,7 @@ class JobFeeds:
         self._lock = threading.Lock()
         self._series = StepSeries()
         self._heard = time.monotonic()  # of the ranks
-        self._configured: Event | None = None
+        self._configured: Event[ConfiguredPayload] | None = None
         self._news: list[News] = []
         self._report: RunReport | None = None
         self._told_problem = False
@@ -115,7 +115,7 @@ class JobFeeds:
     def add(self, events: Sequence[Event]) -> None:
         self._series.add(events)
         for event in events:
-            if event.name == CONFIGURED:
+            if is_event(event, ConfiguredPayload):
                 known = self._configured
                 if known is None or event.t_wall >= known.t_wall:
                     self._configured = event
@@ -180,11 +180,10 @@ class JobFeeds:
             return None
         secrets = secret_values(dict(os.environ))
         settings = {}
-        for row in self._configured.data["settings"]:
-            value = row.get("value")
-            if value not in (None, [], {}):
-                shown = redact(f"{row['key']}={value}", secrets)[0]
-                settings[str(row["key"])] = shown.partition("=")[2]
+        for setting in self._configured.payload.settings:
+            if setting.value not in (None, [], {}):
+                shown = redact(f"{setting.key}={setting.value}", secrets)[0]
+                settings[str(setting.key)] = shown.partition("=")[2]
         number = hashlib.sha256(self._store.uri.encode()).hexdigest()[:8]
         return TrackedRun(
             id=f"{self._job}-{number}",
@@ -262,13 +261,19 @@ class StepSeries:
             values = dict(point.values)
         else:
             values = {}
-        if event.name == STEP:
-            found = {name: event.data.get(name) for name in _STEP_METRICS}
-            found["step_seconds"] = sum((event.data.get("seconds") or {}).values())
+        payload = event.payload
+        if isinstance(payload, StepPayload):
+            values |= _numbers(
+                {
+                    "loss": payload.loss,
+                    "learning_rate": payload.learning_rate,
+                    "gradient_norm": payload.gradient_norm,
+                    "step_seconds": sum((payload.seconds or {}).values()),
+                }
+            )
             self._newest = max(self._newest, event.step)
-        else:
-            found = event.data.get("metrics") or {}
-        values |= _numbers(found)
+        elif isinstance(payload, EvaluationPayload):
+            values |= _numbers(payload.metrics or {})
         self._points[event.step] = event.generation, Point(event.step, event.t_wall, values)
 
     def after(self, step: int, *, live: bool, last: bool) -> list[Point]:

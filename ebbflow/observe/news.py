@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ebbflow.core.events import BUDGET, COMMIT, NOTICE, PREPARED, Event
+from ebbflow.core.event_payloads import BudgetPayload, NoticePayload
+from ebbflow.core.events import COMMIT, PREPARED, Event, is_event, select_events
 from ebbflow.core.terms import BUDGET_THRESHOLDS
 from ebbflow.cost.amounts import format_usd
 from ebbflow.cost.report.report import RunReport
@@ -42,21 +43,17 @@ def _list_event_news(events: Sequence[Event], report: RunReport) -> Iterator[New
             yield News(
                 f"start:{event.t_wall:.3f}", event.t_wall, f"{words}{_describe_capacity(report)}"
             )
-        elif event.name == NOTICE and event.data.get("source"):
-            left = event.data.get("seconds_left")
-            if left is None:
+        elif is_event(event, NoticePayload) and event.payload.source:
+            notice = event.payload
+            if notice.seconds_left is None:
                 time_left = ""
             else:
-                time_left = f", {left:.0f} s left"
-            words = (
-                f"notice ({event.data['source']}, {event.data.get('action') or 'unknown'}) to "
-                f"node {event.node}"
-            )
-            key = f"notice:{event.generation}:{event.node}:{event.data['source']}:{event.data.get('action')}"
+                time_left = f", {notice.seconds_left:.0f} s left"
+            words = f"notice ({notice.source}, {notice.action or 'unknown'}) to node {event.node}"
             yield News(
-                key,
+                f"notice:{event.generation}:{event.node}:{notice.source}:{notice.action}",
                 event.t_wall,
-                f"{words}{time_left}; response: {event.data.get('does') or 'unknown'}",
+                f"{words}{time_left}; response: {notice.does or 'unknown'}",
             )
 
 
@@ -78,10 +75,8 @@ def _list_budget_news(events: Sequence[Event], report: RunReport) -> Iterator[Ne
     budget = float(report.progress.get("budget_usd") or math.inf)
     spent = float(report.total_usd)
     stopped = any(  # a job stops while the money for its last save is left
-        event.name == BUDGET
-        and event.data["threshold"] >= 1
-        and event.data.get("budget_usd") == budget
-        for event in events
+        event.payload.threshold >= 1 and event.payload.budget_usd == budget
+        for event in select_events(events, BudgetPayload)
     )
     for share in BUDGET_THRESHOLDS:
         if spent >= share * budget or (share == 1 and stopped):
