@@ -258,7 +258,7 @@ def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
             return outcome, attempt + 1
         last = outcome.message
     raise TrainingError(
-        f"certify: {spec.job}: the job did not end within {_MOST_STARTS} starts; last error: {last}"
+        f"job {spec.job} did not end within {_MOST_STARTS} starts; last error: {last}"
     )
 
 
