@@ -58,19 +58,19 @@ def probe(store: dist.Store, nodes: int, broken: int | None = None) -> list[Any]
 def test_the_links_between_nodes_are_measured_and_a_node_that_cannot_be_reached_is_named() -> None:
     found = probe(dist.HashStore(), 3)
     assert all(links == found[0] for links in found)
-    assert sorted((one.source, one.target) for one in found[0]) == [
+    assert sorted((link.source, link.target) for link in found[0]) == [
         (a, b) for a in range(3) for b in range(3) if a != b
     ]
     assert all(
-        one.round_trip > 0 and one.mtu > 1000 and abs(one.clock_offset) < 10 for one in found[0]
+        link.round_trip > 0 and link.mtu > 1000 and abs(link.clock_offset) < 10 for link in found[0]
     )
-    assert sorted((one.source, one.target) for one in found[0] if one.bandwidth) == [
+    assert sorted((link.source, link.target) for link in found[0] if link.bandwidth) == [
         (0, 1),
         (1, 2),
         (2, 0),
     ]
 
-    links = [replace(one, clock_offset=-3.0 if one.target == 2 else 0.001) for one in found[0]]
+    links = [replace(link, clock_offset=-3.0 if link.target == 2 else 0.001) for link in found[0]]
     links[0] = replace(links[0], bandwidth=1e6)
     figures = summarize_links(links, nodes=3, seconds=1.5)
     assert (figures["bandwidth_bytes_per_second"], figures["where"]["bandwidth"]) == (

@@ -83,7 +83,11 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
         None if the job is not admitted.
     """
     draw = random.Random(seed)
-    usual = next(one for one in planned(config, BEGAN_UTC).ranked if one.market == "on_demand")
+    usual = next(
+        candidate
+        for candidate in planned(config, BEGAN_UTC).ranked
+        if candidate.market == "on_demand"
+    )
     limits = {
         "budget_usd": usual.expected_usd * draw.uniform(1.05, 1.35),
         "deadline_hours": usual.case.work_hours * draw.uniform(1.2, 2.5),
@@ -268,7 +272,11 @@ def tight_job(config: RunConfig, case: TightCase) -> Verdict:
         patience=1.0,
         queues=case.queues,
     )
-    usual = next(one for one in planned(config, BEGAN_UTC).ranked if one.market == "on_demand")
+    usual = next(
+        candidate
+        for candidate in planned(config, BEGAN_UTC).ranked
+        if candidate.market == "on_demand"
+    )
     return _judge(batch, tight, usual.gang_usd_per_hour)
 
 
