@@ -15,6 +15,23 @@ Written by `python docs/generate.py` from `ebbflow/core/config/schema.py`; do no
 explains files, overrides and errors.
 """
 
+SYMPTOMS_HEAD = """# Symptoms, causes and fixes
+
+Written by `python docs/generate.py` from the rules in `ebbflow/diagnose/rules/`; do not edit. `ebbflow diagnose` finds
+these symptoms in logs, and `ebbflow explain ID` prints one of them. The numbers of guides are those of the five guides
+that this project answers.
+"""
+
+METRICS_HEAD = """# All metrics and alerts
+
+Written by `python docs/generate.py` from `ebbflow/core/metrics.py` and `ebbflow/observe/rules.yaml`; do not edit. [Metrics and
+logs](observability.md) explains how to get them.
+
+## Of a running node
+
+At `/metrics` of each node. Constant labels: `job`, `node`.
+"""
+
 
 def keys_page() -> str:
     """The page with every key, its type, its default and its description."""
@@ -31,6 +48,65 @@ def keys_page() -> str:
                 _table(f"{name}.", node["properties"]),
             ]
     return "\n".join(parts)
+
+
+def symptoms_page() -> str:
+    """The page with every symptom, its causes with their likelihood, and its fixes."""
+    from ebbflow.diagnose.rules import load_rules
+
+    book = load_rules()
+    parts = [SYMPTOMS_HEAD]
+    for family in book.families:
+        parts += [
+            f"## {family.title} ({family.name})\n",
+            "| id | symptom | causes | fixes | guides |",
+            "|---|---|---|---|---|",
+        ]
+        for rule in (candidate for candidate in book.rules if candidate.family == family.name):
+            causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
+            cells = (rule.id, rule.title, causes, "; ".join(rule.fix), "; ".join(rule.guides))
+            parts.append("| " + " | ".join(_plain(cell) for cell in cells) + " |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def metrics_page() -> str:
+    """The page with every metric, every recorded series, and every alert with its runbook."""
+    import yaml
+
+    from ebbflow.core.metrics import JOB_METRICS, NODE_METRICS
+    from ebbflow.observe.command import RULES
+
+    def rows(metrics: Any) -> list[str]:
+        found = ["| name | type | labels | meaning |", "|---|---|---|---|"]
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
+            found.append(
+                f"| `{metric.name}` | {metric.kind.value} | {labels} | "
+                f"{metric.help.removesuffix('.')} |"
+            )
+        return [*found, ""]
+
+    recorded, alerts = (
+        group["rules"] for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    )
+    parts = [
+        METRICS_HEAD,
+        *rows(NODE_METRICS),
+        "## Of a whole job\n",
+        "In `metrics.prom`. Constant label: `job`.\n",
+    ]
+    parts += [*rows(JOB_METRICS), "## Recorded series\n", "| series | expression |", "|---|---|"]
+    parts += [f"| `{rule['record']}` | `{rule['expr']}` |" for rule in recorded]
+    parts.append("\n## Alerts\n\nThe text below each alert says what to do.\n")
+    for rule in alerts:
+        if "for" in rule:
+            lasting = f" for {rule['for']}"
+        else:
+            lasting = ""
+        fires = f"`{rule['expr']}`{lasting}. Severity: {rule['labels']['severity']}."
+        parts += [f"### {rule['alert']}\n", fires + "\n", rule["annotations"]["description"] + "\n"]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def _table(prefix: str, nodes: dict[str, Any]) -> str:
@@ -78,89 +154,11 @@ def _type(node: dict[str, Any]) -> str:
     )
 
 
-SYMPTOMS_HEAD = """# Symptoms, causes and fixes
-
-Written by `python docs/generate.py` from the rules in `ebbflow/diagnose/rules/`; do not edit. `ebbflow diagnose` finds
-these symptoms in logs, and `ebbflow explain ID` prints one of them. The numbers of guides are those of the five guides
-that this project answers.
-"""
-
-
-def symptoms_page() -> str:
-    """The page with every symptom, its causes with their likelihood, and its fixes."""
-    from ebbflow.diagnose.rules import load_rules
-
-    book = load_rules()
-    parts = [SYMPTOMS_HEAD]
-    for family in book.families:
-        parts += [
-            f"## {family.title} ({family.name})\n",
-            "| id | symptom | causes | fixes | guides |",
-            "|---|---|---|---|---|",
-        ]
-        for rule in (candidate for candidate in book.rules if candidate.family == family.name):
-            causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
-            cells = (rule.id, rule.title, causes, "; ".join(rule.fix), "; ".join(rule.guides))
-            parts.append("| " + " | ".join(_plain(cell) for cell in cells) + " |")
-        parts.append("")
-    return "\n".join(parts)
-
-
 def _plain(text: str) -> str:
     """The text with what Markdown would interpret escaped."""
     for mark in "\\|<>*_[]`":
         text = text.replace(mark, f"\\{mark}")
     return text
-
-
-METRICS_HEAD = """# All metrics and alerts
-
-Written by `python docs/generate.py` from `ebbflow/core/metrics.py` and `ebbflow/observe/rules.yaml`; do not edit. [Metrics and
-logs](observability.md) explains how to get them.
-
-## Of a running node
-
-At `/metrics` of each node. Constant labels: `job`, `node`.
-"""
-
-
-def metrics_page() -> str:
-    """The page with every metric, every recorded series, and every alert with its runbook."""
-    import yaml
-
-    from ebbflow.core.metrics import JOB_METRICS, NODE_METRICS
-    from ebbflow.observe.command import RULES
-
-    def rows(metrics: Any) -> list[str]:
-        found = ["| name | type | labels | meaning |", "|---|---|---|---|"]
-        for metric in metrics:
-            labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
-            found.append(
-                f"| `{metric.name}` | {metric.kind.value} | {labels} | "
-                f"{metric.help.removesuffix('.')} |"
-            )
-        return [*found, ""]
-
-    recorded, alerts = (
-        group["rules"] for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
-    )
-    parts = [
-        METRICS_HEAD,
-        *rows(NODE_METRICS),
-        "## Of a whole job\n",
-        "In `metrics.prom`. Constant label: `job`.\n",
-    ]
-    parts += [*rows(JOB_METRICS), "## Recorded series\n", "| series | expression |", "|---|---|"]
-    parts += [f"| `{rule['record']}` | `{rule['expr']}` |" for rule in recorded]
-    parts.append("\n## Alerts\n\nThe text below each alert says what to do.\n")
-    for rule in alerts:
-        if "for" in rule:
-            lasting = f" for {rule['for']}"
-        else:
-            lasting = ""
-        fires = f"`{rule['expr']}`{lasting}. Severity: {rule['labels']['severity']}."
-        parts += [f"### {rule['alert']}\n", fires + "\n", rule["annotations"]["description"] + "\n"]
-    return "\n".join(parts).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -34,6 +34,13 @@ _ROW = 18
 _COLUMN = 7.83
 Cell = tuple[str, str]  # character, style of the SVG
 
+PAGE = """# The terminal
+
+Written by `make recording` (`docs/record.py`) from real runs with `--rehearse node-loss@60%`; do not edit.
+Seconds and dollars are those of the machine that recorded them; prices are simulated. `--verbose` shows
+Metaflow's log, every check, the full plan and the full report instead.
+"""
+
 
 class Screen:
     """A terminal that knows what rich's live region uses: line ends, cursor up, erase line,
@@ -71,17 +78,6 @@ class Screen:
 
     def lines(self) -> list[str]:
         return ["".join(character for character, _ in row).rstrip() for row in self.rows]
-
-
-def _style(codes: list[int]) -> str:
-    found = next((_COLOURS[code] for code in codes if code in _COLOURS), None)
-    if found is None and 38 in codes:
-        found = "#45475a"
-    if 2 in codes:
-        faint = "opacity:.7;"
-    else:
-        faint = ""
-    return (f"fill:{found};" if found else "") + faint + ("font-weight:bold;" if 1 in codes else "")
 
 
 def record(
@@ -156,38 +152,6 @@ def render(pieces: list[tuple[float, str]], columns: int, title: str) -> str:
 """
 
 
-def _row(number: int, row: list[Cell], since: float, until: float | None) -> str:
-    spans = []
-    start = 0
-    for at in range(1, len(row) + 1):
-        if at == len(row) or row[at][1] != row[start][1]:
-            text = escape("".join(character for character, _ in row[start:at]))
-            spans.append(
-                f'<tspan style="{row[start][1]}">{text}</tspan>' if row[start][1] else text
-            )
-            start = at
-    place = f'x="12" y="{(number + 1) * _ROW + 10}" xml:space="preserve"'
-    if until is None:  # stays until the end, and is what a viewer without animation shows
-        hidden = (
-            '<set attributeName="visibility" to="hidden" begin="l.begin" '
-            f'end="l.begin+{since:.2f}s"/>'
-        )
-        return f"<text {place}>{''.join(spans)}{hidden}</text>"
-    shown = (
-        f'<set attributeName="visibility" to="visible" begin="l.begin+{since:.2f}s" '
-        f'end="l.begin+{until:.2f}s"/>'
-    )
-    return f'<text {place} visibility="hidden">{"".join(spans)}{shown}</text>'
-
-
-PAGE = """# The terminal
-
-Written by `make recording` (`docs/record.py`) from real runs with `--rehearse node-loss@60%`; do not edit.
-Seconds and dollars are those of the machine that recorded them; prices are simulated. `--verbose` shows
-Metaflow's log, every check, the full plan and the full report instead.
-"""
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         own = {
@@ -223,6 +187,41 @@ def main() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         parts += ["## Without a terminal\n", _block(done.stdout.splitlines(), folder)]
         (DOCS / "terminal.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _style(codes: list[int]) -> str:
+    found = next((_COLOURS[code] for code in codes if code in _COLOURS), None)
+    if found is None and 38 in codes:
+        found = "#45475a"
+    if 2 in codes:
+        faint = "opacity:.7;"
+    else:
+        faint = ""
+    return (f"fill:{found};" if found else "") + faint + ("font-weight:bold;" if 1 in codes else "")
+
+
+def _row(number: int, row: list[Cell], since: float, until: float | None) -> str:
+    spans = []
+    start = 0
+    for at in range(1, len(row) + 1):
+        if at == len(row) or row[at][1] != row[start][1]:
+            text = escape("".join(character for character, _ in row[start:at]))
+            spans.append(
+                f'<tspan style="{row[start][1]}">{text}</tspan>' if row[start][1] else text
+            )
+            start = at
+    place = f'x="12" y="{(number + 1) * _ROW + 10}" xml:space="preserve"'
+    if until is None:  # stays until the end, and is what a viewer without animation shows
+        hidden = (
+            '<set attributeName="visibility" to="hidden" begin="l.begin" '
+            f'end="l.begin+{since:.2f}s"/>'
+        )
+        return f"<text {place}>{''.join(spans)}{hidden}</text>"
+    shown = (
+        f'<set attributeName="visibility" to="visible" begin="l.begin+{since:.2f}s" '
+        f'end="l.begin+{until:.2f}s"/>'
+    )
+    return f'<text {place} visibility="hidden">{"".join(spans)}{shown}</text>'
 
 
 def _block(lines: list[str], folder: str) -> str:

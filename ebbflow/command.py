@@ -13,6 +13,17 @@ from ebbflow import __version__
 from ebbflow.core.process import exit_when_interrupted, run_benchmarks
 from ebbflow.core.program import PACKAGE_ROOT, begin_program
 
+_USAGE_EXIT = 2
+_FLOW = PACKAGE_ROOT / "flows" / "train_flow.py"
+_SUPERVISOR = PACKAGE_ROOT / "flows" / "supervise.py"
+_BENCHMARK_GROUPS = ("gpu", "diagnose")
+_COMPLETIONS = {
+    "bash": "complete -W '{names}' -o default ebbflow",
+    "zsh": "#compdef ebbflow\n_ebbflow() {{ _arguments '1:command:({names})' '*:file:_files' }}\n"
+    "compdef _ebbflow ebbflow",
+    "fish": "complete -c ebbflow -n __fish_use_subcommand -a '{names}'",
+}
+
 
 class Home(Enum):
     """The part of the product that runs a command."""
@@ -131,16 +142,6 @@ COMMANDS: dict[str, Command] = {
     "bench": Command(Home.BENCHMARKS, "run a benchmark (source checkout only)"),
     "soak": Command(Home.BENCHMARKS, "run a long proof (source checkout only)"),
     "completion": Command(Home.COMPLETION, "print a completion script for bash, zsh or fish"),
-}
-_USAGE_EXIT = 2
-_FLOW = PACKAGE_ROOT / "flows" / "train_flow.py"
-_SUPERVISOR = PACKAGE_ROOT / "flows" / "supervise.py"
-_BENCHMARK_GROUPS = ("gpu", "diagnose")
-_COMPLETIONS = {
-    "bash": "complete -W '{names}' -o default ebbflow",
-    "zsh": "#compdef ebbflow\n_ebbflow() {{ _arguments '1:command:({names})' '*:file:_files' }}\n"
-    "compdef _ebbflow ebbflow",
-    "fish": "complete -c ebbflow -n __fish_use_subcommand -a '{names}'",
 }
 
 

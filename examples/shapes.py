@@ -27,25 +27,6 @@ class Drawings(NamedTuple):
         return [Drawings(*part) for part in zip(pixels, kinds, strict=True)]
 
 
-def draw(index: int, noise: float) -> tuple[Tensor, int]:
-    """Draw a shape as a function of its index alone: no download, the same at any world size."""
-    random = torch.Generator().manual_seed(index)
-    drawn = torch.rand(4, generator=random)
-    x, y, radius, kind = (drawn * torch.tensor([6, 6, 2, KINDS]) + 3).tolist()
-    across = (torch.arange(SIZE) - x - 2).abs()
-    down = (torch.arange(SIZE)[:, None] - y - 2).abs()
-    far = torch.maximum(across, down)
-    near = torch.minimum(across, down)
-    distance = torch.hypot(across, down)
-    disc = distance < radius
-    square = far < radius
-    cross = (near < 1) & (far < radius)
-    ring = (distance - radius).abs() < 0.8
-    number = int(kind) - 3
-    shape = [disc, square, cross, ring][number]
-    return shape + noise * torch.randn(1, SIZE, SIZE, generator=random), number
-
-
 class Shapes:
     weight_unit = "images"
     units = staticmethod(list)  # the parts of the model, which is a sequence
@@ -91,3 +72,22 @@ class Shapes:
         counts = torch.stack([is_right.sum(), torch.ones_like(is_right).sum()])
         right, count = self.context.gather(counts).sum(dim=0)
         return {"held_out_accuracy": float(right / count)}
+
+
+def draw(index: int, noise: float) -> tuple[Tensor, int]:
+    """Draw a shape as a function of its index alone: no download, the same at any world size."""
+    random = torch.Generator().manual_seed(index)
+    drawn = torch.rand(4, generator=random)
+    x, y, radius, kind = (drawn * torch.tensor([6, 6, 2, KINDS]) + 3).tolist()
+    across = (torch.arange(SIZE) - x - 2).abs()
+    down = (torch.arange(SIZE)[:, None] - y - 2).abs()
+    far = torch.maximum(across, down)
+    near = torch.minimum(across, down)
+    distance = torch.hypot(across, down)
+    disc = distance < radius
+    square = far < radius
+    cross = (near < 1) & (far < radius)
+    ring = (distance - radius).abs() < 0.8
+    number = int(kind) - 3
+    shape = [disc, square, cross, ring][number]
+    return shape + noise * torch.randn(1, SIZE, SIZE, generator=random), number

@@ -90,6 +90,20 @@ def make_environment(folder: Path, python: str, torch: str) -> str:
     return ""
 
 
+def describe_certificate(found: dict, versions: str) -> str:
+    """Describe the result in one line, which begins with "holds" only if a resumed run was equal to
+    the other.
+    """
+    (killed,) = found["interruptions"]
+    resumed = ", ".join(map(str, killed["resumed_from"]))
+    if found["holds"] and resumed:
+        return (
+            f"holds: {versions}: {found['steps']} steps, rank killed, resumed at step {resumed}, "
+            "equal bit for bit"
+        )
+    return f"failed: {versions}: {'; '.join(killed['differences']) or 'the job was never resumed'}"
+
+
 def _try_job(python: Path) -> str:
     with tempfile.TemporaryDirectory(prefix="compat-job-") as folder:
         certificate = Path(folder, "certificate.json")
@@ -130,20 +144,6 @@ def _try_job(python: Path) -> str:
             )
         found = json.loads(certificate.read_text())
     return describe_certificate(found, _versions(python))
-
-
-def describe_certificate(found: dict, versions: str) -> str:
-    """Describe the result in one line, which begins with "holds" only if a resumed run was equal to
-    the other.
-    """
-    (killed,) = found["interruptions"]
-    resumed = ", ".join(map(str, killed["resumed_from"]))
-    if found["holds"] and resumed:
-        return (
-            f"holds: {versions}: {found['steps']} steps, rank killed, resumed at step {resumed}, "
-            "equal bit for bit"
-        )
-    return f"failed: {versions}: {'; '.join(killed['differences']) or 'the job was never resumed'}"
 
 
 def _versions(python: Path) -> str:

@@ -14,6 +14,7 @@ from ebbflow.training import rehearse
 
 _MIB = 2**20
 _BALLOON_MIB = 16
+NOT_A_NUMBER = "not_a_number"
 
 
 def long_regex() -> None:
@@ -57,4 +58,3 @@ HOOKS: dict[str, Callable[..., None]] = {
         rehearse.slow,
     )
 }
-NOT_A_NUMBER = "not_a_number"

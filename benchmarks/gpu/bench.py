@@ -67,25 +67,6 @@ class Row:
         return asdict(self)
 
 
-def judge(value: float, low: float | None, high: float | None) -> str:
-    """Return the verdict of a value whose expected range is `low` to `high`; None: no limit on that
-    side.
-    """
-    if low is None and high is None:
-        return NO_RANGE
-    if low is not None and value < low:
-        return LOW
-    if high is not None and value > high:
-        return HIGH
-    return EXPECTED
-
-
-def verdict(right: bool) -> str:
-    if right:
-        return EXPECTED
-    return WRONG
-
-
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """How much is measured. Times are of a GPU; nothing but "tiny" is meant for a CPU."""
@@ -140,15 +121,6 @@ SIZES = {
         text_bytes=16_000_000,
     ),
 }
-
-
-def lines_of(size: Size) -> list[str]:
-    """Return the names of the lines in the order of the table."""
-    speeds = []
-    for model in size.models:
-        speeds += [f"{model}-eager", f"{model}-compiled", f"{model}-recomputed"]
-    others = ["ratio", "waits", "save", "resume", "strict", "hang", "memory", "collectives"]
-    return ["matmul", "copies", *speeds, *others]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,3 +192,31 @@ class Bench:
         if path.exists():
             return json.loads(path.read_text())
         return {}
+
+
+def judge(value: float, low: float | None, high: float | None) -> str:
+    """Return the verdict of a value whose expected range is `low` to `high`; None: no limit on that
+    side.
+    """
+    if low is None and high is None:
+        return NO_RANGE
+    if low is not None and value < low:
+        return LOW
+    if high is not None and value > high:
+        return HIGH
+    return EXPECTED
+
+
+def verdict(right: bool) -> str:
+    if right:
+        return EXPECTED
+    return WRONG
+
+
+def lines_of(size: Size) -> list[str]:
+    """Return the names of the lines in the order of the table."""
+    speeds = []
+    for model in size.models:
+        speeds += [f"{model}-eager", f"{model}-compiled", f"{model}-recomputed"]
+    others = ["ratio", "waits", "save", "resume", "strict", "hang", "memory", "collectives"]
+    return ["matmul", "copies", *speeds, *others]

@@ -50,6 +50,18 @@ def main(arguments: list[str]) -> int:
     return int(any(row["verdict"] not in (EXPECTED, NO_RANGE, NOT_RUN) for row in found["rows"]))
 
 
+def render(found: dict[str, Any]) -> str:
+    heads = ["line", "measured", "expected", "verdict"]
+    rows = [
+        [row["what"], row["measured"][:_WIDEST], row["expected"], row["verdict"]]
+        for row in found["rows"]
+    ]
+    sources = sorted({f"{row['what']}: {row['source']}" for row in found["rows"] if row["source"]})
+    return "\n".join(
+        [table(heads, rows, text_columns=4), "", "sources of the expected ranges:", *sources]
+    )
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ebbflow bench gpu",
@@ -220,15 +232,3 @@ def _write_text(folder: Path, size: int) -> None:
                 for root in range(500):
                     file.write(f"{number} + {root * root} = {number + root * root}\n")
                 number += 10
-
-
-def render(found: dict[str, Any]) -> str:
-    heads = ["line", "measured", "expected", "verdict"]
-    rows = [
-        [row["what"], row["measured"][:_WIDEST], row["expected"], row["verdict"]]
-        for row in found["rows"]
-    ]
-    sources = sorted({f"{row['what']}: {row['source']}" for row in found["rows"] if row["source"]})
-    return "\n".join(
-        [table(heads, rows, text_columns=4), "", "sources of the expected ranges:", *sources]
-    )

@@ -26,6 +26,9 @@ _PINNED_SHARE = 0.6  # an assumption: packet headers and a shared root complex t
 _MATMUL_SHARE = 0.65
 _COLLECTIVES = 5
 
+# Their peaks are not those of the sheet of the same name
+_OTHER_EDITIONS = {"PCIe", "PCIE", "NVL", "MIG"}
+
 
 def describe_device() -> dict[str, Any]:
     """Describe the GPUs, for the other processes of the run, or return the `trouble` if torch
@@ -72,10 +75,6 @@ def fastest_seconds(device: torch.device, call: Callable[[], object], *, seconds
         wait(device)
         best = min(best, time.perf_counter() - began)
     return best
-
-
-# Their peaks are not those of the sheet of the same name
-_OTHER_EDITIONS = {"PCIe", "PCIE", "NVL", "MIG"}
 
 
 def published_peak(bench: Bench, dtype: str) -> tuple[float | None, str]:
@@ -188,29 +187,6 @@ def measure_copies(bench: Bench) -> list[Row]:
     return rows
 
 
-def _link_limit(device: torch.device) -> tuple[float | None, str]:
-    """Return the bytes per second of the GPU's PCIe link in one direction, by NVML; None if it is
-    unknown.
-    """
-    if device.type != "cuda":
-        return None, ""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        own = pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        )
-        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(own)
-        width = pynvml.nvmlDeviceGetMaxPcieLinkWidth(own)
-        return (
-            _PCIE_LANE[generation] * width,
-            f"PCIe {generation}.0 × {width}, PCI-SIG; at least {_PINNED_SHARE:.0%}: an assumption",
-        )
-    except Exception as error:
-        return None, f"link unknown: {type(error).__name__}"
-
-
 def measure_collective_rank(bench: Bench) -> list[Row]:
     """One rank's part of `benchmarks.gpu.jobs.measure_collectives`: the same rows on all ranks.
 
@@ -274,3 +250,26 @@ def measure_collective_rank(bench: Bench) -> list[Row]:
         )
     dist.destroy_process_group()
     return rows
+
+
+def _link_limit(device: torch.device) -> tuple[float | None, str]:
+    """Return the bytes per second of the GPU's PCIe link in one direction, by NVML; None if it is
+    unknown.
+    """
+    if device.type != "cuda":
+        return None, ""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        own = pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
+        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(own)
+        width = pynvml.nvmlDeviceGetMaxPcieLinkWidth(own)
+        return (
+            _PCIE_LANE[generation] * width,
+            f"PCIe {generation}.0 × {width}, PCI-SIG; at least {_PINNED_SHARE:.0%}: an assumption",
+        )
+    except Exception as error:
+        return None, f"link unknown: {type(error).__name__}"

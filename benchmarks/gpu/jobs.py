@@ -158,12 +158,6 @@ def measure_out_of_memory(bench: Bench) -> list[Row]:
     return rows
 
 
-def _fault(bench: Bench, fault: str, *, rank: int = 0) -> dict[str, Any]:
-    mark = bench.folder / f"{fault.replace(' ', '-')}.mark"
-    options = {"fault": fault, "rank": rank, "mark": str(mark)}
-    return {"workload": "benchmarks.gpu.faults:FaultyText", "workload_options": options}
-
-
 def measure_collectives(bench: Bench) -> list[Row]:
     """Sums and bus bandwidth of collectives over all GPUs; with one GPU or a CPU, over two ranks."""
     if bench.ranks > 1:
@@ -205,6 +199,12 @@ def measure_collectives(bench: Bench) -> list[Row]:
     if shared:
         rows = [replace(row, what=f"{row.what}, both on one GPU over sockets") for row in rows]
     return rows
+
+
+def _fault(bench: Bench, fault: str, *, rank: int = 0) -> dict[str, Any]:
+    mark = bench.folder / f"{fault.replace(' ', '-')}.mark"
+    options = {"fault": fault, "rank": rank, "mark": str(mark)}
+    return {"workload": "benchmarks.gpu.faults:FaultyText", "workload_options": options}
 
 
 def _recovery_row(bench: Bench, fault: str, run: JobRun, rank: int) -> Row:

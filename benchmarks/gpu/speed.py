@@ -182,38 +182,6 @@ def mfu_range(bench: Bench, model: str, variant: str) -> tuple[float, float, str
     )
 
 
-def _memory_row(bench: Bench, what: str, config: RunConfig, samples: int) -> Row:
-    """Compare the peak of all tensors, and all memory that is taken, with the plan's estimates."""
-    shape = causal_lm_shape(config.model)
-    most = memory_fit(config, 1).total
-    estimate = rank_bytes(config, shape, ranks=1, samples=samples, fused_norms=True).total
-    device = bench.gang.device
-    tensors = torch.cuda.max_memory_allocated(device)
-    reserved = torch.cuda.max_memory_reserved(device)
-    free, total = torch.cuda.mem_get_info(device)
-    taken = total - free - torch.cuda.memory_reserved(device) + reserved
-    if taken > most:
-        verdict = HIGH
-    else:
-        verdict = judge(tensors / estimate, 1 - _MEMORY_BAND, 1 + _MEMORY_BAND)
-    return Row(
-        what=f"memory of {what}",
-        measured=f"{gib_text(tensors)} of tensors, {gib_text(taken)} in all",
-        expected=(
-            f"tensors {gib_text(estimate)} ± {_MEMORY_BAND:.0%}, at most {gib_text(most)} in all"
-        ),
-        source="the plan's estimate, core/footprint.py",
-        verdict=verdict,
-        figures={
-            "estimated_tensor_bytes": estimate,
-            "estimated_bytes": most,
-            "samples": samples,
-            "tensor_bytes": tensors,
-            "bytes": taken,
-        },
-    )
-
-
 def measure_ratio(bench: Bench) -> list[Row]:
     """Compare the engine's speed with that of a bare loop, in turn, in the same process; both
     compiled on a GPU.
@@ -388,6 +356,38 @@ def measure_save(bench: Bench) -> list[Row]:
             figures=figures,
         )
     ]
+
+
+def _memory_row(bench: Bench, what: str, config: RunConfig, samples: int) -> Row:
+    """Compare the peak of all tensors, and all memory that is taken, with the plan's estimates."""
+    shape = causal_lm_shape(config.model)
+    most = memory_fit(config, 1).total
+    estimate = rank_bytes(config, shape, ranks=1, samples=samples, fused_norms=True).total
+    device = bench.gang.device
+    tensors = torch.cuda.max_memory_allocated(device)
+    reserved = torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free - torch.cuda.memory_reserved(device) + reserved
+    if taken > most:
+        verdict = HIGH
+    else:
+        verdict = judge(tensors / estimate, 1 - _MEMORY_BAND, 1 + _MEMORY_BAND)
+    return Row(
+        what=f"memory of {what}",
+        measured=f"{gib_text(tensors)} of tensors, {gib_text(taken)} in all",
+        expected=(
+            f"tensors {gib_text(estimate)} ± {_MEMORY_BAND:.0%}, at most {gib_text(most)} in all"
+        ),
+        source="the plan's estimate, core/footprint.py",
+        verdict=verdict,
+        figures={
+            "estimated_tensor_bytes": estimate,
+            "estimated_bytes": most,
+            "samples": samples,
+            "tensor_bytes": tensors,
+            "bytes": taken,
+        },
+    )
 
 
 def _why_no_save(bench: Bench, model: str) -> str:

@@ -34,25 +34,6 @@ def engine_figures(
     return figures
 
 
-def _mode_figures(ranks: Sequence[dict[str, Laps]], tokens_per_step: int) -> dict[str, Any]:
-    seconds = {name: _slowest(_columns(ranks, name, "seconds")) for name in ranks[0]}
-    cpu = {name: _mean(_columns(ranks, name, "cpu_seconds")) for name in ranks[0]}
-    figures = {}
-    for name, laps in ranks[0].items():
-        # Each lap has as many, and the warm-up lap too
-        steps = laps[-1]["steps"] // (len(laps) + 1)
-        figures[name] = {
-            "tokens_per_second": spread([tokens_per_step * steps / lap for lap in seconds[name]]),
-            "milliseconds_per_step": spread([1e3 * lap / steps for lap in seconds[name]]),
-            "engine_over_this": spread(_ratios(seconds[name], seconds["engine"])),
-            "cpu_milliseconds_per_step": spread([1e3 * lap / steps for lap in cpu[name]]),
-            "engine_cpu_over_this": spread(_ratios(cpu["engine"], cpu[name])),
-            "steps": laps[-1]["steps"],
-            "last_loss": laps[-1]["loss"],
-        }
-    return figures
-
-
 def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A save blocks as long as its slowest rank's, and is durable when rank 0 knows it.
 
@@ -77,6 +58,25 @@ def checkpoint_figures(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "durable_bytes_per_second": spread([size / seconds for seconds in durable]),
             **_restore_figures(restore, size, of_ranks),
             "saves": len(of_ranks[0]["cold"]) + len(blocked),
+        }
+    return figures
+
+
+def _mode_figures(ranks: Sequence[dict[str, Laps]], tokens_per_step: int) -> dict[str, Any]:
+    seconds = {name: _slowest(_columns(ranks, name, "seconds")) for name in ranks[0]}
+    cpu = {name: _mean(_columns(ranks, name, "cpu_seconds")) for name in ranks[0]}
+    figures = {}
+    for name, laps in ranks[0].items():
+        # Each lap has as many, and the warm-up lap too
+        steps = laps[-1]["steps"] // (len(laps) + 1)
+        figures[name] = {
+            "tokens_per_second": spread([tokens_per_step * steps / lap for lap in seconds[name]]),
+            "milliseconds_per_step": spread([1e3 * lap / steps for lap in seconds[name]]),
+            "engine_over_this": spread(_ratios(seconds[name], seconds["engine"])),
+            "cpu_milliseconds_per_step": spread([1e3 * lap / steps for lap in cpu[name]]),
+            "engine_cpu_over_this": spread(_ratios(cpu["engine"], cpu[name])),
+            "steps": laps[-1]["steps"],
+            "last_loss": laps[-1]["loss"],
         }
     return figures
 

@@ -35,27 +35,6 @@ _WARM_UP = 5
 _JOB = "input"
 
 
-class _Samples:
-    """Samples that each take `milliseconds` to read."""
-
-    def __init__(self, milliseconds: float, *, decode: bool) -> None:
-        self._seconds = milliseconds / 1e3
-        self._decode = decode
-
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int) -> Tensor:
-        if not self._decode:
-            time.sleep(self._seconds)
-            return torch.rand(3, 64, 64)
-        # Processor time, so that other work does not shorten it
-        end = time.thread_time() + self._seconds
-        while time.thread_time() < end:
-            torch.rand(3, 64, 64)
-        return torch.rand(3, 64, 64)
-
-
 class BalancedJob(DatasetWorkload):
     """A model whose step and whose batch both take `workload_options.step_milliseconds`."""
 
@@ -120,6 +99,27 @@ def main(arguments: list[str]) -> int:
     )
     print(table(heads, rows, text_columns=1))
     return int(given.at_most is not None and worst > given.at_most)
+
+
+class _Samples:
+    """Samples that each take `milliseconds` to read."""
+
+    def __init__(self, milliseconds: float, *, decode: bool) -> None:
+        self._seconds = milliseconds / 1e3
+        self._decode = decode
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not self._decode:
+            time.sleep(self._seconds)
+            return torch.rand(3, 64, 64)
+        # Processor time, so that other work does not shorten it
+        end = time.thread_time() + self._seconds
+        while time.thread_time() < end:
+            torch.rand(3, 64, 64)
+        return torch.rand(3, 64, 64)
 
 
 def _measure(folder: Path, workers: int, given: argparse.Namespace) -> dict[str, float]:

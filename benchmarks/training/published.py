@@ -22,41 +22,6 @@ from ebbflow.core.footprint import causal_lm_shape
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.throughput import CONTEXT_BYTES, GIB, estimate_throughput, memory_fit
 
-
-# Width, blocks, heads and vocabulary; of llama also the heads of keys and the width of the MLP
-def _gpt(width: int, blocks: int, heads: int) -> dict[str, Any]:
-    return {"hidden_size": width, "num_layers": blocks, "num_heads": heads, "vocab_size": 50368}
-
-
-def _llama(
-    width: int, blocks: int, heads: int, kv_heads: int, mlp: int, vocabulary: int
-) -> dict[str, Any]:
-    return {
-        "architecture": "llama",
-        "hidden_size": width,
-        "num_layers": blocks,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "intermediate_size": mlp,
-        "vocab_size": vocabulary,
-    }
-
-
-_MODELS = {
-    "MPT 125M": _gpt(768, 12, 12),
-    "MPT 1.3B": _gpt(2048, 24, 16),
-    "MPT 7B": _gpt(4096, 32, 32),
-    "MPT 13B": _gpt(5120, 40, 40),
-    "MPT 70B": _gpt(8192, 80, 64),
-    "Llama 2 7B": _llama(4096, 32, 32, 32, 11008, 32000),
-    "Llama 2 13B": _llama(5120, 40, 40, 40, 13824, 32000),
-    "Llama 2 70B": _llama(8192, 80, 64, 8, 28672, 32000),
-    "Llama 3 8B": _llama(4096, 32, 32, 8, 14336, 128256),
-    "Llama 3 70B": _llama(8192, 80, 64, 8, 28672, 128256),
-    "OLMo 2 7B": _llama(4096, 32, 32, 32, 11008, 100352),
-    "OLMo 2 13B": _llama(5120, 40, 40, 40, 13824, 100352),
-}
-
 _SOURCES = {
     "M": (
         "MosaicML LLM-Foundry, scripts/train/benchmarking/README.md, commit 061f2c7c; its rows "
@@ -83,6 +48,10 @@ _SOURCES = {
     ),
 }
 
+_A40 = "p4d.24xlarge"
+_A80 = "p4de.24xlarge"
+_H100 = "p5.48xlarge"
+
 
 @dataclass(frozen=True)
 class PublishedRun:
@@ -101,9 +70,6 @@ class PublishedRun:
     gib: float | None = None  # per GPU; None: not published
 
 
-_A40 = "p4d.24xlarge"
-_A80 = "p4de.24xlarge"
-_H100 = "p5.48xlarge"
 RUNS = [
     PublishedRun("M", "MPT 125M", _A80, 1, 2048, 32, 2, "none", False, 141737),
     PublishedRun("M", "MPT 1.3B", _A80, 1, 2048, 14, 4, "none", False, 20513),
@@ -242,6 +208,41 @@ def render(compared: list[dict[str, Any]], errors: dict[str, Any]) -> str:
             f"from {error['lowest']:+.0%} to {error['highest']:+.0%}"
         )
     return "\n".join([*lines, "", *(f"{key}: {text}" for key, text in _SOURCES.items())])
+
+
+# Width, blocks, heads and vocabulary; of llama also the heads of keys and the width of the MLP
+def _gpt(width: int, blocks: int, heads: int) -> dict[str, Any]:
+    return {"hidden_size": width, "num_layers": blocks, "num_heads": heads, "vocab_size": 50368}
+
+
+def _llama(
+    width: int, blocks: int, heads: int, kv_heads: int, mlp: int, vocabulary: int
+) -> dict[str, Any]:
+    return {
+        "architecture": "llama",
+        "hidden_size": width,
+        "num_layers": blocks,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "intermediate_size": mlp,
+        "vocab_size": vocabulary,
+    }
+
+
+_MODELS = {
+    "MPT 125M": _gpt(768, 12, 12),
+    "MPT 1.3B": _gpt(2048, 24, 16),
+    "MPT 7B": _gpt(4096, 32, 32),
+    "MPT 13B": _gpt(5120, 40, 40),
+    "MPT 70B": _gpt(8192, 80, 64),
+    "Llama 2 7B": _llama(4096, 32, 32, 32, 11008, 32000),
+    "Llama 2 13B": _llama(5120, 40, 40, 40, 13824, 32000),
+    "Llama 2 70B": _llama(8192, 80, 64, 8, 28672, 32000),
+    "Llama 3 8B": _llama(4096, 32, 32, 8, 14336, 128256),
+    "Llama 3 70B": _llama(8192, 80, 64, 8, 28672, 128256),
+    "OLMo 2 7B": _llama(4096, 32, 32, 32, 11008, 100352),
+    "OLMo 2 13B": _llama(5120, 40, 40, 40, 13824, 100352),
+}
 
 
 def _compared_cells(run: dict[str, Any], kind: str, *, digits: int) -> list[str]:

@@ -88,14 +88,6 @@ def bracketed(figures: dict[str, float], *, ratio: bool = False) -> str:
     return f"{median} ({low}–{high})"
 
 
-def _three_digits(value: float) -> str:
-    if value < 10:
-        return f"{value:.2f}"
-    if value < 100:
-        return f"{value:.1f}"
-    return f"{value:.0f}"
-
-
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> str:
     """Align the first `text_columns` to the left, and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
@@ -108,3 +100,11 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: 
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(heads), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def _three_digits(value: float) -> str:
+    if value < 10:
+        return f"{value:.2f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}"

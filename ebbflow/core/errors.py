@@ -62,6 +62,30 @@ _EXIT_CODES = {
     Outcome.INTERRUPTED: 75,  # EX_TEMPFAIL: run the same job again
 }
 
+# The symptom that `ebbflow explain` prints for an error, by the error's class or its outcome.
+_SYMPTOMS = {
+    "StoreForbidden": "A19",
+    "StoreFull": "H10",
+    "StoreUnavailable": "H07",
+    "StoreMisconfigured": "H07",
+    "ObjectNotFound": "H02",
+    "CloudForbidden": "A19",
+    "CloudError": "N07",
+    "TeamError": "I05",
+    "PriceError": "I09",
+    Outcome.FAILED: "O01",
+    Outcome.CONFIG: "A05",
+    Outcome.PREFLIGHT: "A05",
+    Outcome.BUDGET: "I05",
+    Outcome.NO_CAPACITY: "I04",
+    Outcome.CRASH_LOOP: "I10",
+    Outcome.NON_FINITE: "F01",
+    Outcome.DEADLINE: "N08",
+    Outcome.NO_RESTORE: "H02",
+    Outcome.ROLLED_BACK: "H02",
+    Outcome.INTERRUPTED: "I01",
+}
+
 
 class EbbflowError(Exception):
     """Base class of all packages' exceptions.
@@ -161,31 +185,6 @@ class CloudRefused(CloudError, outcome=Outcome.CONFIG):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
-
-
-# The symptom that `ebbflow explain` prints for an error, by the error's class or its outcome.
-_SYMPTOMS = {
-    "StoreForbidden": "A19",
-    "StoreFull": "H10",
-    "StoreUnavailable": "H07",
-    "StoreMisconfigured": "H07",
-    "ObjectNotFound": "H02",
-    "CloudForbidden": "A19",
-    "CloudError": "N07",
-    "TeamError": "I05",
-    "PriceError": "I09",
-    Outcome.FAILED: "O01",
-    Outcome.CONFIG: "A05",
-    Outcome.PREFLIGHT: "A05",
-    Outcome.BUDGET: "I05",
-    Outcome.NO_CAPACITY: "I04",
-    Outcome.CRASH_LOOP: "I10",
-    Outcome.NON_FINITE: "F01",
-    Outcome.DEADLINE: "N08",
-    Outcome.NO_RESTORE: "H02",
-    Outcome.ROLLED_BACK: "H02",
-    Outcome.INTERRUPTED: "I01",
-}
 
 
 def describe_error(error: EbbflowError) -> str:

@@ -26,16 +26,6 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class _Sealed:
-    """A segment (one object with several events) that is ready to be written to the store."""
-
-    key: str  # key of the object
-    content: bytes  # bytes of the object
-    count: int  # number of events
-    last: bool  # whether no segment follows, because the log was closed
-
-
 class EventLog:
     """Buffer of a process's events, which a background thread writes to the job's store.
 
@@ -196,6 +186,16 @@ class EventLog:
             self._complete = sealed.last
             self._error = None
             self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    """A segment (one object with several events) that is ready to be written to the store."""
+
+    key: str  # key of the object
+    content: bytes  # bytes of the object
+    count: int  # number of events
+    last: bool  # whether no segment follows, because the log was closed
 
 
 def _complain(text: str) -> None:

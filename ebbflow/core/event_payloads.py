@@ -78,16 +78,21 @@ class InvalidPayload(ValueError):
     """An event's data do not match the types of its payload. The message names the first field."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """Payload of an event. Events of unknown names have this class itself."""
+
+
+P = TypeVar("P", bound=Payload)
+
+
 def _check_text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise ValueError
 
 
-def _check_flag(value: Any) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    raise ValueError
+Text = Annotated[str | None, PlainValidator(_check_text)]
 
 
 def check_integer(value: Any) -> int | None:
@@ -96,16 +101,42 @@ def check_integer(value: Any) -> int | None:
     raise ValueError
 
 
+Integer = Annotated[int | None, PlainValidator(check_integer)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationStartedPayload(Payload):
+    """Start of a generation, from the coordinator, which is node 0's agent."""
+
+    parent: Text = None  # key of the commit it resumes; None: none
+    parent_step: Integer = None
+    nodes: Integer = None
+    processes_per_node: Integer = None
+
+
+def _check_flag(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise ValueError
+
+
+Flag = Annotated[bool | None, PlainValidator(_check_flag)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEndedPayload(Payload):
+    """End of a generation, from the coordinator."""
+
+    reason: Text = None  # an `EndReason`, or the `Outcome` of a planned end
+    culprit: Text = None
+    user_code: Flag = None
+    fingerprint: Text = None
+    ranks_started: Flag = None  # False if it ended before any rank was started
+
+
 def _check_number(value: Any) -> float | None:
     """Check a number such as seconds, dollars or a count, which is summed."""
     if value is None or (type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT):
-        return value
-    return _unless_nan(value)
-
-
-def _check_measurement(value: Any) -> float | None:
-    """Check a finite number. It may be large: overflowing gradients have norms of up to 3e38."""
-    if value is None or (type(value) in (float, int) and abs(value) <= sys.float_info.max):
         return value
     return _unless_nan(value)
 
@@ -116,66 +147,7 @@ def _unless_nan(value: Any) -> None:
         raise ValueError
 
 
-def _check_loss(value: Any) -> float:
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        return math.nan
-    _check_measurement(value)
-    return value
-
-
-def _check_dollars(value: Any) -> float | str | None:
-    if value is None:
-        return None
-    try:
-        usd = Decimal(str(value))
-    except InvalidOperation:
-        raise ValueError from None
-    if isinstance(value, bool) or not usd.is_finite() or usd < 0:
-        raise ValueError
-    return value
-
-
-def _check_price_part(value: Any) -> float | str | None:
-    try:
-        return _check_number(value)
-    except ValueError:
-        return _check_dollars(value)
-
-
-def _check_list_or_mapping(value: Any) -> Any:
-    # Tuples: of an event that was not read from a log
-    if value is None or isinstance(value, list | tuple | dict):
-        return value
-    raise ValueError
-
-
-def _any_text(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    return None
-
-
-def _any_integer(value: Any) -> int | None:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return None
-
-
-def _any_number(value: Any) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    return None
-
-
-def _present(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the check for a field that must be present and not null."""
-
-    def check_presence(value: Any) -> Any:
-        if value is None:
-            raise PydanticCustomError(_MISSING, _MISSING)
-        return check(value)
-
-    return check_presence
+Number = Annotated[float | None, PlainValidator(_check_number)]
 
 
 def _not_null(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -189,72 +161,9 @@ def _not_null(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return check_element
 
 
-def _member_of(kinds: type[StrEnum]) -> Callable[[Any], StrEnum | None]:
-    members = {str(kind): kind for kind in kinds}
-
-    def check_member(value: Any) -> StrEnum | None:
-        if value is None:
-            return None
-        if not isinstance(value, str) or value not in members:
-            raise ValueError
-        return members[value]
-
-    return check_member
-
-
-Text = Annotated[str | None, PlainValidator(_check_text)]
-RequiredText = Annotated[str, PlainValidator(_present(_check_text))]
 TextElement = Annotated[str, PlainValidator(_not_null(_check_text))]
-Flag = Annotated[bool | None, PlainValidator(_check_flag)]
-Integer = Annotated[int | None, PlainValidator(check_integer)]
-RequiredInteger = Annotated[int, PlainValidator(_present(check_integer))]
 IntegerElement = Annotated[int, PlainValidator(_not_null(check_integer))]
-Number = Annotated[float | None, PlainValidator(_check_number)]
-RequiredNumber = Annotated[float, PlainValidator(_present(_check_number))]
 NumberElement = Annotated[float, PlainValidator(_not_null(_check_number))]
-Measurement = Annotated[float | None, PlainValidator(_check_measurement)]
-# NaN: the loss was not finite
-Loss = Annotated[float | None, PlainValidator(_check_loss)]
-# Dollars as they were recorded: a number, or text with all decimals
-Dollars = Annotated[float | str | None, PlainValidator(_check_dollars)]
-RequiredDollars = Annotated[float | str, PlainValidator(_present(_check_dollars))]
-# Unix seconds, or dollars per hour
-PricePart = Annotated[float | str, PlainValidator(_not_null(_check_price_part))]
-AnyText = Annotated[str | None, PlainValidator(_any_text)]
-AnyInteger = Annotated[int | None, PlainValidator(_any_integer)]
-AnyNumber = Annotated[float | None, PlainValidator(_any_number)]
-SecondsByClass = dict[
-    Annotated[LedgerClass, PlainValidator(_not_null(_member_of(LedgerClass)))], NumberElement
-]
-RequiredClass = Annotated[LedgerClass, PlainValidator(_present(_member_of(LedgerClass)))]
-RequiredOutcome = Annotated[Outcome, PlainValidator(_present(_member_of(Outcome)))]
-OptionalAction = Annotated[GuardAction | None, PlainValidator(_member_of(GuardAction))]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Payload:
-    """Payload of an event. Events of unknown names have this class itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationStartedPayload(Payload):
-    """Start of a generation, from the coordinator, which is node 0's agent."""
-
-    parent: Text = None  # key of the commit it resumes; None: none
-    parent_step: Integer = None
-    nodes: Integer = None
-    processes_per_node: Integer = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationEndedPayload(Payload):
-    """End of a generation, from the coordinator."""
-
-    reason: Text = None  # an `EndReason`, or the `Outcome` of a planned end
-    culprit: Text = None
-    user_code: Flag = None
-    fingerprint: Text = None
-    ranks_started: Flag = None  # False if it ended before any rank was started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +182,15 @@ class NodeStartedPayload(Payload):
     region: Text = None
     market: Text = None
     batch_job_id: Text = None
+
+
+def _any_number(value: Any) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return None
+
+
+AnyNumber = Annotated[float | None, PlainValidator(_any_number)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,12 +221,79 @@ class NodeEndedPayload(Payload):
     reason: Text = None
 
 
+def _present(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the check for a field that must be present and not null."""
+
+    def check_presence(value: Any) -> Any:
+        if value is None:
+            raise PydanticCustomError(_MISSING, _MISSING)
+        return check(value)
+
+    return check_presence
+
+
+RequiredText = Annotated[str, PlainValidator(_present(_check_text))]
+RequiredInteger = Annotated[int, PlainValidator(_present(check_integer))]
+RequiredNumber = Annotated[float, PlainValidator(_present(_check_number))]
+
+
+def _member_of(kinds: type[StrEnum]) -> Callable[[Any], StrEnum | None]:
+    members = {str(kind): kind for kind in kinds}
+
+    def check_member(value: Any) -> StrEnum | None:
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in members:
+            raise ValueError
+        return members[value]
+
+    return check_member
+
+
+SecondsByClass = dict[
+    Annotated[LedgerClass, PlainValidator(_not_null(_member_of(LedgerClass)))], NumberElement
+]
+RequiredClass = Annotated[LedgerClass, PlainValidator(_present(_member_of(LedgerClass)))]
+RequiredOutcome = Annotated[Outcome, PlainValidator(_present(_member_of(Outcome)))]
+OptionalAction = Annotated[GuardAction | None, PlainValidator(_member_of(GuardAction))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePayload(Payload):
     """Time that a rank spent outside of steps."""
 
     ledger_class: Annotated[RequiredClass, Field(validation_alias="class")]
     seconds: RequiredNumber
+
+
+def _check_measurement(value: Any) -> float | None:
+    """Check a finite number. It may be large: overflowing gradients have norms of up to 3e38."""
+    if value is None or (type(value) in (float, int) and abs(value) <= sys.float_info.max):
+        return value
+    return _unless_nan(value)
+
+
+Measurement = Annotated[float | None, PlainValidator(_check_measurement)]
+
+
+def _check_loss(value: Any) -> float:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return math.nan
+    _check_measurement(value)
+    return value
+
+
+# NaN: the loss was not finite
+Loss = Annotated[float | None, PlainValidator(_check_loss)]
+
+
+def _any_integer(value: Any) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return None
+
+
+AnyInteger = Annotated[int | None, PlainValidator(_any_integer)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +353,15 @@ class IntervalPayload(Payload):
 
     seconds: Number = None
     predicted_loss: Measurement = None  # share of the paid time
+
+
+def _any_text(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    return None
+
+
+AnyText = Annotated[str | None, PlainValidator(_any_text)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -572,6 +566,23 @@ class PreparedPayload(Payload):
     unigram_entropy_nats: AnyNumber = None
 
 
+def _check_dollars(value: Any) -> float | str | None:
+    if value is None:
+        return None
+    try:
+        usd = Decimal(str(value))
+    except InvalidOperation:
+        raise ValueError from None
+    if isinstance(value, bool) or not usd.is_finite() or usd < 0:
+        raise ValueError
+    return value
+
+
+# Dollars as they were recorded: a number, or text with all decimals
+Dollars = Annotated[float | str | None, PlainValidator(_check_dollars)]
+RequiredDollars = Annotated[float | str, PlainValidator(_present(_check_dollars))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPool:
     """Pool that a plan chose (`ebbflow.cost.plan.pools.Candidate`)."""
@@ -601,6 +612,13 @@ class RecordedRefusal:
 
     outcome: RequiredOutcome
     message: RequiredText
+
+
+def _check_list_or_mapping(value: Any) -> Any:
+    # Tuples: of an event that was not read from a log
+    if value is None or isinstance(value, list | tuple | dict):
+        return value
+    raise ValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -678,6 +696,17 @@ class BudgetPayload(Payload):
     reserve_usd: Number = None
 
 
+def _check_price_part(value: Any) -> float | str | None:
+    try:
+        return _check_number(value)
+    except ValueError:
+        return _check_dollars(value)
+
+
+# Unix seconds, or dollars per hour
+PricePart = Annotated[float | str, PlainValidator(_not_null(_check_price_part))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPrices:
     """Price changes of a pool, each [Unix time, dollars per hour]."""
@@ -715,9 +744,6 @@ class SupervisedPayload(Payload):
     seconds: Number = None
     commit: AnyText = None  # key of the newest commit
     failures: AnyInteger = None  # that the run counts for
-
-
-P = TypeVar("P", bound=Payload)
 
 
 def parse_payload(kind: type[P], data: dict[str, Any]) -> P:

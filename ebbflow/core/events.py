@@ -258,6 +258,41 @@ class LogContent:
     damage: tuple[Damage, ...]
 
 
+class LogFollower:
+    """Reader of a growing event log.
+
+    It reads each segment once, and skips lines that are not valid events.
+
+    Args:
+        wanted: Condition on the keys of the segments to read; None: all.
+    """
+
+    def __init__(self, job_store: Store, *, wanted: Callable[[str], bool] | None = None) -> None:
+        # To the segments that were read; missing segments are not noticed
+        self.damage: list[Damage] = []
+        self._store = job_store
+        self._wanted = wanted or _any_key
+        self._segments = Segments()
+
+    def read_new(self) -> Iterator[list[Event]]:
+        """Read the segments that were added since the last call, and yield their events, some
+        thousand at a time.
+
+        Raises StoreError.
+        """
+        for contents in read_new_segments(self._store, self._segments, self._wanted):
+            unsealed = unseal(Segments(contents=contents), gaps=False)
+            found = []
+            self.damage += unsealed.damage
+            for line in unsealed.lines:
+                event = _parse(line)
+                if isinstance(event, Event):
+                    found.append(event)
+                else:
+                    self.damage.append(event)
+            yield found
+
+
 def is_event(event: Event, kind: type[_P]) -> typing_extensions.TypeIs[Event[_P]]:
     """Return whether an event has a payload of this class."""
     return issubclass(PAYLOADS.get(event.name, Payload), kind)
@@ -327,39 +362,45 @@ def read_log(job_store: Store) -> LogContent:
     return LogContent(events=events, damage=tuple(damage))
 
 
-class LogFollower:
-    """Reader of a growing event log.
-
-    It reads each segment once, and skips lines that are not valid events.
-
-    Args:
-        wanted: Condition on the keys of the segments to read; None: all.
+def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> str:
+    """Describe the data of a `network` event. before: medians of earlier `network` events, for
+    comparison.
     """
+    parts = []
+    for key, name in (
+        ("all_reduce_bytes_per_second", "all-reduce"),
+        ("bandwidth_bytes_per_second", "slowest link"),
+    ):
+        speed = probe.get(key)
+        if speed is not None:
+            usual = (before or {}).get(key)
+            if usual and speed < usual / 2:
+                slow = ", SLOW"
+            else:
+                slow = ""
+            parts.append(
+                f"{name} {speed / 1e6:,.0f} MB/s"
+                + (f" (earlier {usual / 1e6:,.0f}{slow})" if usual else "")
+            )
+    if probe.get("mtu"):
+        parts += [f"MTU {probe['mtu']:,}"]
+    offset = probe.get("clock_offset_seconds")
+    if offset is not None:
+        parts.append(f"clocks within {abs(offset) * 1e3:,.0f} ms")
+    return ", ".join(parts)
 
-    def __init__(self, job_store: Store, *, wanted: Callable[[str], bool] | None = None) -> None:
-        # To the segments that were read; missing segments are not noticed
-        self.damage: list[Damage] = []
-        self._store = job_store
-        self._wanted = wanted or _any_key
-        self._segments = Segments()
 
-    def read_new(self) -> Iterator[list[Event]]:
-        """Read the segments that were added since the last call, and yield their events, some
-        thousand at a time.
-
-        Raises StoreError.
-        """
-        for contents in read_new_segments(self._store, self._segments, self._wanted):
-            unsealed = unseal(Segments(contents=contents), gaps=False)
-            found = []
-            self.damage += unsealed.damage
-            for line in unsealed.lines:
-                event = _parse(line)
-                if isinstance(event, Event):
-                    found.append(event)
-                else:
-                    self.damage.append(event)
-            yield found
+def without_nan(value: Any) -> Any:
+    """Replace NaN and infinities with None, also in nested values, because JSON does not support
+    them.
+    """
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _any_key(_key: str) -> bool:
@@ -528,44 +569,3 @@ def _generations_of_ranks(
         if last - first > _HEARD_SECONDS
     }
     return completed | (closed_by_plan & with_ranks) | heard
-
-
-def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> str:
-    """Describe the data of a `network` event. before: medians of earlier `network` events, for
-    comparison.
-    """
-    parts = []
-    for key, name in (
-        ("all_reduce_bytes_per_second", "all-reduce"),
-        ("bandwidth_bytes_per_second", "slowest link"),
-    ):
-        speed = probe.get(key)
-        if speed is not None:
-            usual = (before or {}).get(key)
-            if usual and speed < usual / 2:
-                slow = ", SLOW"
-            else:
-                slow = ""
-            parts.append(
-                f"{name} {speed / 1e6:,.0f} MB/s"
-                + (f" (earlier {usual / 1e6:,.0f}{slow})" if usual else "")
-            )
-    if probe.get("mtu"):
-        parts += [f"MTU {probe['mtu']:,}"]
-    offset = probe.get("clock_offset_seconds")
-    if offset is not None:
-        parts.append(f"clocks within {abs(offset) * 1e3:,.0f} ms")
-    return ", ".join(parts)
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities with None, also in nested values, because JSON does not support
-    them.
-    """
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -13,6 +13,24 @@ from ebbflow.core.config.schema import ModelConfig, RunConfig
 STREAM_FLOATS = 2
 NORM_FLOATS = 2  # in addition, if norms are not fused (CPUs): their normalized inputs
 
+FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
+# Up to this size, FSDP2 keeps parameters gathered until backward and whole gradients between
+# micro-batches, and reduces once per step. Above it, both are sharded again at once, which is the
+# memory that sharding saves.
+SMALL_MODEL_BYTES = 2**30
+GRADIENT_BYTES_PER_PARAMETER = 4
+STAGING_SLABS = 2
+# A rank without its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone
+# measured 0.21 GiB.
+PROCESS_BYTES = 1 << 29
+# Main memory of processes, in bytes. A rank with CUDA maps its libraries and keeps pinned buffers
+# (estimated; not measured on a GPU). An uploader imports no torch; an agent and its standby are one
+# process without and one with torch.
+CUDA_PROCESS_BYTES = 2 << 30
+UPLOADER_BYTES = 1 << 27
+NODE_PROCESSES_BYTES = 3 << 28
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -73,6 +91,38 @@ class ModelShape:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostGang:
+    """Number of nodes and of ranks per node. In a local run, one machine runs all nodes."""
+
+    nodes: int
+    processes_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.processes_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes} × {self.processes_per_node} = {self.ranks} ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBytes:
+    """Bytes of one rank's tensors at the peak of a step, by kind of tensor."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    # Gathered parameters and unreduced gradients (sharded), buckets and copies (ddp), other models
+    unsharded: int
+    activations: int
+    logits: int  # the logits and what the loss computes from them
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
 
 
 def causal_lm_shape(model: ModelConfig, tensor_size: int = 1) -> ModelShape:
@@ -148,40 +198,6 @@ def causal_lm_shape(model: ModelConfig, tensor_size: int = 1) -> ModelShape:
         product_floats=product_floats / d,
         hidden_parameters=layers * matrices,
     )
-
-
-FLOAT32_BYTES = 4
-BFLOAT16_BYTES = 2
-# Up to this size, FSDP2 keeps parameters gathered until backward and whole gradients between
-# micro-batches, and reduces once per step. Above it, both are sharded again at once, which is the
-# memory that sharding saves.
-SMALL_MODEL_BYTES = 2**30
-GRADIENT_BYTES_PER_PARAMETER = 4
-STAGING_SLABS = 2
-# A rank without its model: Python, torch, gloo and their buffers. Importing torch 2.13 alone
-# measured 0.21 GiB.
-PROCESS_BYTES = 1 << 29
-# Main memory of processes, in bytes. A rank with CUDA maps its libraries and keeps pinned buffers
-# (estimated; not measured on a GPU). An uploader imports no torch; an agent and its standby are one
-# process without and one with torch.
-CUDA_PROCESS_BYTES = 2 << 30
-UPLOADER_BYTES = 1 << 27
-NODE_PROCESSES_BYTES = 3 << 28
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostGang:
-    """Number of nodes and of ranks per node. In a local run, one machine runs all nodes."""
-
-    nodes: int
-    processes_per_node: int
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.processes_per_node
-
-    def __str__(self) -> str:
-        return f"{self.nodes} × {self.processes_per_node} = {self.ranks} ranks"
 
 
 def local_gang(config: RunConfig) -> HostGang | None:
@@ -265,23 +281,6 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     return (
         compute_bytes * (shape.parameters + shape.largest_unit_parameters) + waiting_bytes
     ) // tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankBytes:
-    """Bytes of one rank's tensors at the peak of a step, by kind of tensor."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    # Gathered parameters and unreduced gradients (sharded), buckets and copies (ddp), other models
-    unsharded: int
-    activations: int
-    logits: int  # the logits and what the loss computes from them
-
-    @property
-    def total(self) -> int:
-        return sum(vars(self).values())
 
 
 def rank_bytes(  # noqa: C901, PLR0912, PLR0915 - one sum whose terms a reader checks against each other
@@ -378,36 +377,6 @@ def rank_bytes(  # noqa: C901, PLR0912, PLR0915 - one sum whose terms a reader c
     )
 
 
-def _compute_share(config: RunConfig) -> float:
-    if config.fsdp.use_mixed_precision:
-        return BFLOAT16_BYTES / FLOAT32_BYTES
-    return 1.0
-
-
-def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool) -> float:
-    """Return the bytes of the whole model's activations per sample, without recomputation.
-
-    With mixed precision, FSDP2 computes everything in bfloat16, whereas under autocast (ddp) the
-    residual stream stays float32. A norm that is not fused also keeps its normalized input and,
-    with bfloat16, a float32 copy of its input.
-    """
-    mixed = config.fsdp.use_mixed_precision
-    if mixed:
-        narrow = BFLOAT16_BYTES
-    else:
-        narrow = FLOAT32_BYTES
-    if config.parallel.mode == "ddp":
-        stream = FLOAT32_BYTES
-    else:
-        stream = narrow
-    block = narrow * (shape.block_floats - STREAM_FLOATS) + stream * STREAM_FLOATS
-    if not fused_norms:
-        block += stream * NORM_FLOATS + (FLOAT32_BYTES - stream) * STREAM_FLOATS
-    if shape.kind == "measured":
-        return shape.activation_bytes_per_sample * narrow / FLOAT32_BYTES
-    return shape.activation_bytes_per_sample * block / (FLOAT32_BYTES * shape.block_floats)
-
-
 def optimizer_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of the optimizer's state of the whole model, and of the averages with
     `training.ema`.
@@ -494,3 +463,33 @@ def size_text(size: float) -> str:
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def _compute_share(config: RunConfig) -> float:
+    if config.fsdp.use_mixed_precision:
+        return BFLOAT16_BYTES / FLOAT32_BYTES
+    return 1.0
+
+
+def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool) -> float:
+    """Return the bytes of the whole model's activations per sample, without recomputation.
+
+    With mixed precision, FSDP2 computes everything in bfloat16, whereas under autocast (ddp) the
+    residual stream stays float32. A norm that is not fused also keeps its normalized input and,
+    with bfloat16, a float32 copy of its input.
+    """
+    mixed = config.fsdp.use_mixed_precision
+    if mixed:
+        narrow = BFLOAT16_BYTES
+    else:
+        narrow = FLOAT32_BYTES
+    if config.parallel.mode == "ddp":
+        stream = FLOAT32_BYTES
+    else:
+        stream = narrow
+    block = narrow * (shape.block_floats - STREAM_FLOATS) + stream * STREAM_FLOATS
+    if not fused_norms:
+        block += stream * NORM_FLOATS + (FLOAT32_BYTES - stream) * STREAM_FLOATS
+    if shape.kind == "measured":
+        return shape.activation_bytes_per_sample * narrow / FLOAT32_BYTES
+    return shape.activation_bytes_per_sample * block / (FLOAT32_BYTES * shape.block_floats)

@@ -320,18 +320,6 @@ def kill_until_none(
             time.sleep(0.01 if passed > 0.1 else 0.001)
 
 
-def _send(send: Callable[[int, int], None], target: int, number: int) -> None:
-    try:
-        send(target, number)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-def _cleans_up(pid: int) -> bool:
-    command = process.read_system_file(f"/proc/{pid}/cmdline")
-    return any(cleaner in command for cleaner in _CLEANERS)
-
-
 def serve(agent: int, channel: int) -> None:
     """Run the keeper until the agent ends; then kill all processes below the keeper and exit.
 
@@ -358,6 +346,18 @@ def serve(agent: int, channel: int) -> None:
             os.setpriority(os.PRIO_PROCESS, 0, -10)
         kill_until_none(lambda: process.descendants(os.getpid()), _END_SECONDS, reap=_reap_all)
         os._exit(0)
+
+
+def _send(send: Callable[[int, int], None], target: int, number: int) -> None:
+    try:
+        send(target, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _cleans_up(pid: int) -> bool:
+    command = process.read_system_file(f"/proc/{pid}/cmdline")
+    return any(cleaner in command for cleaner in _CLEANERS)
 
 
 class _Desk:

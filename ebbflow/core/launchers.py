@@ -139,27 +139,6 @@ class RunningLauncher:
         return known | {"heartbeat_age_seconds": round(self.heartbeat_age_seconds, 1)}
 
 
-def running_launcher(job_store: Store) -> RunningLauncher | None:
-    """Return the launcher that holds the job, or None if the job is not running. Raises StoreError.
-
-    A launcher on this machine holds the job while its process exists. A launcher on another machine
-    holds it while its last renewal is at most 60 s old by the store's clock.
-    """
-    newest = _newest(job_store)
-    if newest is None or newest[0].released:
-        return None
-    launcher, modified = newest
-    is_alive_here = launcher.is_alive_here
-    if launcher.was_here and not is_alive_here:
-        return None
-    # A read-only store cannot tell its time: use this machine's clock.
-    now = StoreClock().now(job_store, newest=time.time())
-    age = max(0.0, now - modified)
-    if is_alive_here or age <= STALE_SECONDS:
-        return RunningLauncher(launcher, age)
-    return None
-
-
 class Claim:
     """This process's claim on a job, already written to the store.
 
@@ -260,6 +239,27 @@ class Claim:
             written = _read(self._store, launcher.number)
             if written is None or written.id in (_UNREADABLE, launcher.id):
                 self._store.put(launcher_key(launcher.number), launcher.to_json())
+
+
+def running_launcher(job_store: Store) -> RunningLauncher | None:
+    """Return the launcher that holds the job, or None if the job is not running. Raises StoreError.
+
+    A launcher on this machine holds the job while its process exists. A launcher on another machine
+    holds it while its last renewal is at most 60 s old by the store's clock.
+    """
+    newest = _newest(job_store)
+    if newest is None or newest[0].released:
+        return None
+    launcher, modified = newest
+    is_alive_here = launcher.is_alive_here
+    if launcher.was_here and not is_alive_here:
+        return None
+    # A read-only store cannot tell its time: use this machine's clock.
+    now = StoreClock().now(job_store, newest=time.time())
+    age = max(0.0, now - modified)
+    if is_alive_here or age <= STALE_SECONDS:
+        return RunningLauncher(launcher, age)
+    return None
 
 
 def claim_job(

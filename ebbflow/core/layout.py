@@ -52,6 +52,25 @@ _LONGEST_PLAIN_NAME = 80
 _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 
+NOTE = "job.json"
+METAFLOW_FOLDER = ".metaflow"
+
+
+@dataclass(frozen=True)
+class KnownJob:
+    """A job and its store, as recorded on this machine in runs/<job>/job.json."""
+
+    name: str  # name of the job
+    store: str  # address of the store as in the configuration, with absolute paths
+
+    @property
+    def uri(self) -> str:
+        """Address of the job's part of the store: a folder, or s3://bucket/prefix/jobs/NAME."""
+        return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
+
+    def note(self) -> bytes:
+        return json.dumps({"schema": 1, "job": self.name, "store": self.store}, indent=1).encode()
+
 
 def check_job_name(name: str) -> str:
     """Return a job's name unchanged.
@@ -216,26 +235,12 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
     )
 
 
-def _key_of_commit(folder: str) -> Callable[[str], str]:
-    return lambda sha256: f"{folder}/{sha256}.json"
-
-
-# Keys of objects about the commit whose manifest has this sha256.
-quarantine_key = _key_of_commit("quarantine")
-tombstone_key = _key_of_commit("tombstones")
-pin_key, signature_key, verified_key = map(_key_of_commit, ("pins", "signatures", "verified"))
-
-
 def launcher_key(number: int) -> str:
     return f"{LAUNCHERS_PREFIX}{number:06d}.json"
 
 
 def clock_key(name: str) -> str:
     return f"clock/{name}"
-
-
-NOTE = "job.json"
-METAFLOW_FOLDER = ".metaflow"
 
 
 def runs_folder(project_root: Path) -> Path:
@@ -267,22 +272,6 @@ def records_root(project_root: Path, name: str) -> Path:
         return project_root.absolute()
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     return (state / "ebbflow").absolute()
-
-
-@dataclass(frozen=True)
-class KnownJob:
-    """A job and its store, as recorded on this machine in runs/<job>/job.json."""
-
-    name: str  # name of the job
-    store: str  # address of the store as in the configuration, with absolute paths
-
-    @property
-    def uri(self) -> str:
-        """Address of the job's part of the store: a folder, or s3://bucket/prefix/jobs/NAME."""
-        return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
-
-    def note(self) -> bytes:
-        return json.dumps({"schema": 1, "job": self.name, "store": self.store}, indent=1).encode()
 
 
 def known_job(folder: Path) -> KnownJob | None:
@@ -323,6 +312,16 @@ def remember_job(runs: Path, job: KnownJob) -> Path:
     write_atomically(folder / NOTE, job.note())
     _link(runs / "latest", Path(job.name))
     return folder
+
+
+def _key_of_commit(folder: str) -> Callable[[str], str]:
+    return lambda sha256: f"{folder}/{sha256}.json"
+
+
+# Keys of objects about the commit whose manifest has this sha256.
+quarantine_key = _key_of_commit("quarantine")
+tombstone_key = _key_of_commit("tombstones")
+pin_key, signature_key, verified_key = map(_key_of_commit, ("pins", "signatures", "verified"))
 
 
 def _link(link: Path, target: Path) -> None:

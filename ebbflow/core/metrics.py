@@ -42,6 +42,15 @@ from ebbflow.core.retry import call_within
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
 COMMIT_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
+# Kinds of figures, from the most to the least certain.
+_STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
+
+TIMEOUT_SECONDS = 3.0
+
+PORTS_TRIED = 16
+_REQUEST_SECONDS = 10.0
+_LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
+
 
 class MetricKind(StrEnum):
     COUNTER = "counter"
@@ -60,6 +69,306 @@ class Metric:
         str, ...
     ] = ()  # names of the metric's labels, in addition to its board's constant labels
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram
+
+
+class MetricBoard(Collector):
+    """Current values of a set of metrics, which another thread may read safely.
+
+    Values are rendered as a page only on request. The counters of the client library are not used,
+    because each of them adds an undocumented `_created` series and is in the same global registry
+    as the user's own metrics.
+
+    Args:
+        constant: names and values of the labels that all metrics have.
+        before_page: function that is called before each rendering, to set values that cost too much
+            time to update at every step.
+    """
+
+    def __init__(
+        self,
+        metrics: Iterable[Metric],
+        constant: Mapping[str, str],
+        before_page: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._constant = dict(constant)
+        self._before_page = before_page
+        self._lock = threading.Lock()
+        self._numbers: dict[str, dict[tuple[str, ...], float]] = {
+            name: {} for name in self._metrics
+        }
+        histograms = [
+            metric for metric in self._metrics.values() if metric.kind is MetricKind.HISTOGRAM
+        ]
+        self._histograms = {
+            histogram.name: _Histogram(histogram.buckets, [0] * (len(histogram.buckets) + 1))
+            for histogram in histograms
+        }
+
+    def set(self, name: str, value: float | None, *labels: str) -> None:
+        """Set a value; None or NaN removes it.
+
+        Raises KeyError for a metric that is not on this board.
+        """
+        series = self._numbers[name]
+        with self._lock:
+            if value is None or math.isnan(value):
+                series.pop(labels, None)
+            else:
+                series[labels] = float(value)
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        series = self._numbers[name]
+        with self._lock:
+            series[labels] = series.get(labels, 0.0) + amount
+
+    def observe(self, name: str, value: float) -> None:
+        with self._lock:
+            self._histograms[name].observe(value)
+
+    def page(self) -> bytes:
+        """Render all values in Prometheus' text format (version 0.0.4)."""
+        return generate_latest(self.registry())
+
+    def registry(self) -> CollectorRegistry:
+        """Return a registry that contains only this board, for the client library's functions."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the metric families with their values; prometheus_client calls this method."""
+        self._before_page()
+        with self._lock:
+            numbers = {name: dict(series) for name, series in self._numbers.items()}
+            histograms = {name: (list(h.counts), h.sum) for name, h in self._histograms.items()}
+        for name, metric in self._metrics.items():
+            if metric.kind is MetricKind.HISTOGRAM:
+                yield self._histogram_family(metric, *histograms[name])
+            elif numbers[name]:
+                yield self._family(metric, numbers[name])
+
+    def _family(self, metric: Metric, series: Mapping[tuple[str, ...], float]) -> Family:
+        if metric.kind is MetricKind.COUNTER:
+            make = CounterMetricFamily
+        else:
+            make = GaugeMetricFamily
+        family = make(metric.name, metric.help, labels=[*self._constant, *metric.labels])
+        for labels, value in sorted(series.items()):
+            if len(labels) != len(metric.labels):
+                raise ValueError(
+                    f"{metric.name} has labels {metric.labels}, and was given {labels}"
+                )
+            family.add_metric([*self._constant.values(), *labels], value)
+        return family
+
+    def _histogram_family(self, metric: Metric, counts: list[int], total: float) -> Family:
+        family = HistogramMetricFamily(metric.name, metric.help, labels=list(self._constant))
+        buckets = []
+        seen = 0
+        for bound, count in zip([*map(str, metric.buckets), "+Inf"], counts, strict=True):
+            seen += count
+            buckets.append((bound, seen))
+        family.add_metric(list(self._constant.values()), buckets, total)
+        return family
+
+
+@dataclass(frozen=True)
+class PushGroup:
+    """A node's group of values in a Pushgateway, identified by job and node."""
+
+    url: str  # address of the Pushgateway
+    job: str
+    node: int
+
+
+class Pusher:
+    """A thread that pushes metrics to a Pushgateway every `interval_seconds`.
+
+    It prints one warning when pushes begin to fail, and one line when they succeed again.
+    """
+
+    def __init__(
+        self,
+        group: PushGroup,
+        registry: CollectorRegistry,
+        *,
+        interval_seconds: float,
+        say: Callable[[str], object],
+    ) -> None:
+        self._group = group
+        self._registry = registry
+        self._interval_seconds = interval_seconds
+        self._say = say
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._push_forever, name="push", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop pushing, and wait up to 4 s for a push in progress.
+
+        The gateway keeps values until `delete_group`.
+        """
+        self._ended.set()
+        self._thread.join(TIMEOUT_SECONDS + 1)
+
+    def _push_forever(self) -> None:
+        group = self._group
+        key = {"node": str(self._group.node)}
+        away = False
+        while not self._ended.is_set():
+            try:
+                push_to_gateway(
+                    group.url, group.job, self._registry, grouping_key=key, timeout=TIMEOUT_SECONDS
+                )
+            except Exception as error:  # from urllib or http.client; none may end the training
+                if not away:
+                    self._say(f"metrics: WARNING: {group.url} accepts no push, retrying: {error}")
+                away = True
+            else:
+                if away:
+                    self._say(f"metrics: {group.url} accepts pushes again")
+                away = False
+            self._ended.wait(self._interval_seconds)
+
+
+class MetricsServer:
+    """HTTP server for /metrics in its own thread, on the first free one of 16 ports, starting with
+    `port`.
+
+    Several nodes on one machine can thus serve metrics. The attribute `port` is the port in use.
+    `address` is the address to listen on, or "" for all addresses. Raises OSError if no port is
+    free, or if the port or address is not permitted.
+    """
+
+    def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:
+        self._server = _listen(address, port, _handler(page))
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_LOOK_SECONDS,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_REQUEST_SECONDS)
+
+
+def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
+    """Render metrics.prom from a job's report and events, for Prometheus' textfile collector."""
+    board = MetricBoard(JOB_METRICS, {"job": report["job"]})
+    actual = report["actual"]
+    plan = report["plan"] or {}
+    for outcome in Outcome:
+        board.set("ebbflow_job_outcome", float(outcome == report["outcome"]), outcome.value)
+    price = str(actual.get("price_kind") or "unpriced")
+    for line in report["ledger"]:
+        board.set(
+            "ebbflow_job_rank_seconds_total", line["rank_seconds"], line["class"], line["kind"]
+        )
+        if price != "unpriced":  # without a price the cost is unknown, not zero
+            board.set(
+                "ebbflow_job_usd_total",
+                line["usd"],
+                line["class"],
+                weakest_kind(price, line["kind"]),
+            )
+    chosen = plan.get("chosen") or {}
+    if chosen:
+        board.set(
+            "ebbflow_job_capacity_info",
+            1,
+            str(chosen.get("instance_type")),
+            str(chosen.get("market")),
+        )
+        board.set(
+            "ebbflow_job_nodes",
+            chosen.get("nodes"),
+            "simulated" if plan.get("simulated") else "measured",
+        )
+        board.set("ebbflow_job_planned_usd", chosen.get("expected_usd"), "estimated")
+        board.set(
+            "ebbflow_job_planned_seconds", _seconds(chosen.get("expected_hours")), "estimated"
+        )
+    board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest_kind(price, "estimated"))
+    board.set("ebbflow_job_mfu_ratio", actual.get("mfu"), "measured")
+    slowest = next(
+        (
+            rank
+            for rank in report["charts"].get("ranks") or []
+            if rank.get("lost_seconds") is not None
+        ),
+        {},
+    )
+    board.set(
+        "ebbflow_job_slowest_rank_usd", slowest.get("lost_usd"), weakest_kind(price, "measured")
+    )
+    # Every rank records the tokens of the whole gang: rank 0's count.
+    steps = [event.payload for event in select_events(events, StepPayload) if event.rank == 0]
+    commits = {
+        event.payload.key or event.step: event.payload
+        for event in select_events(events, CommitPayload)
+    }.values()
+    figures = {
+        "interruptions_total": report["interruptions"],
+        "failures_total": report["failures"],
+        "redone_steps_total": report["redone_steps"],
+        "wall_seconds": _seconds(actual.get("wall_hours")),
+        "budget_usd": plan.get("budget_usd"),
+        "slowest_rank": slowest.get("rank"),
+        "slowest_rank_seconds": slowest.get("lost_seconds"),
+        "step": actual.get("steps"),
+        "loss": report["loss_curve"][-1][1] if report["loss_curve"] else None,
+        "held_out_loss": actual.get("held_out_loss"),
+        "tokens_per_second": actual.get("tokens_per_second"),
+        "goodput_ratio": actual.get("goodput"),
+        "unattributed_ratio": actual.get("unattributed_share"),
+        "generations_total": actual.get("generations"),
+        "commits_total": actual.get("commits"),
+        "tokens_total": sum(step.tokens or 0 for step in steps),
+        "committed_bytes_total": sum(commit.bytes or 0 for commit in commits),
+        "commit_seconds_total": sum(commit.seconds or 0 for commit in commits),
+        "commit_failures_total": sum(event.name == COMMIT_FAILED for event in events),
+        "last_event_timestamp_seconds": max((event.t_wall for event in events), default=None),
+    }
+    for name, value in figures.items():
+        board.set(f"ebbflow_job_{name}", value)
+    return board.page()
+
+
+def weakest_kind(*words: str) -> str:
+    """Return the least certain of several kinds of figures, such as "recorded" of "measured" and
+    "recorded".
+
+    The kind is the first word of each text, and "" counts as "estimated". The order, from certain
+    to uncertain, is measured, live, recorded, estimated, simulated, and any other word.
+    """
+    kinds = [word.split()[0] if word else "estimated" for word in words]
+    return max(
+        kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH)
+    )
+
+
+def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
+    """Delete a node's group from its Pushgateway, within 4 s.
+
+    Never raises; a missing group is not an error.
+    """
+    key = {"node": str(group.node)}
+    late = TimeoutError(f"no answer within {TIMEOUT_SECONDS + 1:g} s")
+    try:  # an absent name server delays a request beyond its time-out
+        call_within(
+            TIMEOUT_SECONDS + 1,
+            lambda: delete_from_gateway(
+                group.url, group.job, grouping_key=key, timeout=TIMEOUT_SECONDS
+            ),
+            "push",
+            lambda: late,
+        )
+    except Exception as error:  # as above
+        left = f"{group.url} may still have the group job={group.job}, node={group.node}"
+        say(f"metrics: WARNING: {left}, which never expires by itself: {error}")
 
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
@@ -290,322 +599,10 @@ class _Histogram:
         self.sum += value
 
 
-class MetricBoard(Collector):
-    """Current values of a set of metrics, which another thread may read safely.
-
-    Values are rendered as a page only on request. The counters of the client library are not used,
-    because each of them adds an undocumented `_created` series and is in the same global registry
-    as the user's own metrics.
-
-    Args:
-        constant: names and values of the labels that all metrics have.
-        before_page: function that is called before each rendering, to set values that cost too much
-            time to update at every step.
-    """
-
-    def __init__(
-        self,
-        metrics: Iterable[Metric],
-        constant: Mapping[str, str],
-        before_page: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._metrics = {metric.name: metric for metric in metrics}
-        self._constant = dict(constant)
-        self._before_page = before_page
-        self._lock = threading.Lock()
-        self._numbers: dict[str, dict[tuple[str, ...], float]] = {
-            name: {} for name in self._metrics
-        }
-        histograms = [
-            metric for metric in self._metrics.values() if metric.kind is MetricKind.HISTOGRAM
-        ]
-        self._histograms = {
-            histogram.name: _Histogram(histogram.buckets, [0] * (len(histogram.buckets) + 1))
-            for histogram in histograms
-        }
-
-    def set(self, name: str, value: float | None, *labels: str) -> None:
-        """Set a value; None or NaN removes it.
-
-        Raises KeyError for a metric that is not on this board.
-        """
-        series = self._numbers[name]
-        with self._lock:
-            if value is None or math.isnan(value):
-                series.pop(labels, None)
-            else:
-                series[labels] = float(value)
-
-    def add(self, name: str, amount: float, *labels: str) -> None:
-        series = self._numbers[name]
-        with self._lock:
-            series[labels] = series.get(labels, 0.0) + amount
-
-    def observe(self, name: str, value: float) -> None:
-        with self._lock:
-            self._histograms[name].observe(value)
-
-    def page(self) -> bytes:
-        """Render all values in Prometheus' text format (version 0.0.4)."""
-        return generate_latest(self.registry())
-
-    def registry(self) -> CollectorRegistry:
-        """Return a registry that contains only this board, for the client library's functions."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return registry
-
-    def collect(self) -> Iterator[Family]:
-        """Yield the metric families with their values; prometheus_client calls this method."""
-        self._before_page()
-        with self._lock:
-            numbers = {name: dict(series) for name, series in self._numbers.items()}
-            histograms = {name: (list(h.counts), h.sum) for name, h in self._histograms.items()}
-        for name, metric in self._metrics.items():
-            if metric.kind is MetricKind.HISTOGRAM:
-                yield self._histogram_family(metric, *histograms[name])
-            elif numbers[name]:
-                yield self._family(metric, numbers[name])
-
-    def _family(self, metric: Metric, series: Mapping[tuple[str, ...], float]) -> Family:
-        if metric.kind is MetricKind.COUNTER:
-            make = CounterMetricFamily
-        else:
-            make = GaugeMetricFamily
-        family = make(metric.name, metric.help, labels=[*self._constant, *metric.labels])
-        for labels, value in sorted(series.items()):
-            if len(labels) != len(metric.labels):
-                raise ValueError(
-                    f"{metric.name} has labels {metric.labels}, and was given {labels}"
-                )
-            family.add_metric([*self._constant.values(), *labels], value)
-        return family
-
-    def _histogram_family(self, metric: Metric, counts: list[int], total: float) -> Family:
-        family = HistogramMetricFamily(metric.name, metric.help, labels=list(self._constant))
-        buckets = []
-        seen = 0
-        for bound, count in zip([*map(str, metric.buckets), "+Inf"], counts, strict=True):
-            seen += count
-            buckets.append((bound, seen))
-        family.add_metric(list(self._constant.values()), buckets, total)
-        return family
-
-
-# Kinds of figures, from the most to the least certain.
-_STRENGTH = ("measured", "live", "recorded", "estimated", "simulated")
-
-
-def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
-    """Render metrics.prom from a job's report and events, for Prometheus' textfile collector."""
-    board = MetricBoard(JOB_METRICS, {"job": report["job"]})
-    actual = report["actual"]
-    plan = report["plan"] or {}
-    for outcome in Outcome:
-        board.set("ebbflow_job_outcome", float(outcome == report["outcome"]), outcome.value)
-    price = str(actual.get("price_kind") or "unpriced")
-    for line in report["ledger"]:
-        board.set(
-            "ebbflow_job_rank_seconds_total", line["rank_seconds"], line["class"], line["kind"]
-        )
-        if price != "unpriced":  # without a price the cost is unknown, not zero
-            board.set(
-                "ebbflow_job_usd_total",
-                line["usd"],
-                line["class"],
-                weakest_kind(price, line["kind"]),
-            )
-    chosen = plan.get("chosen") or {}
-    if chosen:
-        board.set(
-            "ebbflow_job_capacity_info",
-            1,
-            str(chosen.get("instance_type")),
-            str(chosen.get("market")),
-        )
-        board.set(
-            "ebbflow_job_nodes",
-            chosen.get("nodes"),
-            "simulated" if plan.get("simulated") else "measured",
-        )
-        board.set("ebbflow_job_planned_usd", chosen.get("expected_usd"), "estimated")
-        board.set(
-            "ebbflow_job_planned_seconds", _seconds(chosen.get("expected_hours")), "estimated"
-        )
-    board.set("ebbflow_job_savings_usd", report["savings_usd"], weakest_kind(price, "estimated"))
-    board.set("ebbflow_job_mfu_ratio", actual.get("mfu"), "measured")
-    slowest = next(
-        (
-            rank
-            for rank in report["charts"].get("ranks") or []
-            if rank.get("lost_seconds") is not None
-        ),
-        {},
-    )
-    board.set(
-        "ebbflow_job_slowest_rank_usd", slowest.get("lost_usd"), weakest_kind(price, "measured")
-    )
-    # Every rank records the tokens of the whole gang: rank 0's count.
-    steps = [event.payload for event in select_events(events, StepPayload) if event.rank == 0]
-    commits = {
-        event.payload.key or event.step: event.payload
-        for event in select_events(events, CommitPayload)
-    }.values()
-    figures = {
-        "interruptions_total": report["interruptions"],
-        "failures_total": report["failures"],
-        "redone_steps_total": report["redone_steps"],
-        "wall_seconds": _seconds(actual.get("wall_hours")),
-        "budget_usd": plan.get("budget_usd"),
-        "slowest_rank": slowest.get("rank"),
-        "slowest_rank_seconds": slowest.get("lost_seconds"),
-        "step": actual.get("steps"),
-        "loss": report["loss_curve"][-1][1] if report["loss_curve"] else None,
-        "held_out_loss": actual.get("held_out_loss"),
-        "tokens_per_second": actual.get("tokens_per_second"),
-        "goodput_ratio": actual.get("goodput"),
-        "unattributed_ratio": actual.get("unattributed_share"),
-        "generations_total": actual.get("generations"),
-        "commits_total": actual.get("commits"),
-        "tokens_total": sum(step.tokens or 0 for step in steps),
-        "committed_bytes_total": sum(commit.bytes or 0 for commit in commits),
-        "commit_seconds_total": sum(commit.seconds or 0 for commit in commits),
-        "commit_failures_total": sum(event.name == COMMIT_FAILED for event in events),
-        "last_event_timestamp_seconds": max((event.t_wall for event in events), default=None),
-    }
-    for name, value in figures.items():
-        board.set(f"ebbflow_job_{name}", value)
-    return board.page()
-
-
 def _seconds(hours: float | None) -> float | None:
     if hours is None:
         return None
     return hours * 3600
-
-
-def weakest_kind(*words: str) -> str:
-    """Return the least certain of several kinds of figures, such as "recorded" of "measured" and
-    "recorded".
-
-    The kind is the first word of each text, and "" counts as "estimated". The order, from certain
-    to uncertain, is measured, live, recorded, estimated, simulated, and any other word.
-    """
-    kinds = [word.split()[0] if word else "estimated" for word in words]
-    return max(
-        kinds, key=lambda kind: _STRENGTH.index(kind) if kind in _STRENGTH else len(_STRENGTH)
-    )
-
-
-TIMEOUT_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class PushGroup:
-    """A node's group of values in a Pushgateway, identified by job and node."""
-
-    url: str  # address of the Pushgateway
-    job: str
-    node: int
-
-
-class Pusher:
-    """A thread that pushes metrics to a Pushgateway every `interval_seconds`.
-
-    It prints one warning when pushes begin to fail, and one line when they succeed again.
-    """
-
-    def __init__(
-        self,
-        group: PushGroup,
-        registry: CollectorRegistry,
-        *,
-        interval_seconds: float,
-        say: Callable[[str], object],
-    ) -> None:
-        self._group = group
-        self._registry = registry
-        self._interval_seconds = interval_seconds
-        self._say = say
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._push_forever, name="push", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop pushing, and wait up to 4 s for a push in progress.
-
-        The gateway keeps values until `delete_group`.
-        """
-        self._ended.set()
-        self._thread.join(TIMEOUT_SECONDS + 1)
-
-    def _push_forever(self) -> None:
-        group = self._group
-        key = {"node": str(self._group.node)}
-        away = False
-        while not self._ended.is_set():
-            try:
-                push_to_gateway(
-                    group.url, group.job, self._registry, grouping_key=key, timeout=TIMEOUT_SECONDS
-                )
-            except Exception as error:  # from urllib or http.client; none may end the training
-                if not away:
-                    self._say(f"metrics: WARNING: {group.url} accepts no push, retrying: {error}")
-                away = True
-            else:
-                if away:
-                    self._say(f"metrics: {group.url} accepts pushes again")
-                away = False
-            self._ended.wait(self._interval_seconds)
-
-
-def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
-    """Delete a node's group from its Pushgateway, within 4 s.
-
-    Never raises; a missing group is not an error.
-    """
-    key = {"node": str(group.node)}
-    late = TimeoutError(f"no answer within {TIMEOUT_SECONDS + 1:g} s")
-    try:  # an absent name server delays a request beyond its time-out
-        call_within(
-            TIMEOUT_SECONDS + 1,
-            lambda: delete_from_gateway(
-                group.url, group.job, grouping_key=key, timeout=TIMEOUT_SECONDS
-            ),
-            "push",
-            lambda: late,
-        )
-    except Exception as error:  # as above
-        left = f"{group.url} may still have the group job={group.job}, node={group.node}"
-        say(f"metrics: WARNING: {left}, which never expires by itself: {error}")
-
-
-PORTS_TRIED = 16
-_REQUEST_SECONDS = 10.0
-_LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
-
-
-class MetricsServer:
-    """HTTP server for /metrics in its own thread, on the first free one of 16 ports, starting with
-    `port`.
-
-    Several nodes on one machine can thus serve metrics. The attribute `port` is the port in use.
-    `address` is the address to listen on, or "" for all addresses. Raises OSError if no port is
-    free, or if the port or address is not permitted.
-    """
-
-    def __init__(self, port: int, page: Callable[[], bytes], *, address: str) -> None:
-        self._server = _listen(address, port, _handler(page))
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_LOOK_SECONDS,), name="metrics", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_REQUEST_SECONDS)
 
 
 class _Server(ThreadingHTTPServer):

@@ -25,6 +25,19 @@ from ebbflow.core.program import IMPORT_ROOT, python_path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+# By version of cgroups: the files with limit and use, and the lines of memory.stat that count the
+# page cache, which the kernel drops before it kills a process.
+_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
+_NO_LIMIT = 1 << 60  # version 1 shows a huge number where there is no limit
+
 
 class OwnProgram(StrEnum):
     """The modules that run as processes of their own, each by `python -m MODULE`."""
@@ -38,6 +51,123 @@ class OwnProgram(StrEnum):
     SCRIPT_TRIAL = "ebbflow.integrations"
     TRYOUT = "ebbflow.tryout"
     BENCHMARKS = "benchmarks"
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """Status of a process from /proc/PID/stat (proc(5))."""
+
+    pid: int  # process id
+    state: str  # the kernel's state letter
+    parent: int
+    group: int
+    session: int
+    threads: int  # number of threads
+    started_ticks: (
+        int  # start in clock ticks since boot, which identifies a process if its id is reused
+    )
+    wait_status: int  # as of wait(2), of a process that has ended
+    cpu_ticks: int  # clock ticks of CPU time that its threads have used
+
+    @property
+    def living(self) -> bool:
+        """Whether the process is alive.
+
+        A zombie with several threads is alive: only its main thread has ended.
+        """
+        return self.state not in ("Z", "X") or self.threads > 1
+
+
+class AwakeClock:
+    """Clock that stops while this process is paused, for measuring how long other processes have
+    been silent.
+
+    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of
+    the whole process (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most
+    `longest_turn_seconds`.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25
+    ) -> None:
+        self._now = now
+        self._longest = longest_turn_seconds
+        self._last = now()
+        self.seconds = 0.0
+
+    def tick(self) -> float:
+        """Add the time since the last call.
+
+        Return the total in seconds. The main loop calls this in each iteration.
+        """
+        now = self._now()
+        self.seconds += min(max(now - self._last, 0.0), self._longest)
+        self._last = now
+        return self.seconds
+
+
+class StoppedProcesses:
+    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than
+    `limit_seconds`.
+
+    Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not
+    count.
+    """
+
+    def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit_seconds
+        self._awake = AwakeClock(now, longest_turn_seconds=2.0)
+        self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
+
+    def look(self, pids: Iterable[int]) -> dict[int, float]:
+        """Map each process stopped for over `limit_seconds` to its seconds in that state.
+
+        Call this once per second.
+        """
+        awake = self._awake.tick()
+        stopped = [pid for pid in pids if process_state(pid) == "T"]
+        self._since = {pid: self._since.get(pid, awake) for pid in stopped}
+        return {
+            pid: awake - since for pid, since in self._since.items() if awake - since > self._limit
+        }
+
+
+class MessageReader:
+    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or
+    socket.
+
+    Args:
+        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are
+            available.
+    """
+
+    def __init__(self, receive: Callable[[], bytes]) -> None:
+        self._receive = receive
+        self._unfinished = b""
+
+    def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
+        """Pass each available message to `note`.
+
+        Return False if no more messages can follow, else True.
+
+        No more messages can follow at the end of the pipe, after a read error, or after bytes that
+        are not a message. Such bytes come from another process.
+        """
+        while True:
+            try:
+                data = self._receive()
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+            try:
+                for line in lines:
+                    note(json.loads(line))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                return False
 
 
 def own_program_line(program: OwnProgram, *words: str) -> list[str]:
@@ -91,31 +221,6 @@ def tie_forked_children() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     os.register_at_fork(before=before, after_in_child=after_in_child)
-
-
-@dataclass(frozen=True)
-class ProcessStat:
-    """Status of a process from /proc/PID/stat (proc(5))."""
-
-    pid: int  # process id
-    state: str  # the kernel's state letter
-    parent: int
-    group: int
-    session: int
-    threads: int  # number of threads
-    started_ticks: (
-        int  # start in clock ticks since boot, which identifies a process if its id is reused
-    )
-    wait_status: int  # as of wait(2), of a process that has ended
-    cpu_ticks: int  # clock ticks of CPU time that its threads have used
-
-    @property
-    def living(self) -> bool:
-        """Whether the process is alive.
-
-        A zombie with several threads is alive: only its main thread has ended.
-        """
-        return self.state not in ("Z", "X") or self.threads > 1
 
 
 def read_system_file(path: Path | str) -> str:
@@ -188,19 +293,6 @@ def descendants(
     return found or _descendants_by_parent(root, spare, spare_trees)
 
 
-def _descendants_by_parent(
-    root: int, spare: Collection[int], spare_trees: Collection[int]
-) -> list[ProcessStat]:
-    by_parent = group_by_key((stat.parent, stat) for stat in all_processes())
-    found: list[ProcessStat] = []
-    ahead = [root]
-    while ahead:
-        below = [stat for stat in by_parent.pop(ahead.pop(), []) if stat.pid not in spare_trees]
-        ahead += [stat.pid for stat in below]
-        found += [stat for stat in below if stat.pid not in spare]
-    return found
-
-
 def zombie_status(pid: int, parent: int) -> int | None:
     """Return the exit code of a zombie child of `parent`: -N if signal N killed it.
 
@@ -224,20 +316,6 @@ def available_bytes() -> int | None:
     if found:
         return int(found[0]) * 1024
     return None
-
-
-# By version of cgroups: the files with limit and use, and the lines of memory.stat that count the
-# page cache, which the kernel drops before it kills a process.
-_CGROUPS = Path("/sys/fs/cgroup")
-_CGROUP_FILES = {
-    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "memory": (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
-}
-_NO_LIMIT = 1 << 60  # version 1 shows a huge number where there is no limit
 
 
 def memory_left() -> dict[str, int]:
@@ -301,60 +379,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class AwakeClock:
-    """Clock that stops while this process is paused, for measuring how long other processes have
-    been silent.
-
-    Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of
-    the whole process (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most
-    `longest_turn_seconds`.
-    """
-
-    def __init__(
-        self, now: Callable[[], float] = time.monotonic, *, longest_turn_seconds: float = 0.25
-    ) -> None:
-        self._now = now
-        self._longest = longest_turn_seconds
-        self._last = now()
-        self.seconds = 0.0
-
-    def tick(self) -> float:
-        """Add the time since the last call.
-
-        Return the total in seconds. The main loop calls this in each iteration.
-        """
-        now = self._now()
-        self.seconds += min(max(now - self._last, 0.0), self._longest)
-        self._last = now
-        return self.seconds
-
-
-class StoppedProcesses:
-    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than
-    `limit_seconds`.
-
-    Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not
-    count.
-    """
-
-    def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit_seconds
-        self._awake = AwakeClock(now, longest_turn_seconds=2.0)
-        self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
-
-    def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Map each process stopped for over `limit_seconds` to its seconds in that state.
-
-        Call this once per second.
-        """
-        awake = self._awake.tick()
-        stopped = [pid for pid in pids if process_state(pid) == "T"]
-        self._since = {pid: self._since.get(pid, awake) for pid in stopped}
-        return {
-            pid: awake - since for pid, since in self._since.items() if awake - since > self._limit
-        }
-
-
 def exit_when_interrupted() -> None:
     """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with
     code 75.
@@ -381,12 +405,6 @@ def end_with_descendants(number: int, frame: object) -> None:  # noqa: ARG001 (s
     os._exit(128 + number)
 
 
-def _end_descendants() -> None:
-    for stat in _descendants_by_parent(os.getpid(), (), ()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(stat.pid, signal.SIGKILL)
-
-
 def ignore_lost_readers() -> None:
     """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop
     the output.
@@ -408,26 +426,6 @@ def ignore_lost_readers() -> None:
             line_buffering=stream.line_buffering,
         )
         setattr(sys, name, lasting)
-
-
-class _LastingOutput(io.FileIO):
-    """An output that switches to /dev/null once its reader is gone, and drops data that a full disk
-    rejects.
-    """
-
-    def write(self, data: Any) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            # Space may be free again later
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return len(data)
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self.fileno())
-            os.close(nothing)
-            return len(data)
 
 
 def run_command(command: Callable[[], int]) -> int:
@@ -472,39 +470,40 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
     os.execve(sys.executable, command, environment)
 
 
-class MessageReader:
-    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or
-    socket.
+def _descendants_by_parent(
+    root: int, spare: Collection[int], spare_trees: Collection[int]
+) -> list[ProcessStat]:
+    by_parent = group_by_key((stat.parent, stat) for stat in all_processes())
+    found: list[ProcessStat] = []
+    ahead = [root]
+    while ahead:
+        below = [stat for stat in by_parent.pop(ahead.pop(), []) if stat.pid not in spare_trees]
+        ahead += [stat.pid for stat in below]
+        found += [stat for stat in below if stat.pid not in spare]
+    return found
 
-    Args:
-        receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are
-            available.
+
+def _end_descendants() -> None:
+    for stat in _descendants_by_parent(os.getpid(), (), ()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stat.pid, signal.SIGKILL)
+
+
+class _LastingOutput(io.FileIO):
+    """An output that switches to /dev/null once its reader is gone, and drops data that a full disk
+    rejects.
     """
 
-    def __init__(self, receive: Callable[[], bytes]) -> None:
-        self._receive = receive
-        self._unfinished = b""
-
-    def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
-        """Pass each available message to `note`.
-
-        Return False if no more messages can follow, else True.
-
-        No more messages can follow at the end of the pipe, after a read error, or after bytes that
-        are not a message. Such bytes come from another process.
-        """
-        while True:
-            try:
-                data = self._receive()
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            if not data:
-                return False
-            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-            try:
-                for line in lines:
-                    note(json.loads(line))
-            except (ValueError, TypeError, KeyError, RecursionError):
-                return False
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            # Space may be free again later
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return len(data)
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.fileno())
+            os.close(nothing)
+            return len(data)

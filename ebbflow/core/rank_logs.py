@@ -37,6 +37,15 @@ from ebbflow.core.untrusted_text import one_line, printable, strip_colours
 # A longer line becomes several records; `more` marks all but the last.
 LONGEST_LINE_BYTES = 16 * 1024
 
+# Limit for a raw log without records (its agent was killed): the newest part, as large as records
+# would be.
+_UNRECORDED_BYTES = 64 * 1024 * 1024
+_READERS = 16
+_SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
+
+_STEP = "step:"
+_REQUEST_SECONDS = 30.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
@@ -99,14 +108,8 @@ class LogLine:
         )
 
 
-def utc_text(unix_seconds: float) -> str:
-    """Format a Unix time as ISO 8601 in UTC with milliseconds.
-
-    Sorting such texts sorts them by time.
-    """
-    milliseconds = round(unix_seconds * 1000)
-    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
-    return f"{whole}.{milliseconds % 1000:03d}Z"
+class LogsError(InfraError, outcome=Outcome.CONFIG):
+    """Error: a job's logs cannot be shown."""
 
 
 def escape_controls(text: str) -> str:
@@ -123,61 +126,6 @@ def escape_controls(text: str) -> str:
     else:
         overwritten = ""
     return overwritten + printable(parts[-1].rstrip("\n")).replace("\n", "\\u000a")
-
-
-def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
-    """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a
-    UTF-8 character.
-
-    For each piece, return its bytes including any line feed, and whether the line continues in the
-    next piece.
-
-    at_end: no more data will follow. An incomplete last line is then returned too.
-    """
-    pieces: list[tuple[bytes, bool]] = []
-    at = 0
-    while at < len(data):
-        feed = data.find(b"\n", at, at + LONGEST_LINE_BYTES)
-        if feed >= 0:
-            pieces.append((data[at : feed + 1], False))
-        elif len(data) - at > LONGEST_LINE_BYTES:
-            pieces.append((_whole_characters(data[at : at + LONGEST_LINE_BYTES]), True))
-        elif at_end:
-            pieces.append((data[at:], False))
-        else:
-            break
-        at += len(pieces[-1][0])
-    return pieces
-
-
-def _whole_characters(piece: bytes) -> bytes:
-    for tail in range(1, min(4, len(piece))):
-        byte = piece[-tail]
-        if byte & 0xC0 == 0x80:
-            continue
-        if byte >= 0xF0:
-            needed = 4
-        elif byte >= 0xE0:
-            needed = 3
-        elif byte >= 0xC0:
-            needed = 2
-        else:
-            needed = 1
-        if needed > tail:
-            return piece[:-tail]
-        return piece
-    return piece
-
-
-# Limit for a raw log without records (its agent was killed): the newest part, as large as records
-# would be.
-_UNRECORDED_BYTES = 64 * 1024 * 1024
-_READERS = 16
-_SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
-
-
-class LogsError(InfraError, outcome=Outcome.CONFIG):
-    """Error: a job's logs cannot be shown."""
 
 
 @dataclass
@@ -205,6 +153,65 @@ class LogFilter:
     def matches(self, line: LogLine) -> bool:
         pairs = ((self.rank, line.rank), (self.node, line.node), (self.generation, line.generation))
         return all(wanted is None or wanted == found for wanted, found in pairs)
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """The locations of a job's files."""
+
+    name: str  # name of the job
+    uri: str  # URI of the store, or the path of its folder
+    folders: list[Path]  # existing folders of the job on this machine
+    # the places that were searched, for error messages: a folder in runs/, and the job's part of
+    # the store
+    looked: tuple[str, str]
+
+    def open_store(self) -> Store | None:
+        """Open the job's part of its store.
+
+        Return None if the store's folder does not exist. Raises StoreError.
+        """
+        # Opening it would create the folder
+        if "://" not in self.uri and not Path(self.uri).is_dir():
+            return None
+        return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS, create=False).sub(
+            job_prefix(self.name)
+        )
+
+
+def utc_text(unix_seconds: float) -> str:
+    """Format a Unix time as ISO 8601 in UTC with milliseconds.
+
+    Sorting such texts sorts them by time.
+    """
+    milliseconds = round(unix_seconds * 1000)
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
+    return f"{whole}.{milliseconds % 1000:03d}Z"
+
+
+def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
+    """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a
+    UTF-8 character.
+
+    For each piece, return its bytes including any line feed, and whether the line continues in the
+    next piece.
+
+    at_end: no more data will follow. An incomplete last line is then returned too.
+    """
+    pieces: list[tuple[bytes, bool]] = []
+    at = 0
+    while at < len(data):
+        feed = data.find(b"\n", at, at + LONGEST_LINE_BYTES)
+        if feed >= 0:
+            pieces.append((data[at : feed + 1], False))
+        elif len(data) - at > LONGEST_LINE_BYTES:
+            pieces.append((_whole_characters(data[at : at + LONGEST_LINE_BYTES]), True))
+        elif at_end:
+            pieces.append((data[at:], False))
+        else:
+            break
+        at += len(pieces[-1][0])
+    return pieces
 
 
 def read_logs(folders: Sequence[Path], stores: Sequence[Store]) -> JobLogs:
@@ -257,6 +264,136 @@ def render_lines(lines: Sequence[LogLine]) -> str:
         parts.append(f"{name}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}")
     steps = [line.step for line in lines if line.step is not None]
     return "; ".join([*parts, f"steps {min(steps)} to {max(steps)}" if steps else "no known steps"])
+
+
+def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
+    """Add the command `logs`.
+
+    It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs.
+    """
+    command = commands.add_parser("logs", help="what the ranks of a job printed, merged by time")
+    command.add_argument("job", metavar="JOB", help="a job's name, or latest")
+    command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
+    command.add_argument("--node", type=int, metavar="N", help="of this node only")
+    command.add_argument(
+        "--generation", type=int, metavar="G", help="of this start of the gang only"
+    )
+    command.add_argument(
+        "--around", type=_step, metavar="step:N", help="the lines nearest to that step"
+    )
+    command.add_argument(
+        "--lines",
+        type=_count,
+        metavar="K",
+        help="the last K; with --around K before and after (10)",
+    )
+    command.add_argument(
+        "--json", action="store_true", help="the records as they are, one per line"
+    )
+    command.add_argument(
+        "--store", metavar="URI", help="the job's store, if this machine has no note of it"
+    )
+    command.set_defaults(command=lambda options: show_logs(options, project_root))
+
+
+def show_logs(options: argparse.Namespace, project_root: Path) -> int:
+    """Print the matching lines, and return the exit code.
+
+    The exit code is 0 on success, 1 if no line matches or the store does not answer, and 2 if the
+    job is unknown.
+    """
+    numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
+    wanted = LogFilter(around_step=options.around, **numbers)
+    logs = find_logs(options.job, options.store, project_root)
+    for notice in logs.notices:
+        print(f"logs: {notice}", file=sys.stderr)
+    chosen = filter_lines(logs.lines, wanted)
+    if not chosen:
+        print(
+            f"logs: no line matches; job {options.job} has {render_lines(logs.lines)}",
+            file=sys.stderr,
+        )
+        return Outcome.FAILED.exit_code
+    for line in chosen:
+        print(line.to_json() if options.json else line.render())
+    return Outcome.COMPLETED.exit_code
+
+
+def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:
+    """Find a job by its name, or by "latest". Raises LayoutError if the name is invalid."""
+    place = runs_folder(project_root) / job
+    if place.exists():
+        name = place.resolve().name
+    else:
+        name = check_job_name(job)
+    known = known_job(place)  # else the default store
+    uri = (
+        store_uri or (str(runs_folder(project_root)) if known is None else known.store)
+    ).removeprefix("file://")
+    if "://" in uri:
+        in_store = []
+    else:
+        in_store = [Path(uri).resolve() / job_prefix(name)]
+    folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
+    return JobPlace(name, uri, folders, (str(place), f"{uri}/{job_prefix(name)}"))
+
+
+def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
+    """Read a job's logs from this machine and from the job's store.
+
+    If the store fails, return the logs of this machine with a warning. Raises LogsError (unknown
+    job), LayoutError (invalid job name), StoreError (the store failed and this machine has no
+    logs).
+    """
+    place = find_job(job, store_uri, project_root)
+    try:
+        store = place.open_store()
+        if store is not None and store.list("logs", limit=1):
+            return read_logs(place.folders, [store])
+    except StoreError as error:
+        logs = read_logs(place.folders, [])
+        if not logs.lines:
+            raise
+        logs.notices.append(
+            f"shown is what this machine has, the job's store does not answer: {error}"
+        )
+        return logs
+    if not place.folders:
+        raise unknown_job(job, place, project_root)
+    return read_logs(place.folders, [])
+
+
+def unknown_job(job: str, place: JobPlace, project_root: Path) -> LogsError:
+    """Return the error for an unknown job.
+
+    It names the searched places and the newest jobs of this machine.
+    """
+    runs = runs_folder(project_root)
+    found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
+    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
+    there = ", ".join(path.name for path in newest) or "no job with logs"
+    looked = f"  {place.looked[0]}\n  {place.looked[1]}/logs"
+    hint = f"{runs} has {there}, or name its store: --store URI"
+    return LogsError(f"no job {job!r} to be found; looked at\n{looked}\n  hint: {hint}")
+
+
+def _whole_characters(piece: bytes) -> bytes:
+    for tail in range(1, min(4, len(piece))):
+        byte = piece[-tail]
+        if byte & 0xC0 == 0x80:
+            continue
+        if byte >= 0xF0:
+            needed = 4
+        elif byte >= 0xE0:
+            needed = 3
+        elif byte >= 0xC0:
+            needed = 2
+        else:
+            needed = 1
+        if needed > tail:
+            return piece[:-tail]
+        return piece
+    return piece
 
 
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
@@ -407,145 +544,6 @@ def _parse(data: bytes, where: str, notices: list[str]) -> list[LogLine]:
             f"{where}:{damaged[0]}: {which}, passed over; the raw log of the rank has the text"
         )
     return lines
-
-
-_STEP = "step:"
-_REQUEST_SECONDS = 30.0
-
-
-def add_logs_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
-    """Add the command `logs`.
-
-    It looks for jobs in EBBFLOW_RUNS or, if that is not set, in `project_root`/runs.
-    """
-    command = commands.add_parser("logs", help="what the ranks of a job printed, merged by time")
-    command.add_argument("job", metavar="JOB", help="a job's name, or latest")
-    command.add_argument("--rank", type=int, metavar="R", help="of this rank only")
-    command.add_argument("--node", type=int, metavar="N", help="of this node only")
-    command.add_argument(
-        "--generation", type=int, metavar="G", help="of this start of the gang only"
-    )
-    command.add_argument(
-        "--around", type=_step, metavar="step:N", help="the lines nearest to that step"
-    )
-    command.add_argument(
-        "--lines",
-        type=_count,
-        metavar="K",
-        help="the last K; with --around K before and after (10)",
-    )
-    command.add_argument(
-        "--json", action="store_true", help="the records as they are, one per line"
-    )
-    command.add_argument(
-        "--store", metavar="URI", help="the job's store, if this machine has no note of it"
-    )
-    command.set_defaults(command=lambda options: show_logs(options, project_root))
-
-
-def show_logs(options: argparse.Namespace, project_root: Path) -> int:
-    """Print the matching lines, and return the exit code.
-
-    The exit code is 0 on success, 1 if no line matches or the store does not answer, and 2 if the
-    job is unknown.
-    """
-    numbers = {name: getattr(options, name) for name in ("rank", "node", "generation", "lines")}
-    wanted = LogFilter(around_step=options.around, **numbers)
-    logs = find_logs(options.job, options.store, project_root)
-    for notice in logs.notices:
-        print(f"logs: {notice}", file=sys.stderr)
-    chosen = filter_lines(logs.lines, wanted)
-    if not chosen:
-        print(
-            f"logs: no line matches; job {options.job} has {render_lines(logs.lines)}",
-            file=sys.stderr,
-        )
-        return Outcome.FAILED.exit_code
-    for line in chosen:
-        print(line.to_json() if options.json else line.render())
-    return Outcome.COMPLETED.exit_code
-
-
-@dataclass(frozen=True)
-class JobPlace:
-    """The locations of a job's files."""
-
-    name: str  # name of the job
-    uri: str  # URI of the store, or the path of its folder
-    folders: list[Path]  # existing folders of the job on this machine
-    # the places that were searched, for error messages: a folder in runs/, and the job's part of
-    # the store
-    looked: tuple[str, str]
-
-    def open_store(self) -> Store | None:
-        """Open the job's part of its store.
-
-        Return None if the store's folder does not exist. Raises StoreError.
-        """
-        # Opening it would create the folder
-        if "://" not in self.uri and not Path(self.uri).is_dir():
-            return None
-        return Store.open(self.uri, request_timeout_seconds=_REQUEST_SECONDS, create=False).sub(
-            job_prefix(self.name)
-        )
-
-
-def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:
-    """Find a job by its name, or by "latest". Raises LayoutError if the name is invalid."""
-    place = runs_folder(project_root) / job
-    if place.exists():
-        name = place.resolve().name
-    else:
-        name = check_job_name(job)
-    known = known_job(place)  # else the default store
-    uri = (
-        store_uri or (str(runs_folder(project_root)) if known is None else known.store)
-    ).removeprefix("file://")
-    if "://" in uri:
-        in_store = []
-    else:
-        in_store = [Path(uri).resolve() / job_prefix(name)]
-    folders = [folder for folder in dict.fromkeys([place.resolve(), *in_store]) if folder.is_dir()]
-    return JobPlace(name, uri, folders, (str(place), f"{uri}/{job_prefix(name)}"))
-
-
-def find_logs(job: str, store_uri: str | None, project_root: Path) -> JobLogs:
-    """Read a job's logs from this machine and from the job's store.
-
-    If the store fails, return the logs of this machine with a warning. Raises LogsError (unknown
-    job), LayoutError (invalid job name), StoreError (the store failed and this machine has no
-    logs).
-    """
-    place = find_job(job, store_uri, project_root)
-    try:
-        store = place.open_store()
-        if store is not None and store.list("logs", limit=1):
-            return read_logs(place.folders, [store])
-    except StoreError as error:
-        logs = read_logs(place.folders, [])
-        if not logs.lines:
-            raise
-        logs.notices.append(
-            f"shown is what this machine has, the job's store does not answer: {error}"
-        )
-        return logs
-    if not place.folders:
-        raise unknown_job(job, place, project_root)
-    return read_logs(place.folders, [])
-
-
-def unknown_job(job: str, place: JobPlace, project_root: Path) -> LogsError:
-    """Return the error for an unknown job.
-
-    It names the searched places and the newest jobs of this machine.
-    """
-    runs = runs_folder(project_root)
-    found = [path for path in runs.glob("*") if (path / "logs").is_dir() and path.name != "latest"]
-    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:5]
-    there = ", ".join(path.name for path in newest) or "no job with logs"
-    looked = f"  {place.looked[0]}\n  {place.looked[1]}/logs"
-    hint = f"{runs} has {there}, or name its store: --store URI"
-    return LogsError(f"no job {job!r} to be found; looked at\n{looked}\n  hint: {hint}")
 
 
 def _step(text: str) -> int:

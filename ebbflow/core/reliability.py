@@ -7,51 +7,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-
-def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Return Daly's optimal training time between two saves in seconds, which adds higher-order
-    terms to Young's.
-
-    With the save cost δ and the mean time between interruptions M, it is √(2δM) · (1 + ⅓·√(δ/2M) +
-    ⅑·δ/2M) − δ if δ is below 2M, else M. For δ much smaller than M it equals Young's interval.
-    Arguments, errors and the result for a hazard of 0 are as in `young_interval_seconds`.
-
-    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-    dumps", Future Generation Computer Systems 22(3), 2006, equation 37.
-    """
-    _check(save_seconds, hazard_per_hour)
-    if hazard_per_hour == 0:
-        return math.inf
-    mean = 3600.0 / hazard_per_hour
-    if save_seconds >= 2.0 * mean:
-        return mean
-    ratio = save_seconds / (2.0 * mean)
-    return (
-        math.sqrt(2.0 * save_seconds * mean) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0)
-        - save_seconds
-    )
-
-
-def expected_loss(
-    interval_seconds: float,
-    save_seconds: float,
-    hazard_per_hour: float,
-    *,
-    exposed_seconds: float = 0.0,
-) -> float:
-    """Return the expected fraction of time lost to saves and interruptions, at most 1.
-
-    Each interval costs one save. Each interruption loses half an interval on average, plus
-    `exposed_seconds`: the time from the staging of a save to its commit. During this time the
-    previous save is still the newest commit, so an interruption loses one interval more. The result
-    is a first-order approximation for small interval × hazard.
-    """
-    _check(save_seconds, hazard_per_hour)
-    if interval_seconds <= 0:
-        raise ValueError(f"interval_seconds must be positive: {interval_seconds}")
-    saving = save_seconds / (interval_seconds + save_seconds)
-    lost_per_interruption = interval_seconds / 2.0 + exposed_seconds
-    return min(1.0, saving + lost_per_interruption * hazard_per_hour / 3600.0)
+# (weight, multiple of the plan's hazard, prior interruptions): the plan is right, or wrong by 3 or
+# by 10.
+_GUESSES = (
+    (0.5, 1.0, 8.0),
+    (0.125, 0.1, 2.0),
+    (0.125, 1 / 3, 2.0),
+    (0.125, 3.0, 2.0),
+    (0.125, 10.0, 2.0),
+)
 
 
 @dataclass(frozen=True)
@@ -86,17 +50,6 @@ class GammaHazard:
     @property
     def per_hour(self) -> float:
         return self.shape / self.hours
-
-
-# (weight, multiple of the plan's hazard, prior interruptions): the plan is right, or wrong by 3 or
-# by 10.
-_GUESSES = (
-    (0.5, 1.0, 8.0),
-    (0.125, 0.1, 2.0),
-    (0.125, 1 / 3, 2.0),
-    (0.125, 3.0, 2.0),
-    (0.125, 10.0, 2.0),
-)
 
 
 @dataclass(frozen=True)
@@ -142,6 +95,52 @@ class PlannedHazard:
         return sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / sum(
             weights
         )
+
+
+def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
+    """Return Daly's optimal training time between two saves in seconds, which adds higher-order
+    terms to Young's.
+
+    With the save cost δ and the mean time between interruptions M, it is √(2δM) · (1 + ⅓·√(δ/2M) +
+    ⅑·δ/2M) − δ if δ is below 2M, else M. For δ much smaller than M it equals Young's interval.
+    Arguments, errors and the result for a hazard of 0 are as in `young_interval_seconds`.
+
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+    dumps", Future Generation Computer Systems 22(3), 2006, equation 37.
+    """
+    _check(save_seconds, hazard_per_hour)
+    if hazard_per_hour == 0:
+        return math.inf
+    mean = 3600.0 / hazard_per_hour
+    if save_seconds >= 2.0 * mean:
+        return mean
+    ratio = save_seconds / (2.0 * mean)
+    return (
+        math.sqrt(2.0 * save_seconds * mean) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0)
+        - save_seconds
+    )
+
+
+def expected_loss(
+    interval_seconds: float,
+    save_seconds: float,
+    hazard_per_hour: float,
+    *,
+    exposed_seconds: float = 0.0,
+) -> float:
+    """Return the expected fraction of time lost to saves and interruptions, at most 1.
+
+    Each interval costs one save. Each interruption loses half an interval on average, plus
+    `exposed_seconds`: the time from the staging of a save to its commit. During this time the
+    previous save is still the newest commit, so an interruption loses one interval more. The result
+    is a first-order approximation for small interval × hazard.
+    """
+    _check(save_seconds, hazard_per_hour)
+    if interval_seconds <= 0:
+        raise ValueError(f"interval_seconds must be positive: {interval_seconds}")
+    saving = save_seconds / (interval_seconds + save_seconds)
+    lost_per_interruption = interval_seconds / 2.0 + exposed_seconds
+    return min(1.0, saving + lost_per_interruption * hazard_per_hour / 3600.0)
 
 
 def _check(save_seconds: float, hazard_per_hour: float) -> None:

@@ -103,16 +103,6 @@ RENAMED = {
 }
 
 
-def current_name(name: str) -> str | None:
-    """Return the module that `name` is called today, or None if it has not moved."""
-    prefix = name
-    while prefix:
-        if prefix in RENAMED:
-            return RENAMED[prefix] + name.removeprefix(prefix)
-        prefix = prefix.rpartition(".")[0]
-    return None
-
-
 class RenamedModules:
     """Meta path finder and loader of moved modules under their old names.
 
@@ -153,6 +143,16 @@ class RenamedModules:
         # The import system has put the spec of the old name into the module.
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
+
+
+def current_name(name: str) -> str | None:
+    """Return the module that `name` is called today, or None if it has not moved."""
+    prefix = name
+    while prefix:
+        if prefix in RENAMED:
+            return RENAMED[prefix] + name.removeprefix(prefix)
+        prefix = prefix.rpartition(".")[0]
+    return None
 
 
 def install_old_names() -> None:

@@ -12,6 +12,8 @@ OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
 TESTED_PYTHON = (3, 11)
 
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -63,9 +65,6 @@ REQUIREMENTS = (
     Requirement("safetensors", "safetensors", (0, 8), (1,)),
     Requirement("rich", "rich", (14,), (16,)),
 )
-
-
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def installed_versions() -> dict[str, str]:

@@ -28,6 +28,42 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _METAFLOWS = re.compile(r"(\x1b\[(?:0|1|22|3[1-7]|39|9[1-7])?m|\x1b\[K)")
 
 
+class GuardedStream:
+    """A text stream that escapes unsafe characters and writes the result to another stream.
+
+    Characters that the other stream cannot encode become similar ASCII or escapes, so that an ASCII
+    terminal raises no error.
+    """
+
+    def __init__(self, stream: Any, *, keep_colours: bool = False) -> None:
+        self._stream = stream
+        self._keep_colours = keep_colours
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if self._keep_colours:
+            parts = _METAFLOWS.split(text)
+            shown = "".join(part if at % 2 else printable(part) for at, part in enumerate(parts))
+        else:
+            shown = printable(text)
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(shown.encode(encoding, REPLACE_UNPRINTABLE).decode(encoding))
+        return len(text)
+
+    @property
+    def unguarded(self) -> Any:
+        """The underlying stream, for a program that moves the cursor and escapes all text itself."""
+        return self._stream
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def printable(text: object) -> str:
     """Return the text with each unsafe character replaced by a JSON escape, such as \\u001b for
     ESC.
@@ -75,42 +111,6 @@ def guard_terminal(*, keep_colours: bool = False) -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, GuardedStream):
             setattr(sys, name, GuardedStream(stream, keep_colours=keep_colours))
-
-
-class GuardedStream:
-    """A text stream that escapes unsafe characters and writes the result to another stream.
-
-    Characters that the other stream cannot encode become similar ASCII or escapes, so that an ASCII
-    terminal raises no error.
-    """
-
-    def __init__(self, stream: Any, *, keep_colours: bool = False) -> None:
-        self._stream = stream
-        self._keep_colours = keep_colours
-
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        if self._keep_colours:
-            parts = _METAFLOWS.split(text)
-            shown = "".join(part if at % 2 else printable(part) for at, part in enumerate(parts))
-        else:
-            shown = printable(text)
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(shown.encode(encoding, REPLACE_UNPRINTABLE).decode(encoding))
-        return len(text)
-
-    @property
-    def unguarded(self) -> Any:
-        """The underlying stream, for a program that moves the cursor and escapes all text itself."""
-        return self._stream
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -26,13 +26,6 @@ def read_decimal(text: str) -> Decimal:
     return value
 
 
-def _quantize(amount: Decimal, decimals: int, rounding: str) -> Decimal:
-    huge = amount.adjusted() >= 20  # has more digits than Decimal's 28, and no decimals that matter
-    if huge:
-        return amount
-    return amount.quantize(Decimal(1).scaleb(-decimals), rounding)
-
-
 def round_amount(amount: Decimal, decimals: int = USD_DECIMALS) -> Decimal:
     """Round to `decimals` decimals; a tie is rounded to the even digit."""
     return _quantize(amount, decimals, ROUND_HALF_EVEN)
@@ -133,3 +126,10 @@ def format_duration(value: float | None) -> str:
 
 def format_count(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def _quantize(amount: Decimal, decimals: int, rounding: str) -> Decimal:
+    huge = amount.adjusted() >= 20  # has more digits than Decimal's 28, and no decimals that matter
+    if huge:
+        return amount
+    return amount.quantize(Decimal(1).scaleb(-decimals), rounding)

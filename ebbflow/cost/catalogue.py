@@ -58,6 +58,18 @@ ADVISOR_COLUMNS = ("region", "name", "savings_percent", "interruption_band")
 ON_DEMAND_COLUMNS = ("region", "name", "usd_per_hour", "recorded")
 _RECORDED = re.compile(r"\brecorded (\d{4}-\d{2}(?:-\d{2})?)")
 
+_YES_NO = {"yes": True, "no": False}
+RATES_RECORDED = "2026-11"
+# Origin of the rates, as plans and reports describe it.
+RATES_KIND = f"list prices, recorded {RATES_RECORDED}"
+
+GB = 2**30
+HOURS_PER_MONTH = 730.0
+# A checkpoint is uploaded in parts of this size; each rank adds an index (training/checkpoint).
+PART_BYTES = 32 * 2**20
+# Every rank flushes its event log each 10 s and its log lines each 15 s.
+SMALL_PUTS_PER_RANK_HOUR = 3600 / 10 + 3600 / 15
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -163,6 +175,59 @@ class Catalogue:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RegionRates:
+    """List prices of one region in USD."""
+
+    # storage_usd, volume_usd: S3 storage and disk volumes, per GB (2^30 bytes) and month
+    storage_usd: float
+    # put_usd, get_usd: per 1,000 requests
+    put_usd: float
+    get_usd: float
+    volume_usd: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """List prices. A missing key means that a price is not on record."""
+
+    regions: Mapping[str, RegionRates]  # prices of storage and requests by region
+    # Price of transfer by (from region, to region), in USD per GB
+    egress: Mapping[tuple[str, str], float]
+
+    def egress_usd_per_gb(self, source: str, target: str) -> float | None:
+        """Return the price of transfer between two regions in USD per GB; 0 within a region, None
+        if not on record.
+        """
+        if source == target:
+            return 0.0
+        return self.egress.get((source, target))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Quantities from which the cost of storage and transfer for the remaining work is computed."""
+
+    nodes: int
+    ranks: int
+    hours: float  # paid hours per node
+    commit_bytes: float  # size of one commit of all ranks
+    commits: float  # number of commits written
+    starts: float  # number of starts of the job, including the first one
+    restores: float  # number of starts that load a commit
+    token_bytes: float  # upper bound on the bytes of tokens that one node reads per start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """Cost of storage, requests and transfer in dollars."""
+
+    storage_usd: float
+    transfer_usd: float
+    # messages about prices that are not on record. Costs that depend on such a price count as 0.
+    lacking: tuple[str, ...] = ()
+
+
 def load_catalogue(
     instances: Path = INSTANCES,
     gpus: Path = GPUS,
@@ -215,6 +280,70 @@ def on_demand_recorded() -> Mapping[str, str]:
         for region, price in regions.items():
             oldest[region] = min(price.recorded, oldest.get(region, price.recorded))
     return oldest
+
+
+@cache
+def load_rates() -> Rates:
+    """Read the tables of list prices and of prices of data transfer.
+
+    Raises CatalogueError with file:line:column for an invalid price.
+    """
+    prices = [field.name for field in fields(RegionRates)]
+    return Rates(
+        regions={
+            row.parse("region", *_REGION): RegionRates(
+                **{name: row.parse(name, *_LIST_PRICE) for name in prices}
+            )
+            for row in _rows(_HERE / "list_prices.csv", ["region", *prices])
+        },
+        egress={
+            (row.parse("from_region", *_REGION), target): row.parse(
+                "price_usd_per_gb", *_LIST_PRICE
+            )
+            for row in _rows(
+                _HERE / "egress.csv", ["from_region", "price_usd_per_gb", "to_regions"]
+            )
+            for target in row.parse("to_regions", str.split, "region names separated by spaces")
+        },
+    )
+
+
+def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
+    """Return the cost of storage, requests and transfer in `region`.
+
+    Without S3, only EBS volumes count.
+    """
+    lacking: list[str] = []
+    months = usage.hours / HOURS_PER_MONTH
+    here = rates.regions.get(region)
+    storage = 0.0
+    if here is None:
+        lacking.append(f"no list price of volumes in {region} on record")
+    else:
+        storage += usage.nodes * config.cost.volume_gib_per_node * months * here.volume_usd
+    if not config.store.startswith("s3://"):
+        return Bill(storage_usd=storage, transfer_usd=0.0, lacking=tuple(lacking))
+    store_region = config.cost.store_region or region
+    there = rates.regions.get(store_region)
+    if there is None:
+        lacking.append(f"no list price of S3 in {store_region} on record")
+    else:
+        storage += kept_commits(config) * usage.commit_bytes / GB * months * there.storage_usd
+        storage += _puts(usage) / 1000 * there.put_usd + _gets(usage) / 1000 * there.get_usd
+    transfer, missing = _transfer(usage, region, store_region, rates)
+    return Bill(storage_usd=storage, transfer_usd=transfer, lacking=(*lacking, *missing))
+
+
+def kept_commits(config: RunConfig) -> int:
+    """Count the stored commits: the newest, the best, one per `keep_every_steps`, and the one being
+    written.
+    """
+    saves = config.checkpoint
+    if saves.keep_every_steps:
+        every = config.training.max_steps // saves.keep_every_steps
+    else:
+        every = 0
+    return saves.keep_last + saves.keep_best.count + every + 1
 
 
 class _Row:
@@ -347,13 +476,13 @@ def _by_type_and_region(
     return found
 
 
-_YES_NO = {"yes": True, "no": False}
-
-
 def _text(text: str) -> str:
     if not text.strip():
         raise ValueError("empty")
     return text
+
+
+_REGION = _text, "a region"
 
 
 def _number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
@@ -367,6 +496,8 @@ def _number(low: float, high: float, kind: type = float) -> Callable[[str], Any]
 
 
 _whole = partial(_number, kind=int)
+# No list price of a gigabyte, or of a thousand requests, is above $10.
+_LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
 
 
 def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:
@@ -376,139 +507,6 @@ def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:
             raise CatalogueError(f"{path}: {item.name} is listed twice")
         seen.add(item.name)
         yield item
-
-
-_REGION = _text, "a region"
-RATES_RECORDED = "2026-11"
-# Origin of the rates, as plans and reports describe it.
-RATES_KIND = f"list prices, recorded {RATES_RECORDED}"
-# No list price of a gigabyte, or of a thousand requests, is above $10.
-_LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegionRates:
-    """List prices of one region in USD."""
-
-    # storage_usd, volume_usd: S3 storage and disk volumes, per GB (2^30 bytes) and month
-    storage_usd: float
-    # put_usd, get_usd: per 1,000 requests
-    put_usd: float
-    get_usd: float
-    volume_usd: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """List prices. A missing key means that a price is not on record."""
-
-    regions: Mapping[str, RegionRates]  # prices of storage and requests by region
-    # Price of transfer by (from region, to region), in USD per GB
-    egress: Mapping[tuple[str, str], float]
-
-    def egress_usd_per_gb(self, source: str, target: str) -> float | None:
-        """Return the price of transfer between two regions in USD per GB; 0 within a region, None
-        if not on record.
-        """
-        if source == target:
-            return 0.0
-        return self.egress.get((source, target))
-
-
-@cache
-def load_rates() -> Rates:
-    """Read the tables of list prices and of prices of data transfer.
-
-    Raises CatalogueError with file:line:column for an invalid price.
-    """
-    prices = [field.name for field in fields(RegionRates)]
-    return Rates(
-        regions={
-            row.parse("region", *_REGION): RegionRates(
-                **{name: row.parse(name, *_LIST_PRICE) for name in prices}
-            )
-            for row in _rows(_HERE / "list_prices.csv", ["region", *prices])
-        },
-        egress={
-            (row.parse("from_region", *_REGION), target): row.parse(
-                "price_usd_per_gb", *_LIST_PRICE
-            )
-            for row in _rows(
-                _HERE / "egress.csv", ["from_region", "price_usd_per_gb", "to_regions"]
-            )
-            for target in row.parse("to_regions", str.split, "region names separated by spaces")
-        },
-    )
-
-
-GB = 2**30
-HOURS_PER_MONTH = 730.0
-# A checkpoint is uploaded in parts of this size; each rank adds an index (training/checkpoint).
-PART_BYTES = 32 * 2**20
-# Every rank flushes its event log each 10 s and its log lines each 15 s.
-SMALL_PUTS_PER_RANK_HOUR = 3600 / 10 + 3600 / 15
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Quantities from which the cost of storage and transfer for the remaining work is computed."""
-
-    nodes: int
-    ranks: int
-    hours: float  # paid hours per node
-    commit_bytes: float  # size of one commit of all ranks
-    commits: float  # number of commits written
-    starts: float  # number of starts of the job, including the first one
-    restores: float  # number of starts that load a commit
-    token_bytes: float  # upper bound on the bytes of tokens that one node reads per start
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bill:
-    """Cost of storage, requests and transfer in dollars."""
-
-    storage_usd: float
-    transfer_usd: float
-    # messages about prices that are not on record. Costs that depend on such a price count as 0.
-    lacking: tuple[str, ...] = ()
-
-
-def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`.
-
-    Without S3, only EBS volumes count.
-    """
-    lacking: list[str] = []
-    months = usage.hours / HOURS_PER_MONTH
-    here = rates.regions.get(region)
-    storage = 0.0
-    if here is None:
-        lacking.append(f"no list price of volumes in {region} on record")
-    else:
-        storage += usage.nodes * config.cost.volume_gib_per_node * months * here.volume_usd
-    if not config.store.startswith("s3://"):
-        return Bill(storage_usd=storage, transfer_usd=0.0, lacking=tuple(lacking))
-    store_region = config.cost.store_region or region
-    there = rates.regions.get(store_region)
-    if there is None:
-        lacking.append(f"no list price of S3 in {store_region} on record")
-    else:
-        storage += kept_commits(config) * usage.commit_bytes / GB * months * there.storage_usd
-        storage += _puts(usage) / 1000 * there.put_usd + _gets(usage) / 1000 * there.get_usd
-    transfer, missing = _transfer(usage, region, store_region, rates)
-    return Bill(storage_usd=storage, transfer_usd=transfer, lacking=(*lacking, *missing))
-
-
-def kept_commits(config: RunConfig) -> int:
-    """Count the stored commits: the newest, the best, one per `keep_every_steps`, and the one being
-    written.
-    """
-    saves = config.checkpoint
-    if saves.keep_every_steps:
-        every = config.training.max_steps // saves.keep_every_steps
-    else:
-        every = 0
-    return saves.keep_last + saves.keep_best.count + every + 1
 
 
 def _puts(usage: Usage) -> float:

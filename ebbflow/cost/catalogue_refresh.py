@@ -46,6 +46,15 @@ _LISTED = {
     "instanceFamily": "GPU instance",
 }
 
+_PRICES_HEAD = (
+    "# AWS on-demand prices of GPU instance types, Linux, shared tenancy, from the public price "
+    "list. recorded: the day of each.\n# A type that is not listed for a region has no price on "
+    "record there; another region's never stands in for it.\n"
+)
+
+# The price list has many pages and is slow.
+_SECONDS = 300.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -60,6 +69,14 @@ class Hardware:
     # Baseline bandwidth of all network cards together; None if EC2 states none
     network_gbps: float | None
     efa: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableChange:
+    """Summary of the update of one table."""
+
+    lines: int  # number of lines in the written table
+    notes: tuple[str, ...]  # messages about new, changed and omitted lines
 
 
 def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
@@ -124,61 +141,6 @@ def advisor_bands(
         raise PriceError(
             f"{ADVISOR_URL}: not the spot advisor's table: {type(error).__name__}: {error}"
         ) from error
-
-
-def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
-    """Parse EC2's description of an instance type.
-
-    Return None for a type with no NVIDIA GPU or a fraction of one.
-    """
-    gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
-    if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
-        return None
-    gpu = gpus[0]
-    network = entry.get("NetworkInfo") or {}
-    baselines = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards") or []]
-    known = bool(baselines) and all(baseline is not None for baseline in baselines)
-    return Hardware(
-        name=entry["InstanceType"],
-        gpu=gpu["Name"],
-        gpu_count=int(gpu["Count"]),
-        gpu_memory_mib=int(gpu["MemoryInfo"]["SizeInMiB"]),
-        vcpu=int(entry["VCpuInfo"]["DefaultVCpus"]),
-        ram_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
-        network_gbps=float(sum(baselines)) if known else None,
-        efa=int((network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)),
-    )
-
-
-def _hourly(product: Mapping[str, Any]) -> Iterator[Decimal]:
-    """Yield the hourly prices of a product in USD. That of a capacity block is 0."""
-    for offer in (product.get("terms", {}).get("OnDemand") or {}).values():
-        for dimension in offer["priceDimensions"].values():
-            if dimension.get("unit") in ("Hrs", "Hours"):
-                try:
-                    yield Decimal(dimension["pricePerUnit"]["USD"])
-                except (InvalidOperation, KeyError) as error:
-                    raise PriceError(f"price list: not a price in dollars: {dimension}") from error
-
-
-def _read_advisor() -> bytes:
-    with urllib.request.urlopen(ADVISOR_URL, timeout=_ADVISOR_SECONDS) as reply:
-        return reply.read(_ADVISOR_MOST_BYTES)
-
-
-_PRICES_HEAD = (
-    "# AWS on-demand prices of GPU instance types, Linux, shared tenancy, from the public price "
-    "list. recorded: the day of each.\n# A type that is not listed for a region has no price on "
-    "record there; another region's never stands in for it.\n"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableChange:
-    """Summary of the update of one table."""
-
-    lines: int  # number of lines in the written table
-    notes: tuple[str, ...]  # messages about new, changed and omitted lines
 
 
 def write_on_demand(
@@ -290,49 +252,6 @@ def reread(folder: Path) -> Catalogue:
     )
 
 
-def _line(name: str, gpu: str, hardware: Hardware | InstanceType) -> str:
-    numbers = (
-        hardware.gpu_count,
-        hardware.gpu_memory_mib,
-        hardware.vcpu,
-        f"{hardware.ram_gib:g}",
-        f"{hardware.network_gbps:g}",
-    )
-    return ",".join(map(str, (name, gpu, *numbers, hardware.efa)))
-
-
-def _differences(hardware: Hardware, known: InstanceType) -> list[str]:
-    """Return a note for each figure that differs between EC2 and the table.
-
-    The figure in the table stays as it is, because it may be more accurate. For example, the table
-    has the sustained bandwidth, while EC2 states the nominal bandwidth.
-    """
-    pairs = {
-        "gpu_count": (hardware.gpu_count, known.gpu_count),
-        "vcpu": (hardware.vcpu, known.vcpu),
-        "efa": (hardware.efa, known.efa),
-    }
-    pairs |= {
-        "network_gbps": (hardware.network_gbps, known.network_gbps),
-        "ram_gib": (hardware.ram_gib, known.ram_gib),
-    }
-    return [
-        f"{hardware.name}: {key} is {ours} here, {theirs} by EC2; the table's stays"
-        for key, (theirs, ours) in pairs.items()
-        if theirs is not None and theirs != ours
-    ]
-
-
-def _write(path: Path, head: str, columns: Sequence[str], rows: Sequence[str]) -> None:
-    path.write_text(
-        head + ",".join(columns) + "\n" + "".join(f"{row}\n" for row in rows), encoding="utf-8"
-    )
-
-
-# The price list has many pages and is slow.
-_SECONDS = 300.0
-
-
 def add_commands(commands: Any) -> None:
     catalogue = commands.add_parser(
         "catalogue", help="renew the shipped tables of types, prices and bands"
@@ -359,17 +278,6 @@ def add_commands(commands: Any) -> None:
     )
     refresh.set_defaults(run=refresh_catalogue)
     ways.add_parser("ages", help="the age of each shipped table").set_defaults(run=_print_ages)
-
-
-def _print_ages(_: argparse.Namespace) -> int:
-    now = time.time()
-    for name, day, at in table_ages():
-        if now - at > STALE_DAYS * 86400:
-            old = f", older than {STALE_DAYS} days"
-        else:
-            old = ""
-        print(f"{name}: {day}, {format_age(now - at)} old{old}")
-    return 0
 
 
 def refresh_catalogue(
@@ -434,6 +342,96 @@ def refresh_catalogue(
             folder / ADVISOR.name, write_advisor(folder / ADVISOR.name, catalogue, bands, today)
         )
     reread(folder)
+    return 0
+
+
+def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
+    """Parse EC2's description of an instance type.
+
+    Return None for a type with no NVIDIA GPU or a fraction of one.
+    """
+    gpus = (entry.get("GpuInfo") or {}).get("Gpus") or []
+    if len(gpus) != 1 or gpus[0].get("Manufacturer") != "NVIDIA" or not gpus[0].get("Count"):
+        return None
+    gpu = gpus[0]
+    network = entry.get("NetworkInfo") or {}
+    baselines = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards") or []]
+    known = bool(baselines) and all(baseline is not None for baseline in baselines)
+    return Hardware(
+        name=entry["InstanceType"],
+        gpu=gpu["Name"],
+        gpu_count=int(gpu["Count"]),
+        gpu_memory_mib=int(gpu["MemoryInfo"]["SizeInMiB"]),
+        vcpu=int(entry["VCpuInfo"]["DefaultVCpus"]),
+        ram_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
+        network_gbps=float(sum(baselines)) if known else None,
+        efa=int((network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)),
+    )
+
+
+def _hourly(product: Mapping[str, Any]) -> Iterator[Decimal]:
+    """Yield the hourly prices of a product in USD. That of a capacity block is 0."""
+    for offer in (product.get("terms", {}).get("OnDemand") or {}).values():
+        for dimension in offer["priceDimensions"].values():
+            if dimension.get("unit") in ("Hrs", "Hours"):
+                try:
+                    yield Decimal(dimension["pricePerUnit"]["USD"])
+                except (InvalidOperation, KeyError) as error:
+                    raise PriceError(f"price list: not a price in dollars: {dimension}") from error
+
+
+def _read_advisor() -> bytes:
+    with urllib.request.urlopen(ADVISOR_URL, timeout=_ADVISOR_SECONDS) as reply:
+        return reply.read(_ADVISOR_MOST_BYTES)
+
+
+def _line(name: str, gpu: str, hardware: Hardware | InstanceType) -> str:
+    numbers = (
+        hardware.gpu_count,
+        hardware.gpu_memory_mib,
+        hardware.vcpu,
+        f"{hardware.ram_gib:g}",
+        f"{hardware.network_gbps:g}",
+    )
+    return ",".join(map(str, (name, gpu, *numbers, hardware.efa)))
+
+
+def _differences(hardware: Hardware, known: InstanceType) -> list[str]:
+    """Return a note for each figure that differs between EC2 and the table.
+
+    The figure in the table stays as it is, because it may be more accurate. For example, the table
+    has the sustained bandwidth, while EC2 states the nominal bandwidth.
+    """
+    pairs = {
+        "gpu_count": (hardware.gpu_count, known.gpu_count),
+        "vcpu": (hardware.vcpu, known.vcpu),
+        "efa": (hardware.efa, known.efa),
+    }
+    pairs |= {
+        "network_gbps": (hardware.network_gbps, known.network_gbps),
+        "ram_gib": (hardware.ram_gib, known.ram_gib),
+    }
+    return [
+        f"{hardware.name}: {key} is {ours} here, {theirs} by EC2; the table's stays"
+        for key, (theirs, ours) in pairs.items()
+        if theirs is not None and theirs != ours
+    ]
+
+
+def _write(path: Path, head: str, columns: Sequence[str], rows: Sequence[str]) -> None:
+    path.write_text(
+        head + ",".join(columns) + "\n" + "".join(f"{row}\n" for row in rows), encoding="utf-8"
+    )
+
+
+def _print_ages(_: argparse.Namespace) -> int:
+    now = time.time()
+    for name, day, at in table_ages():
+        if now - at > STALE_DAYS * 86400:
+            old = f", older than {STALE_DAYS} days"
+        else:
+            old = ""
+        print(f"{name}: {day}, {format_age(now - at)} old{old}")
     return 0
 
 

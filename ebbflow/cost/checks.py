@@ -34,25 +34,13 @@ from ebbflow.infra.batch import (
 )
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, skip_reason
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """Data for the checks of queues and quotas: the plan, and the queues that can run one of its
-    pools.
-
-    `plan` ranks all pools. `admitted` ranks only pools that a queue can run, as the plan of the run
-    does.
-    """
-
-    plan: Plan
-    admitted: Plan
-    region: str
-    queues: Mapping[str, QueueState]
-    offered: tuple[QueueOffer, ...]
-    catalogue: Catalogue
-
-    def vcpus(self, offer: QueueOffer) -> int:
-        return offer.candidate.nodes * self.catalogue[offer.candidate.instance_type].vcpu
+# Deadline for the answers of all regions. The check itself has a little longer.
+_LIVE_SECONDS = 12.0
+# Deadline for one small listing of the store.
+_STORE_SECONDS = 4.0
+_MEASURED_LATER = (
+    "the workload defines its own model, which is measured and checked when the run is planned"
+)
 
 
 def check_capacity(context: PreflightContext) -> CheckFinding:
@@ -139,106 +127,6 @@ def check_quota(context: PreflightContext) -> CheckFinding:  # noqa: PLR0911
         f"({codes})"
     )
     return CheckFinding.failed(said, fix)
-
-
-def _read_quotas(
-    keys: Iterable[tuple[str, str]], deadline: RequestDeadline
-) -> tuple[dict[tuple[str, str], Quota], dict[str, str]]:
-    """Read the account's quotas by (region, code).
-
-    Returns:
-        The quotas, and the reason for each region that did not answer.
-    """
-    quotas: dict[tuple[str, str], Quota] = {}
-    unknown: dict[str, str] = {}
-    for region, code in keys:
-        if region in unknown:
-            continue
-        try:
-            client = sibling_client("service-quotas", batch_client(region))
-            quotas[region, code] = vcpu_quota(code, client, deadline)
-        except (CloudError, StoreError) as error:
-            unknown[region] = str(error)
-    return quotas, unknown
-
-
-# One return per reason for which there is no plan.
-def _ask(context: PreflightContext) -> _Asked | CheckFinding:  # noqa: PLR0911
-    """Make the plan, and find the AWS Batch queues that can run it.
-
-    If this fails, return a finding with the reason.
-    """
-    reason = skip_reason(context)
-    if reason:
-        return CheckFinding.skipped(reason)
-    now = time.time()
-    if context.config.user_code is not None:
-        return CheckFinding.skipped(
-            "the workload defines its own model, which is measured when the run is planned"
-        )
-    try:
-        config = limit_to_queue_region(context.config, only_if_set=False)
-    except StoreError as error:
-        return CheckFinding.skipped(str(error))
-    try:
-        prices = open_prices(config, now, project_root=context.project_root, network=False)
-        known = {"now_utc": now, "prices": prices, "history": _job_history(context)}
-        plan = make_plan(config, **known)
-    except PriceError:
-        return CheckFinding.skipped("the prices cannot be read; see the check prices")
-    if (
-        not plan.ranked
-        and config.cost.regions != context.config.cost.regions
-        and plan.refusal is not None
-    ):
-        named = ", ".join(context.config.cost.regions)
-        detail = (
-            f"the queues are in {config.batch.region}, cost.regions has {named}: "
-            f"{plan.refusal.message}"
-        )
-        return CheckFinding.failed(detail, plan.refusal.hint)
-    if not plan.ranked:
-        return CheckFinding.skipped(
-            "there is no plan; see the checks planned-memory and budget-deadline"
-        )
-    try:
-        client = batch_client(config.batch.region)
-        queues = training_queues(config.batch, client, deadline_seconds=ANSWER_SECONDS)
-    except (CloudError, StoreError) as error:
-        return CheckFinding.skipped(str(error))
-    region = client.meta.region_name
-    catalogue = load_catalogue()
-    offered = find_offers(plan.ranked, queues, region=region, catalogue=catalogue)
-    admitted = make_plan(config, **known, queues=queues)
-    return _Asked(
-        plan=plan,
-        admitted=admitted,
-        region=region,
-        queues=queues,
-        offered=offered,
-        catalogue=catalogue,
-    )
-
-
-def _job_history(context: PreflightContext) -> JobHistory:
-    """Load the job history of the store; empty if there is no store yet, or if it does not answer."""
-
-    def load() -> JobHistory:
-        store = Store.open(
-            context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False
-        )
-        return load_job_history(store)
-
-    return load_or_use_priors(lambda: within(_STORE_SECONDS, load, "reading the job history"))
-
-
-# Deadline for the answers of all regions. The check itself has a little longer.
-_LIVE_SECONDS = 12.0
-# Deadline for one small listing of the store.
-_STORE_SECONDS = 4.0
-_MEASURED_LATER = (
-    "the workload defines its own model, which is measured and checked when the run is planned"
-)
 
 
 def check_planned_memory(context: PreflightContext) -> CheckFinding:
@@ -386,6 +274,117 @@ def check_live_prices(context: PreflightContext) -> CheckFinding:
         )
         return CheckFinding.failed("; ".join(nameless), fix)
     return CheckFinding.passed(f"EC2 answers in {', '.join(config.cost.regions)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Data for the checks of queues and quotas: the plan, and the queues that can run one of its
+    pools.
+
+    `plan` ranks all pools. `admitted` ranks only pools that a queue can run, as the plan of the run
+    does.
+    """
+
+    plan: Plan
+    admitted: Plan
+    region: str
+    queues: Mapping[str, QueueState]
+    offered: tuple[QueueOffer, ...]
+    catalogue: Catalogue
+
+    def vcpus(self, offer: QueueOffer) -> int:
+        return offer.candidate.nodes * self.catalogue[offer.candidate.instance_type].vcpu
+
+
+def _read_quotas(
+    keys: Iterable[tuple[str, str]], deadline: RequestDeadline
+) -> tuple[dict[tuple[str, str], Quota], dict[str, str]]:
+    """Read the account's quotas by (region, code).
+
+    Returns:
+        The quotas, and the reason for each region that did not answer.
+    """
+    quotas: dict[tuple[str, str], Quota] = {}
+    unknown: dict[str, str] = {}
+    for region, code in keys:
+        if region in unknown:
+            continue
+        try:
+            client = sibling_client("service-quotas", batch_client(region))
+            quotas[region, code] = vcpu_quota(code, client, deadline)
+        except (CloudError, StoreError) as error:
+            unknown[region] = str(error)
+    return quotas, unknown
+
+
+# One return per reason for which there is no plan.
+def _ask(context: PreflightContext) -> _Asked | CheckFinding:  # noqa: PLR0911
+    """Make the plan, and find the AWS Batch queues that can run it.
+
+    If this fails, return a finding with the reason.
+    """
+    reason = skip_reason(context)
+    if reason:
+        return CheckFinding.skipped(reason)
+    now = time.time()
+    if context.config.user_code is not None:
+        return CheckFinding.skipped(
+            "the workload defines its own model, which is measured when the run is planned"
+        )
+    try:
+        config = limit_to_queue_region(context.config, only_if_set=False)
+    except StoreError as error:
+        return CheckFinding.skipped(str(error))
+    try:
+        prices = open_prices(config, now, project_root=context.project_root, network=False)
+        known = {"now_utc": now, "prices": prices, "history": _job_history(context)}
+        plan = make_plan(config, **known)
+    except PriceError:
+        return CheckFinding.skipped("the prices cannot be read; see the check prices")
+    if (
+        not plan.ranked
+        and config.cost.regions != context.config.cost.regions
+        and plan.refusal is not None
+    ):
+        named = ", ".join(context.config.cost.regions)
+        detail = (
+            f"the queues are in {config.batch.region}, cost.regions has {named}: "
+            f"{plan.refusal.message}"
+        )
+        return CheckFinding.failed(detail, plan.refusal.hint)
+    if not plan.ranked:
+        return CheckFinding.skipped(
+            "there is no plan; see the checks planned-memory and budget-deadline"
+        )
+    try:
+        client = batch_client(config.batch.region)
+        queues = training_queues(config.batch, client, deadline_seconds=ANSWER_SECONDS)
+    except (CloudError, StoreError) as error:
+        return CheckFinding.skipped(str(error))
+    region = client.meta.region_name
+    catalogue = load_catalogue()
+    offered = find_offers(plan.ranked, queues, region=region, catalogue=catalogue)
+    admitted = make_plan(config, **known, queues=queues)
+    return _Asked(
+        plan=plan,
+        admitted=admitted,
+        region=region,
+        queues=queues,
+        offered=offered,
+        catalogue=catalogue,
+    )
+
+
+def _job_history(context: PreflightContext) -> JobHistory:
+    """Load the job history of the store; empty if there is no store yet, or if it does not answer."""
+
+    def load() -> JobHistory:
+        store = Store.open(
+            context.config.store, request_timeout_seconds=_STORE_SECONDS, create=False
+        )
+        return load_job_history(store)
+
+    return load_or_use_priors(lambda: within(_STORE_SECONDS, load, "reading the job history"))
 
 
 def _plan(context: PreflightContext) -> Plan | CheckFinding:

@@ -17,6 +17,13 @@ from ebbflow.cost.report.render_text import format_table
 
 _SECONDS = (60.0, 300.0, 900.0, 3600.0)
 
+_HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90", "P(in time)")
+
+_LEGEND = (
+    "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's "
+    "choice; !: beyond cost.budget_usd, or less likely in time than cost.confidence"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
@@ -84,27 +91,6 @@ def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]
     return front
 
 
-def _judge(config: RunConfig, sources: PlanInputs, pool: Candidate, interval: str) -> FrontierPoint:
-    left = sources.hours_left(config)
-    budget = config.cost.budget_usd
-    pool = with_outlook(pool, left)
-    needed = needed_usd(config, sources, pool)
-    chance = pool.outlook and pool.outlook.deadline_probability
-    within = (budget is None or needed <= budget) and (
-        chance is None or chance >= config.cost.confidence
-    )
-    return FrontierPoint(pool=pool, interval=interval, needed_usd=needed, within=within)
-
-
-_HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90", "P(in time)")
-
-
-_LEGEND = (
-    "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's "
-    "choice; !: beyond cost.budget_usd, or less likely in time than cost.confidence"
-)
-
-
 def render_frontier(front: Sequence[FrontierPoint], plan: Plan) -> str:
     """Render the front as a table.
 
@@ -134,6 +120,18 @@ def render_frontier_page(front: Sequence[FrontierPoint], plan: Plan) -> str:
     return fill_page(
         main, '{"figures":[]}', "Ebbflow frontier", running=False, written=plan.made_utc
     )
+
+
+def _judge(config: RunConfig, sources: PlanInputs, pool: Candidate, interval: str) -> FrontierPoint:
+    left = sources.hours_left(config)
+    budget = config.cost.budget_usd
+    pool = with_outlook(pool, left)
+    needed = needed_usd(config, sources, pool)
+    chance = pool.outlook and pool.outlook.deadline_probability
+    within = (budget is None or needed <= budget) and (
+        chance is None or chance >= config.cost.confidence
+    )
+    return FrontierPoint(pool=pool, interval=interval, needed_usd=needed, within=within)
 
 
 def _chart(front: Sequence[FrontierPoint], rows: Sequence[tuple[str, ...]]) -> str:

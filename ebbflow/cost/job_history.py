@@ -48,6 +48,29 @@ _STRETCHES = 8
 # within a short run.
 LEAST_LOG_DEVIATION = 0.03
 
+# Half-life of observations, chosen by the likelihood of the next day's losses given all days
+# before, in recorded traces (V100, 2023). One day was best of 6 h, 12 h, 1, 2, 3, 5, 7 and 14 days
+# and no decay, both in nine zones and for gangs of four in three zones (log likelihood in nine
+# zones: −1,262 against −1,503 without decay).
+HALF_LIFE_HOURS = 24.0
+# Losses come in bursts: daily counts vary 3 to 8 times as much as independent losses would (the
+# same nine zones). So observations count as a quarter of as many independent ones, which widens the
+# estimate but keeps its mean.
+EVIDENCE_WORTH = 0.25
+
+# Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15
+# (recorded by skypilot-org/spot-traces 221da1a): the means of twenty equal groups, sorted.
+WAIT_HOURS = (
+    *(0.16, 0.16, 0.16, 0.16, 0.19, 0.23, 0.32, 0.33, 0.38, 0.43),
+    *(0.54, 0.67, 0.81, 1.12, 1.47, 1.97, 2.75, 3.81, 5.52, 14.58),
+)
+
+Place = tuple[str, str | None, str | None]
+
+# Records read for a plan. Older jobs say little about today's pools, and each record costs a
+# request.
+NEWEST_JOBS = 200
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStay:
@@ -109,141 +132,6 @@ class JobMeasurements:
             stays=tuple(PoolStay(**stay) for stay in data["stays"]),
             speeds=tuple(MeasuredSpeed(**speed) for speed in data["speeds"]),
         )
-
-
-def summarize_job(events: Sequence[Event]) -> JobMeasurements:
-    """Build a job's record from its events, in any order.
-
-    A generation belongs to the last plan before its start.
-    """
-    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    plans = select_plans(ordered)
-    stays: list[PoolStay] = []
-    speeds = []
-    last_run = ""
-    for generation in read_generations(ordered).values():
-        plan = next(
-            (event.payload for event in reversed(plans) if event.t_wall <= generation.started_wall),
-            None,
-        )
-        if plan is None or plan.chosen is None or plan.simulated:
-            continue
-        own = [event for event in ordered if event.generation == generation.number]
-        stay = _stay(plan.chosen, generation, own)
-        run = own[0].run
-        if stays and stays[-1].reclaimed and run == last_run:
-            gone = max(0.0, generation.started_wall - stays[-1].ended_utc) / 3600
-            stays[-1] = replace(stays[-1], gone_hours=gone, moved=_place(stay) != _place(stays[-1]))
-        stays.append(stay)
-        last_run = run
-        speed = _speed(plan.fingerprint, plan.chosen, generation, own)
-        if speed is not None:
-            speeds.append(speed)
-    return JobMeasurements(
-        job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds)
-    )
-
-
-def _place(stay: PoolStay) -> tuple[str, str, str | None, str | None]:
-    return stay.market, stay.instance_type, stay.region, stay.zone
-
-
-def _stay(chosen: PlannedPool, generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
-    """Build the record of one generation in its pool.
-
-    The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it.
-    The death of a rank, a stop by the user and a rehearsal do not count. A notice does not count
-    either if the job only waited until it expired. Either no machine was taken away, or an earlier
-    generation received the same notice and already counts as reclaimed.
-    """
-    nodes = select_events(events, NodeStartedPayload)
-    machine = nodes[0].payload if nodes else NodeStartedPayload()
-    zone = chosen.zone  # an id, or a name where prices have no ids
-    market = machine.market or chosen.market  # a queue may have fallen back to on-demand
-    notices = [event.payload for event in select_events(events, NoticePayload)]
-    noticed = any(notice.action in RECLAIMS for notice in notices if notice.does != "wait")
-    waited = any(notice.does == "wait" for notice in notices)
-    lost = generation.reason in (EndReason.NODE_LOST, None) and not (
-        waited and not any(e.rank >= 0 for e in events)
-    )
-    rehearsed = any(event.name == ev.FAULT_INJECTED for event in events)
-    started = _find_start(events)
-    return PoolStay(
-        instance_type=_type_of(chosen, events),
-        nodes=started.nodes or chosen.nodes or 1,
-        market=market,
-        region=chosen.region,
-        zone=zone if zone and zone == machine.zone else machine.zone_id or zone,
-        ended_utc=generation.ended_wall,
-        hours=(generation.ended_wall - generation.started_wall) / 3600,
-        reclaimed=market == "spot" and generation.unplanned and (noticed or lost) and not rehearsed,
-    )
-
-
-def _speed(
-    fingerprint: str | None,
-    chosen: PlannedPool,
-    generation: RecordedGeneration,
-    events: Sequence[Event],
-) -> MeasuredSpeed | None:
-    first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
-    steps = [event for event in events if event.name == ev.STEP and event.rank == first_rank]
-    rates = (compute_rate(event, "tokens") for event in steps[_WARM_UP_STEPS:])
-    speeds = [speed for speed in rates if speed is not None]
-    if fingerprint is None or len(speeds) < 2 * _STRETCHES:
-        return None
-    started = _find_start(events)
-    size = len(speeds) // _STRETCHES
-    stretches = [
-        math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)
-    ]
-    return MeasuredSpeed(
-        instance_type=_type_of(chosen, events),
-        nodes=started.nodes or chosen.nodes or 1,
-        processes_per_node=started.processes_per_node or chosen.processes_per_node or 1,
-        fingerprint=fingerprint,
-        tokens_per_second=median(speeds),
-        log_deviation=max(LEAST_LOG_DEVIATION, stdev(stretches)),
-        steps=len(speeds),
-        seen_utc=generation.ended_wall,
-    )
-
-
-def _type_of(chosen: PlannedPool, events: Sequence[Event]) -> str:
-    """Return the instance type that the first node reported.
-
-    If it reported none, return the planned type.
-    """
-    reported = (event.payload.instance_type for event in select_events(events, NodeStartedPayload))
-    return next((kind for kind in reported if kind), chosen.instance_type)
-
-
-def _find_start(events: Sequence[Event]) -> GenerationStartedPayload:
-    """Return the first recorded start of a generation; an empty one if none was recorded."""
-    starts = select_events(events, GenerationStartedPayload)
-    if starts:
-        return starts[0].payload
-    return GenerationStartedPayload()
-
-
-# Half-life of observations, chosen by the likelihood of the next day's losses given all days
-# before, in recorded traces (V100, 2023). One day was best of 6 h, 12 h, 1, 2, 3, 5, 7 and 14 days
-# and no decay, both in nine zones and for gangs of four in three zones (log likelihood in nine
-# zones: −1,262 against −1,503 without decay).
-HALF_LIFE_HOURS = 24.0
-# Losses come in bursts: daily counts vary 3 to 8 times as much as independent losses would (the
-# same nine zones). So observations count as a quarter of as many independent ones, which widens the
-# estimate but keeps its mean.
-EVIDENCE_WORTH = 0.25
-
-# Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15
-# (recorded by skypilot-org/spot-traces 221da1a): the means of twenty equal groups, sorted.
-WAIT_HOURS = (
-    *(0.16, 0.16, 0.16, 0.16, 0.19, 0.23, 0.32, 0.33, 0.38, 0.43),
-    *(0.54, 0.67, 0.81, 1.12, 1.47, 1.97, 2.75, 3.81, 5.52, 14.58),
-)
-
-Place = tuple[str, str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -376,9 +264,37 @@ class JobHistory:
         return min(every, key=distance, default=None)
 
 
-# Records read for a plan. Older jobs say little about today's pools, and each record costs a
-# request.
-NEWEST_JOBS = 200
+def summarize_job(events: Sequence[Event]) -> JobMeasurements:
+    """Build a job's record from its events, in any order.
+
+    A generation belongs to the last plan before its start.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    plans = select_plans(ordered)
+    stays: list[PoolStay] = []
+    speeds = []
+    last_run = ""
+    for generation in read_generations(ordered).values():
+        plan = next(
+            (event.payload for event in reversed(plans) if event.t_wall <= generation.started_wall),
+            None,
+        )
+        if plan is None or plan.chosen is None or plan.simulated:
+            continue
+        own = [event for event in ordered if event.generation == generation.number]
+        stay = _stay(plan.chosen, generation, own)
+        run = own[0].run
+        if stays and stays[-1].reclaimed and run == last_run:
+            gone = max(0.0, generation.started_wall - stays[-1].ended_utc) / 3600
+            stays[-1] = replace(stays[-1], gone_hours=gone, moved=_place(stay) != _place(stays[-1]))
+        stays.append(stay)
+        last_run = run
+        speed = _speed(plan.fingerprint, plan.chosen, generation, own)
+        if speed is not None:
+            speeds.append(speed)
+    return JobMeasurements(
+        job=ordered[0].job if ordered else "", stays=tuple(stays), speeds=tuple(speeds)
+    )
 
 
 def save_job_record(root: Store, events: Sequence[Event]) -> JobMeasurements | None:
@@ -424,3 +340,85 @@ def load_job_history(root: Store) -> JobHistory:
         except (ObjectNotFound, ValueError, KeyError, TypeError, RecursionError):
             continue  # deleted meanwhile, or written by another version
     return JobHistory.of(jobs)
+
+
+def _place(stay: PoolStay) -> tuple[str, str, str | None, str | None]:
+    return stay.market, stay.instance_type, stay.region, stay.zone
+
+
+def _stay(chosen: PlannedPool, generation: RecordedGeneration, events: Sequence[Event]) -> PoolStay:
+    """Build the record of one generation in its pool.
+
+    The generation counts as reclaimed if a reclaim notice or the sudden loss of a node ended it.
+    The death of a rank, a stop by the user and a rehearsal do not count. A notice does not count
+    either if the job only waited until it expired. Either no machine was taken away, or an earlier
+    generation received the same notice and already counts as reclaimed.
+    """
+    nodes = select_events(events, NodeStartedPayload)
+    machine = nodes[0].payload if nodes else NodeStartedPayload()
+    zone = chosen.zone  # an id, or a name where prices have no ids
+    market = machine.market or chosen.market  # a queue may have fallen back to on-demand
+    notices = [event.payload for event in select_events(events, NoticePayload)]
+    noticed = any(notice.action in RECLAIMS for notice in notices if notice.does != "wait")
+    waited = any(notice.does == "wait" for notice in notices)
+    lost = generation.reason in (EndReason.NODE_LOST, None) and not (
+        waited and not any(e.rank >= 0 for e in events)
+    )
+    rehearsed = any(event.name == ev.FAULT_INJECTED for event in events)
+    started = _find_start(events)
+    return PoolStay(
+        instance_type=_type_of(chosen, events),
+        nodes=started.nodes or chosen.nodes or 1,
+        market=market,
+        region=chosen.region,
+        zone=zone if zone and zone == machine.zone else machine.zone_id or zone,
+        ended_utc=generation.ended_wall,
+        hours=(generation.ended_wall - generation.started_wall) / 3600,
+        reclaimed=market == "spot" and generation.unplanned and (noticed or lost) and not rehearsed,
+    )
+
+
+def _speed(
+    fingerprint: str | None,
+    chosen: PlannedPool,
+    generation: RecordedGeneration,
+    events: Sequence[Event],
+) -> MeasuredSpeed | None:
+    first_rank = min((event.rank for event in events if event.rank >= 0), default=0)
+    steps = [event for event in events if event.name == ev.STEP and event.rank == first_rank]
+    rates = (compute_rate(event, "tokens") for event in steps[_WARM_UP_STEPS:])
+    speeds = [speed for speed in rates if speed is not None]
+    if fingerprint is None or len(speeds) < 2 * _STRETCHES:
+        return None
+    started = _find_start(events)
+    size = len(speeds) // _STRETCHES
+    stretches = [
+        math.log(fmean(speeds[index * size : (index + 1) * size])) for index in range(_STRETCHES)
+    ]
+    return MeasuredSpeed(
+        instance_type=_type_of(chosen, events),
+        nodes=started.nodes or chosen.nodes or 1,
+        processes_per_node=started.processes_per_node or chosen.processes_per_node or 1,
+        fingerprint=fingerprint,
+        tokens_per_second=median(speeds),
+        log_deviation=max(LEAST_LOG_DEVIATION, stdev(stretches)),
+        steps=len(speeds),
+        seen_utc=generation.ended_wall,
+    )
+
+
+def _type_of(chosen: PlannedPool, events: Sequence[Event]) -> str:
+    """Return the instance type that the first node reported.
+
+    If it reported none, return the planned type.
+    """
+    reported = (event.payload.instance_type for event in select_events(events, NodeStartedPayload))
+    return next((kind for kind in reported if kind), chosen.instance_type)
+
+
+def _find_start(events: Sequence[Event]) -> GenerationStartedPayload:
+    """Return the first recorded start of a generation; an empty one if none was recorded."""
+    starts = select_events(events, GenerationStartedPayload)
+    if starts:
+        return starts[0].payload
+    return GenerationStartedPayload()

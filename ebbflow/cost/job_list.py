@@ -126,26 +126,6 @@ def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
     )
 
 
-def _forecast_usd(
-    events: Sequence[Event], settings: dict[str, Any], money: JobMoney
-) -> float | None:
-    """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None
-    without a plan.
-    """
-    plans = select_plans(events)
-    if not plans:
-        return None
-    plan = plans[-1].payload
-    if plan.chosen is None or not plan.chosen.usd_per_step:
-        return None
-    if settings.get("script"):
-        total = plan.steps
-    else:
-        total = settings.get("training.max_steps")
-    left = int(total or 0) - read_progress(events).done_steps
-    return float(money.spent_usd) + max(0, left) * float(plan.chosen.usd_per_step)
-
-
 def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
     """Summarize the named jobs. An unreadable job is left out with a message."""
     found = []
@@ -158,55 +138,6 @@ def read_records(jobs: Sequence[str], store: str | None) -> list[TeamJob]:
         except (CostError, InfraError) as error:
             print(f"{one_line(job)} is left out: {one_line(error)}", file=sys.stderr)
     return found
-
-
-def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
-    """Yield a record for each waiting job in team.yaml that is neither running nor done.
-
-    A job that ran before without completing keeps its spent dollars, which are copied from its
-    record in `known`.
-    """
-    by_name = {team_job.money.job: team_job for team_job in known}
-    for waiting in team.waiting:
-        before = by_name.get(waiting.job)
-        if before is None or before.state not in (RUNNING, DONE):
-            yield _waiting_record(waiting, folder, before)
-
-
-def _waiting_record(waiting: WaitingJob, folder: Path, before: TeamJob | None) -> TeamJob:
-    config = load_config(folder / waiting.config, project_root=PROJECT_ROOT).config
-    now = time.time()
-    plan = None
-    if config.user_code is None:
-        plan = make_plan(
-            config,
-            now_utc=now,
-            prices=open_prices(config, now, project_root=PROJECT_ROOT, network=False),
-        )
-    if plan is None or plan.chosen is None:
-        expected = None
-    else:
-        expected = plan.chosen.expected_usd
-    money = config_money(waiting.job, config, now)
-    money = replace(
-        money, value_usd=waiting.value_usd, spent={} if before is None else before.money.spent
-    )
-    if plan and plan.refusal:
-        refused = f"plan refused ({plan.refusal.outcome}): {plan.refusal.message}"
-    else:
-        refused = ""
-    if before is None:
-        rows = ()
-    else:
-        rows = before.rows
-    return TeamJob(
-        money=money,
-        state=WAITING,
-        owner=config.cost.owner or "",
-        forecast_usd=expected,
-        rows=rows,
-        words=refused,
-    )
 
 
 def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
@@ -299,12 +230,6 @@ def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str]
     return dict(sorted(found.items()))
 
 
-def _group_key(text: str) -> str:
-    if text not in ("job", "owner", "project") and not (text.startswith("tag:") and text[4:]):
-        raise argparse.ArgumentTypeError(f"{text}: expected job, owner, project or tag:NAME")
-    return text
-
-
 def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "jobs", help="all jobs: running, waiting, done, spent, forecast, and who may start next"
@@ -342,6 +267,81 @@ def add_command(commands: Any) -> None:
         "--html", type=Path, default=None, metavar="FILE", help="write all jobs as one HTML page"
     )
     parser.set_defaults(run=_jobs)
+
+
+def _forecast_usd(
+    events: Sequence[Event], settings: dict[str, Any], money: JobMoney
+) -> float | None:
+    """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None
+    without a plan.
+    """
+    plans = select_plans(events)
+    if not plans:
+        return None
+    plan = plans[-1].payload
+    if plan.chosen is None or not plan.chosen.usd_per_step:
+        return None
+    if settings.get("script"):
+        total = plan.steps
+    else:
+        total = settings.get("training.max_steps")
+    left = int(total or 0) - read_progress(events).done_steps
+    return float(money.spent_usd) + max(0, left) * float(plan.chosen.usd_per_step)
+
+
+def _waiting_records(team: Team, folder: Path, known: Sequence[TeamJob]) -> Iterator[TeamJob]:
+    """Yield a record for each waiting job in team.yaml that is neither running nor done.
+
+    A job that ran before without completing keeps its spent dollars, which are copied from its
+    record in `known`.
+    """
+    by_name = {team_job.money.job: team_job for team_job in known}
+    for waiting in team.waiting:
+        before = by_name.get(waiting.job)
+        if before is None or before.state not in (RUNNING, DONE):
+            yield _waiting_record(waiting, folder, before)
+
+
+def _waiting_record(waiting: WaitingJob, folder: Path, before: TeamJob | None) -> TeamJob:
+    config = load_config(folder / waiting.config, project_root=PROJECT_ROOT).config
+    now = time.time()
+    plan = None
+    if config.user_code is None:
+        plan = make_plan(
+            config,
+            now_utc=now,
+            prices=open_prices(config, now, project_root=PROJECT_ROOT, network=False),
+        )
+    if plan is None or plan.chosen is None:
+        expected = None
+    else:
+        expected = plan.chosen.expected_usd
+    money = config_money(waiting.job, config, now)
+    money = replace(
+        money, value_usd=waiting.value_usd, spent={} if before is None else before.money.spent
+    )
+    if plan and plan.refusal:
+        refused = f"plan refused ({plan.refusal.outcome}): {plan.refusal.message}"
+    else:
+        refused = ""
+    if before is None:
+        rows = ()
+    else:
+        rows = before.rows
+    return TeamJob(
+        money=money,
+        state=WAITING,
+        owner=config.cost.owner or "",
+        forecast_usd=expected,
+        rows=rows,
+        words=refused,
+    )
+
+
+def _group_key(text: str) -> str:
+    if text not in ("job", "owner", "project") and not (text.startswith("tag:") and text[4:]):
+        raise argparse.ArgumentTypeError(f"{text}: expected job, owner, project or tag:NAME")
+    return text
 
 
 def _jobs(arguments: argparse.Namespace) -> int:

@@ -40,6 +40,26 @@ _NAME = "report.json"
 _REQUEST_SECONDS = 10.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class CostTracker:
+    """Cost queries about one job, for scripts that repeat them."""
+
+    config: RunConfig
+    job: str | None = None  # folder or s3:// URI of the job; None if it has not started
+    # source of the prices for `get_cheapest_suitable_instance`; None for the static table
+    prices: PriceSource | None = None
+    # spot price changes for `get_accumulated_cost`, in addition to those in the events
+    history: Sequence[SpotRecord] = ()
+
+    def get_cheapest_suitable_instance(self) -> dict[str, Any]:
+        return get_cheapest_suitable_instance(self.config, prices=self.prices)
+
+    def get_accumulated_cost(self) -> Decimal:
+        if self.job is None:
+            return Decimal(0)
+        return get_accumulated_cost(self.job, history=self.history)
+
+
 def find_job_uri(job: str, store: str | None = None) -> str:
     """Return the folder or URI that has a job's events.
 
@@ -75,10 +95,6 @@ def find_job_uri(job: str, store: str | None = None) -> str:
     raise ReportError(f"no events of job {job!r}; looked for\n{listed}")
 
 
-def _open(uri: str) -> Store:
-    return Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS, create=False)
-
-
 def read_job(job: str, store: str | None = None) -> list[Event]:
     """Read all events of a job, ordered by time.
 
@@ -107,26 +123,6 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
     return replace(
         content, damage=(*content.damage, *_lost_since_report(store_of_job, content.events))
     )
-
-
-def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
-    """Find events lost since the stored report was written, by comparing the number of events of
-    each kind.
-
-    The comparison also finds losses that leave no trace in the event log, such as a missing log of
-    one process.
-    """
-    try:
-        counted = json.loads(job_store.get(_NAME))["events"]["counts"]
-        known = {str(name): int(count) for name, count in counted.items()}
-    except (StoreError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # the job has no report yet
-    left = Counter(event.name for event in events)
-    return [
-        Damage(_NAME, f"counted {count:,} {name!r} events, of which {left[name]:,} are left")
-        for name, count in known.items()
-        if left[name] < count
-    ]
 
 
 def find_running_launcher(
@@ -227,15 +223,6 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
     return build_report(content.events, running=running, damage=content.damage)
 
 
-def _parse(content: bytes, where: str) -> RunReport:
-    try:
-        return RunReport.from_json(json.loads(content))
-    except ReportError as error:
-        raise ReportError(f"{where}: {error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ReportError(f"{where}: not a report: {error!r}") from error
-
-
 def get_cheapest_suitable_instance(
     config: RunConfig, *, prices: PriceSource | None = None, now_utc: float | None = None
 ) -> dict[str, Any]:
@@ -319,6 +306,39 @@ def get_accumulated_cost(
     return ledger.total_usd
 
 
+def _open(uri: str) -> Store:
+    return Store.open(uri, request_timeout_seconds=_REQUEST_SECONDS, create=False)
+
+
+def _lost_since_report(job_store: Store, events: Sequence[Event]) -> list[Damage]:
+    """Find events lost since the stored report was written, by comparing the number of events of
+    each kind.
+
+    The comparison also finds losses that leave no trace in the event log, such as a missing log of
+    one process.
+    """
+    try:
+        counted = json.loads(job_store.get(_NAME))["events"]["counts"]
+        known = {str(name): int(count) for name, count in counted.items()}
+    except (StoreError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # the job has no report yet
+    left = Counter(event.name for event in events)
+    return [
+        Damage(_NAME, f"counted {count:,} {name!r} events, of which {left[name]:,} are left")
+        for name, count in known.items()
+        if left[name] < count
+    ]
+
+
+def _parse(content: bytes, where: str) -> RunReport:
+    try:
+        return RunReport.from_json(json.loads(content))
+    except ReportError as error:
+        raise ReportError(f"{where}: {error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ReportError(f"{where}: not a report: {error!r}") from error
+
+
 def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
     """Convert price records to the data of a `prices` event: a list of pools with their price
     changes.
@@ -340,23 +360,3 @@ def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
         }
         for (kind, region, zone), changes in pools.items()
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostTracker:
-    """Cost queries about one job, for scripts that repeat them."""
-
-    config: RunConfig
-    job: str | None = None  # folder or s3:// URI of the job; None if it has not started
-    # source of the prices for `get_cheapest_suitable_instance`; None for the static table
-    prices: PriceSource | None = None
-    # spot price changes for `get_accumulated_cost`, in addition to those in the events
-    history: Sequence[SpotRecord] = ()
-
-    def get_cheapest_suitable_instance(self) -> dict[str, Any]:
-        return get_cheapest_suitable_instance(self.config, prices=self.prices)
-
-    def get_accumulated_cost(self) -> Decimal:
-        if self.job is None:
-            return Decimal(0)
-        return get_accumulated_cost(self.job, history=self.history)

@@ -106,104 +106,6 @@ def redact(text: str, own: tuple[str, ...] = ()) -> tuple[str, int]:
     return text, count
 
 
-def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
-    """Replace the values in Kubernetes manifests of the kind Secret, in YAML or JSON, also behind
-    prefixes of lines.
-    """
-    count = 0
-    if "Secret" in text:
-        parts = re.split(ends, text)
-    else:
-        parts = [text]
-    lines = parts[::2]
-    for at, line in enumerate(lines):
-        kinds = []
-        if "Secret" in line and "kind" in line:
-            kinds = list(_MANIFEST["kind"].finditer(line))
-        if kinds:
-            count += _redact_object(lines, at, kinds[0].start())
-            if ends == _ENDS[0]:
-                count += _redact_flat(lines, at, {kind["quote"] for kind in kinds})
-                lines[at], found = _redact_manifests(lines[at], _ENDS[1])  # a text in JSON
-                count += found
-    parts[::2] = lines
-    return "".join(parts), count
-
-
-def _redact_flat(lines: list[str], at: int, quotes: set[str]) -> int:
-    """Redact manifests in one line of JSON, which a program may have wrapped.
-
-    Return the number of redacted values.
-    """
-    near = slice(max(at - 2, 0), at + 3)
-    count = 0
-    for quote in quotes - {""}:
-        text, found = re.subn(
-            _FLAT.replace("<quote>", re.escape(quote)),
-            lambda hit: (
-                f"{hit['keep']}{_MANIFEST_VALUE}" + "\n" * hit[0][len(hit["keep"]) :].count("\n")
-            ),
-            "\n".join(lines[near]),
-        )
-        lines[near] = text.split("\n")
-        count = count + found
-    return count
-
-
-def _redact_object(lines: list[str], at: int, column: int) -> int:  # noqa: C901 - one branch for each kind of value
-    """Redact the object that has its kind in line `at`.
-
-    Its keys begin at `column`, behind equal prefixes.
-    """
-
-    def level(line: str) -> str:
-        return re.sub(r"\d", "0", line[:column].replace("-", " "))
-
-    def is_part(line: str) -> bool:
-        same = level(line) == level(lines[at]) or not line.strip()
-        return same and _MANIFEST["part"].match(line[column:]) is not None
-
-    def is_first(line: str) -> bool:  # of an object in a list
-        return line[max(column - 2, 0) : column] == "- "
-
-    first = at
-    last = at + 1
-    count = 0
-    within = False
-    depth = 0
-    while first and not is_first(lines[first]) and is_part(lines[first - 1]):
-        first -= 1
-    while last < len(lines) and not is_first(lines[last]) and is_part(lines[last]):
-        last += 1
-    for number in range(first, last):
-        new = rest = lines[number][column:]
-        indent = len(rest) - len(rest.lstrip())
-        data = _MANIFEST["data"].match(rest)
-        if data and not indent:
-            within = True
-            depth = 0
-            if data["value"] in ("", "{"):
-                new = rest
-            else:
-                new = f"{data['keep']} {_MANIFEST_VALUE}"
-        elif rest.strip() and not indent:
-            within = False
-        elif within and rest.strip(" },"):
-            depth = depth or indent
-            if indent == depth:
-                entry = _MANIFEST["entry"].match(rest)
-            else:
-                entry = None
-            if entry:
-                kept = f"{entry['keep']}{entry['quote']}"
-            else:
-                kept = " " * indent
-            new = f"{kept}{_MANIFEST_VALUE}{entry['end'] if entry else ''}"
-        count += new != rest
-        lines[number] = lines[number][:column] + new
-    return count
-
-
 def secret_values(environment: dict[str, str]) -> tuple[str, ...]:
     """Return the values of variables whose names suggest a secret, longest first.
 
@@ -362,6 +264,134 @@ def collect_files(place: JobPlace) -> tuple[list[BundleFile], list[str]]:  # noq
     return files, notes
 
 
+def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[BundleFile]]:
+    """Compress files into one archive of at most `largest_bytes`.
+
+    A file that does not fit is cut at its beginning, or left out if not even its end fits.
+
+    Returns:
+        The archive, and the files in the archive with their final (possibly cut) contents.
+    """
+    buffer = io.BytesIO()
+    packed = []
+    left = largest_bytes
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in files:
+            # 300 bytes: headers of an entry, without its name, which is stored twice.
+            overhead = 300 + 2 * len(file.name.encode())
+            data = file.data
+            cut = file.cut
+            while data and len(zlib.compress(data)) + overhead > left:
+                half = len(data) // 2
+                data = data[half:]
+                cut = cut + half
+            if overhead > left or (file.data and not data):
+                continue
+            before = buffer.tell()
+            archive.writestr(file.name, data)
+            left -= max(buffer.tell() - before, 0) + overhead
+            packed.append(BundleFile(file.name, data, file.redacted, cut))
+    return buffer.getvalue(), packed
+
+
+def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
+    """Replace the values in Kubernetes manifests of the kind Secret, in YAML or JSON, also behind
+    prefixes of lines.
+    """
+    count = 0
+    if "Secret" in text:
+        parts = re.split(ends, text)
+    else:
+        parts = [text]
+    lines = parts[::2]
+    for at, line in enumerate(lines):
+        kinds = []
+        if "Secret" in line and "kind" in line:
+            kinds = list(_MANIFEST["kind"].finditer(line))
+        if kinds:
+            count += _redact_object(lines, at, kinds[0].start())
+            if ends == _ENDS[0]:
+                count += _redact_flat(lines, at, {kind["quote"] for kind in kinds})
+                lines[at], found = _redact_manifests(lines[at], _ENDS[1])  # a text in JSON
+                count += found
+    parts[::2] = lines
+    return "".join(parts), count
+
+
+def _redact_flat(lines: list[str], at: int, quotes: set[str]) -> int:
+    """Redact manifests in one line of JSON, which a program may have wrapped.
+
+    Return the number of redacted values.
+    """
+    near = slice(max(at - 2, 0), at + 3)
+    count = 0
+    for quote in quotes - {""}:
+        text, found = re.subn(
+            _FLAT.replace("<quote>", re.escape(quote)),
+            lambda hit: (
+                f"{hit['keep']}{_MANIFEST_VALUE}" + "\n" * hit[0][len(hit["keep"]) :].count("\n")
+            ),
+            "\n".join(lines[near]),
+        )
+        lines[near] = text.split("\n")
+        count = count + found
+    return count
+
+
+def _redact_object(lines: list[str], at: int, column: int) -> int:  # noqa: C901 - one branch for each kind of value
+    """Redact the object that has its kind in line `at`.
+
+    Its keys begin at `column`, behind equal prefixes.
+    """
+
+    def level(line: str) -> str:
+        return re.sub(r"\d", "0", line[:column].replace("-", " "))
+
+    def is_part(line: str) -> bool:
+        same = level(line) == level(lines[at]) or not line.strip()
+        return same and _MANIFEST["part"].match(line[column:]) is not None
+
+    def is_first(line: str) -> bool:  # of an object in a list
+        return line[max(column - 2, 0) : column] == "- "
+
+    first = at
+    last = at + 1
+    count = 0
+    within = False
+    depth = 0
+    while first and not is_first(lines[first]) and is_part(lines[first - 1]):
+        first -= 1
+    while last < len(lines) and not is_first(lines[last]) and is_part(lines[last]):
+        last += 1
+    for number in range(first, last):
+        new = rest = lines[number][column:]
+        indent = len(rest) - len(rest.lstrip())
+        data = _MANIFEST["data"].match(rest)
+        if data and not indent:
+            within = True
+            depth = 0
+            if data["value"] in ("", "{"):
+                new = rest
+            else:
+                new = f"{data['keep']} {_MANIFEST_VALUE}"
+        elif rest.strip() and not indent:
+            within = False
+        elif within and rest.strip(" },"):
+            depth = depth or indent
+            if indent == depth:
+                entry = _MANIFEST["entry"].match(rest)
+            else:
+                entry = None
+            if entry:
+                kept = f"{entry['keep']}{entry['quote']}"
+            else:
+                kept = " " * indent
+            new = f"{kept}{_MANIFEST_VALUE}{entry['end'] if entry else ''}"
+        count += new != rest
+        lines[number] = lines[number][:column] + new
+    return count
+
+
 def _log_tails(lines: list[LogLine], own: tuple[str, ...]) -> Iterator[BundleFile]:
     """Yield one file per rank and generation, with the rank's last log lines in that generation.
 
@@ -432,36 +462,6 @@ def _machine_files() -> tuple[dict[str, str], list[str]]:
         except (OSError, subprocess.TimeoutExpired) as error:
             problems.append(f"{' '.join(command)}: {error}")
     return files, problems
-
-
-def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[BundleFile]]:
-    """Compress files into one archive of at most `largest_bytes`.
-
-    A file that does not fit is cut at its beginning, or left out if not even its end fits.
-
-    Returns:
-        The archive, and the files in the archive with their final (possibly cut) contents.
-    """
-    buffer = io.BytesIO()
-    packed = []
-    left = largest_bytes
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in files:
-            # 300 bytes: headers of an entry, without its name, which is stored twice.
-            overhead = 300 + 2 * len(file.name.encode())
-            data = file.data
-            cut = file.cut
-            while data and len(zlib.compress(data)) + overhead > left:
-                half = len(data) // 2
-                data = data[half:]
-                cut = cut + half
-            if overhead > left or (file.data and not data):
-                continue
-            before = buffer.tell()
-            archive.writestr(file.name, data)
-            left -= max(buffer.tell() - before, 0) + overhead
-            packed.append(BundleFile(file.name, data, file.redacted, cut))
-    return buffer.getvalue(), packed
 
 
 def _listing(files: list[BundleFile], size: int) -> str:

@@ -112,6 +112,25 @@ def explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def render(diagnosis: Diagnosis) -> str:
+    """Render a diagnosis for a terminal."""
+    parts = []
+    for finding in diagnosis.findings:
+        parts.extend((*_render(finding), ""))
+    if diagnosis.abstained:
+        lines = sum(scan.lines for scan in diagnosis.scans)
+        if diagnosis.scans:
+            read = f" in {len(diagnosis.scans)} files, {lines} lines"
+        else:
+            read = ""
+        if diagnosis.findings:
+            thin = "the evidence is too thin to name a root cause"
+        else:
+            thin = "nothing found"
+        parts.append(f"{thin}{read}")
+    return "\n".join(parts).rstrip()
+
+
 def _compare(options: argparse.Namespace, project_root: Path) -> Comparison:
     parts: list[Any] = []
     for job in (options.targets[0], options.against):
@@ -146,25 +165,6 @@ def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> 
         else:
             files += log_files([target])
     return diagnose_files(files)
-
-
-def render(diagnosis: Diagnosis) -> str:
-    """Render a diagnosis for a terminal."""
-    parts = []
-    for finding in diagnosis.findings:
-        parts.extend((*_render(finding), ""))
-    if diagnosis.abstained:
-        lines = sum(scan.lines for scan in diagnosis.scans)
-        if diagnosis.scans:
-            read = f" in {len(diagnosis.scans)} files, {lines} lines"
-        else:
-            read = ""
-        if diagnosis.findings:
-            thin = "the evidence is too thin to name a root cause"
-        else:
-            thin = "nothing found"
-        parts.append(f"{thin}{read}")
-    return "\n".join(parts).rstrip()
 
 
 def _render(finding: Finding) -> Iterator[str]:

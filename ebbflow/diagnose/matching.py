@@ -120,10 +120,6 @@ def _object_of(line: LogText) -> str:
     return ""
 
 
-def _compile_all(texts: Iterable[str]) -> list[re.Pattern[str]]:
-    return [re.compile(text, re.IGNORECASE) for text in texts]
-
-
 class Matcher:
     """Index of all rules' expressions, which finds the rules that match a line."""
 
@@ -235,6 +231,10 @@ class Matcher:
         return order
 
 
+def _compile_all(texts: Iterable[str]) -> list[re.Pattern[str]]:
+    return [re.compile(text, re.IGNORECASE) for text in texts]
+
+
 @functools.cache
 def load_matcher() -> Matcher:
     return Matcher(load_rules().rules)
@@ -252,6 +252,36 @@ def required_literals(expression: str) -> tuple[str, ...]:
     if not best:
         raise ValueError(f"{expression!r} has no fixed text of 3 characters")
     return tuple(sorted(best))
+
+
+def choose_triggers(literals: Iterable[str]) -> list[str]:
+    """Choose a small set of short texts such that each literal contains at least one of them
+    (greedy set cover).
+    """
+    uncovered = set(literals)
+    holders: dict[str, set[str]] = defaultdict(set)
+    for literal in uncovered:
+        for length in _TRIGGER_LENGTHS:
+            for at in range(len(literal) - length + 1):
+                part = literal[at : at + length]
+                if (
+                    part.isascii()
+                    and not _DIGIT.search(part)
+                    and not any(word in part or part in word for word in _COMMON)
+                ):
+                    holders[part].add(literal)
+    chosen: list[str] = []
+    queue = [(-len(held), -len(part), part) for part, held in holders.items() if len(held) > 1]
+    heapq.heapify(queue)
+    while queue:
+        count, length, part = heapq.heappop(queue)
+        covers = holders[part] & uncovered
+        if len(covers) == -count:
+            chosen.append(part)
+            uncovered -= covers
+        elif len(covers) > 1:
+            heapq.heappush(queue, (-len(covers), length, part))
+    return chosen + sorted({max(_DIGIT.split(literal), key=len) for literal in uncovered})
 
 
 def _best(sequence: Any) -> set[str]:
@@ -288,33 +318,3 @@ def _shortest(literals: set[str]) -> int:
     Its length is that of its longest run without digits and dots.
     """
     return min(max(map(len, _DIGIT.split(literal))) for literal in literals)
-
-
-def choose_triggers(literals: Iterable[str]) -> list[str]:
-    """Choose a small set of short texts such that each literal contains at least one of them
-    (greedy set cover).
-    """
-    uncovered = set(literals)
-    holders: dict[str, set[str]] = defaultdict(set)
-    for literal in uncovered:
-        for length in _TRIGGER_LENGTHS:
-            for at in range(len(literal) - length + 1):
-                part = literal[at : at + length]
-                if (
-                    part.isascii()
-                    and not _DIGIT.search(part)
-                    and not any(word in part or part in word for word in _COMMON)
-                ):
-                    holders[part].add(literal)
-    chosen: list[str] = []
-    queue = [(-len(held), -len(part), part) for part, held in holders.items() if len(held) > 1]
-    heapq.heapify(queue)
-    while queue:
-        count, length, part = heapq.heappop(queue)
-        covers = holders[part] & uncovered
-        if len(covers) == -count:
-            chosen.append(part)
-            uncovered -= covers
-        elif len(covers) > 1:
-            heapq.heappush(queue, (-len(covers), length, part))
-    return chosen + sorted({max(_DIGIT.split(literal), key=len) for literal in uncovered})

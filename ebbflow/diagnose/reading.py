@@ -27,6 +27,66 @@ _MOST_SKELETONS = 200_000
 _MOST_EQUAL = 500
 _SAMPLE = 64
 
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-9;?]*[ "
+    r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[=>78cDEHM])|[\x00-\x08\x0e-\x1f]"
+)
+# Keys of the records that log shippers write: of the message, of what it quotes, and of records
+# inside a record.
+_TEXT_KEYS = (
+    "log",
+    "message",
+    "msg",
+    "text",
+    "textPayload",
+    "MESSAGE",
+    "event",
+    "line",
+    "@message",
+)
+_MORE_KEYS = (
+    "error",
+    "err",
+    "exception",
+    "exc_info",
+    "stack",
+    "stack_trace",
+    "stacktrace",
+    "traceback",
+)
+_INNER_KEYS = ("jsonPayload", "_source", "events", "logEvents", "entries")
+_TIME_KEYS = ("t", "time", "timestamp", "@timestamp", "ts")
+_CSV = re.compile(r'(\d{13}|20\d\d-[^,"]{6,30}),"(.*?)"?$')
+_RECORDS = re.compile(r"(?<=\}),\s*(?=\{)")
+
+_RANK = re.compile(
+    r"\[rank[: ]?\s?(\d{1,5})\]|\bglobal_rank[=:\s]+(\d{1,5})|\[default(\d{1,3})\]|\(?\brank[ "
+    r"=:#]+(\d{1,5})\b|^\s{0,3}(\d{1,4}): "
+    r"|\[(?:pod/)?[\w.-]*?(?:worker|node|master)-(\d{1,4})[\]/]",
+    re.IGNORECASE,
+)
+_RANK_OF_PATH = re.compile(
+    r"(?:.*rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)",
+    re.IGNORECASE,
+)
+
+_CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+_STAMPS = (
+    re.compile(
+        r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<hour>\d\d):(?P<minute>\d\d)"
+        r"(?::(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?)?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?"
+    ),
+    re.compile(
+        rf"\[?[EWIF](?P<month>\d{{1,2}})(?P<day>\d\d) {_CLOCK}(?:\.(?P<fraction>\d{{1,9}}))?"
+    ),
+    re.compile(
+        rf"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{{1,2}}) {_CLOCK}"
+    ),
+    re.compile(rf"\b(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d) {_CLOCK}"),
+)
+_EPOCH = re.compile(r"(?:^|[\s\"\[:])(1[5-9]\d{8})(?:\.(\d+)|(\d{3}))?(?=$|[\s\",\]])")
+_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
+
 
 class DiagnoseError(InfraError, outcome=Outcome.CONFIG):
     """Error: a log does not exist, or a folder has too many files."""
@@ -118,6 +178,63 @@ def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> 
         scan.refused = getattr(error, "strerror", None) or str(error)
 
 
+def rank_of(text: str) -> int | None:
+    """Return the rank in a line's prefix, as torch, Slurm, Lightning, Ray or kubectl write it, or
+    None.
+    """
+    match = _RANK.search(text[:200])
+    if match:
+        return int(next(group for group in match.groups() if group))
+    return None
+
+
+def rank_of_path(path: Path) -> int | None:
+    """Return the rank in the name of a log file or of its folders, or None.
+
+    The last "rank" in a path counts.
+    """
+    match = _RANK_OF_PATH.search("/".join(path.parts[-3:]))
+    if match:
+        return int(match[1] or match[2])
+    return None
+
+
+def time_of(text: str) -> float | None:
+    """Parse the timestamp in the first 120 characters of a line.
+
+    Return the Unix time, or None if there is none.
+    """
+    head = text[:120]
+    try:
+        match = next(filter(None, (stamp.search(head) for stamp in _STAMPS)), None)
+        if match:
+            parts = match.groupdict()
+            if "name" in parts:
+                month = _MONTHS.index(parts["name"]) // 3 + 1
+            else:
+                month = int(parts["month"])
+            date = int(parts.get("year") or datetime.now(UTC).year), month, int(parts["day"])
+            moment = datetime(
+                *date,
+                int(parts["hour"]),
+                int(parts["minute"]),
+                int(parts["second"] or 0),
+                tzinfo=UTC,
+            )
+            zone = (parts.get("zone") or "Z").replace(":", "")
+            offset = 0
+            if zone != "Z":
+                offset = (int(zone[1:3]) * 3600 + int(zone[3:]) * 60) * (
+                    -1 if zone[0] == "-" else 1
+                )
+            return moment.timestamp() - offset + float(f"0.{parts.get('fraction') or 0}")
+        if match := _EPOCH.search(head):
+            return float(f"{match[1]}.{match[2] or match[3] or 0}")
+    except ValueError:
+        pass
+    return None
+
+
 def _encoding(head: bytes) -> str | None:
     """Guess the encoding of a file from its first bytes; return None for a binary file."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -203,39 +320,6 @@ def _find_lines(
         scan.lines += len(lines) - 1
 
 
-_ESCAPES = re.compile(
-    r"\x1b(?:\[[0-9;?]*[ "
-    r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][0-9A-B]|[=>78cDEHM])|[\x00-\x08\x0e-\x1f]"
-)
-# Keys of the records that log shippers write: of the message, of what it quotes, and of records
-# inside a record.
-_TEXT_KEYS = (
-    "log",
-    "message",
-    "msg",
-    "text",
-    "textPayload",
-    "MESSAGE",
-    "event",
-    "line",
-    "@message",
-)
-_MORE_KEYS = (
-    "error",
-    "err",
-    "exception",
-    "exc_info",
-    "stack",
-    "stack_trace",
-    "stacktrace",
-    "traceback",
-)
-_INNER_KEYS = ("jsonPayload", "_source", "events", "logEvents", "entries")
-_TIME_KEYS = ("t", "time", "timestamp", "@timestamp", "ts")
-_CSV = re.compile(r'(\d{13}|20\d\d-[^,"]{6,30}),"(.*?)"?$')
-_RECORDS = re.compile(r"(?<=\}),\s*(?=\{)")
-
-
 def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[LogText]:
     text = _ESCAPES.sub("", raw.decode("utf-8", "replace"))
     records: list[tuple[str, str | None, int | None]] = []
@@ -289,90 +373,3 @@ def _records(text: str) -> Iterator[tuple[str, str | None, int | None]]:
             rank = record.get("rank", record.get("global_rank"))
             if any(texts):
                 yield "\n".join(texts), stamp, rank if isinstance(rank, int) else None
-
-
-_RANK = re.compile(
-    r"\[rank[: ]?\s?(\d{1,5})\]|\bglobal_rank[=:\s]+(\d{1,5})|\[default(\d{1,3})\]|\(?\brank[ "
-    r"=:#]+(\d{1,5})\b|^\s{0,3}(\d{1,4}): "
-    r"|\[(?:pod/)?[\w.-]*?(?:worker|node|master)-(\d{1,4})[\]/]",
-    re.IGNORECASE,
-)
-_RANK_OF_PATH = re.compile(
-    r"(?:.*rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)",
-    re.IGNORECASE,
-)
-
-
-def rank_of(text: str) -> int | None:
-    """Return the rank in a line's prefix, as torch, Slurm, Lightning, Ray or kubectl write it, or
-    None.
-    """
-    match = _RANK.search(text[:200])
-    if match:
-        return int(next(group for group in match.groups() if group))
-    return None
-
-
-def rank_of_path(path: Path) -> int | None:
-    """Return the rank in the name of a log file or of its folders, or None.
-
-    The last "rank" in a path counts.
-    """
-    match = _RANK_OF_PATH.search("/".join(path.parts[-3:]))
-    if match:
-        return int(match[1] or match[2])
-    return None
-
-
-_CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
-_STAMPS = (
-    re.compile(
-        r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _](?P<hour>\d\d):(?P<minute>\d\d)"
-        r"(?::(?P<second>\d\d)(?:[.,](?P<fraction>\d{1,9}))?)?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?"
-    ),
-    re.compile(
-        rf"\[?[EWIF](?P<month>\d{{1,2}})(?P<day>\d\d) {_CLOCK}(?:\.(?P<fraction>\d{{1,9}}))?"
-    ),
-    re.compile(
-        rf"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\s+(?P<day>\d{{1,2}}) {_CLOCK}"
-    ),
-    re.compile(rf"\b(?P<month>\d\d)/(?P<day>\d\d)/(?P<year>20\d\d) {_CLOCK}"),
-)
-_EPOCH = re.compile(r"(?:^|[\s\"\[:])(1[5-9]\d{8})(?:\.(\d+)|(\d{3}))?(?=$|[\s\",\]])")
-_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
-
-
-def time_of(text: str) -> float | None:
-    """Parse the timestamp in the first 120 characters of a line.
-
-    Return the Unix time, or None if there is none.
-    """
-    head = text[:120]
-    try:
-        match = next(filter(None, (stamp.search(head) for stamp in _STAMPS)), None)
-        if match:
-            parts = match.groupdict()
-            if "name" in parts:
-                month = _MONTHS.index(parts["name"]) // 3 + 1
-            else:
-                month = int(parts["month"])
-            date = int(parts.get("year") or datetime.now(UTC).year), month, int(parts["day"])
-            moment = datetime(
-                *date,
-                int(parts["hour"]),
-                int(parts["minute"]),
-                int(parts["second"] or 0),
-                tzinfo=UTC,
-            )
-            zone = (parts.get("zone") or "Z").replace(":", "")
-            offset = 0
-            if zone != "Z":
-                offset = (int(zone[1:3]) * 3600 + int(zone[3:]) * 60) * (
-                    -1 if zone[0] == "-" else 1
-                )
-            return moment.timestamp() - offset + float(f"0.{parts.get('fraction') or 0}")
-        if match := _EPOCH.search(head):
-            return float(f"{match[1]}.{match[2] or match[3] or 0}")
-    except ValueError:
-        pass
-    return None

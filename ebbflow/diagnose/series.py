@@ -16,24 +16,8 @@ from ebbflow.diagnose.reading import LogText
 from ebbflow.diagnose.rules import VALUES, load_rules
 from ebbflow.diagnose.vocabulary import is_severe
 
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("|".join(VALUES[name]), re.IGNORECASE)
-
-
 MOST_SCALES = 8  # a log with more lines of rates is no comparison
 EVALUATION = re.compile(r"(?<![a-z])(?:eval|val(?:id)?(?![a-z])|validat|test)", re.IGNORECASE)
-_LOSS = _pattern("loss")
-_NORM = _pattern("norm")
-_SCORE = _pattern("score")
-_FINISHED = _pattern("finished")
-_STEP_SECONDS = _pattern("step_seconds")
-_DURATION = _pattern("duration")
-_STEP = _pattern("step")
-_RATE = _pattern("rate")
-_WORKERS = _pattern("workers")
-_MEASURED = _pattern("measured")
-_DATA_SHARE = _pattern("data_share")
 _FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in (\S+))?')
 # Frames of a launcher, which only reports what its children raised.
 _LAUNCHER = re.compile(
@@ -108,12 +92,6 @@ class TimingKey(NamedTuple):
     rank: int | None
     timing: Timing
     label: str
-
-
-class _Frame(NamedTuple):
-    number: int  # of the line
-    rank: int | None
-    place: str  # path and function
 
 
 class Scale(NamedTuple):
@@ -306,6 +284,29 @@ class Series:
         skeleton = line.text[:_SKELETON_LENGTH].translate(_NO_DIGITS)
         if skeleton and skeleton not in self.severe and is_severe(line.text):
             self.severe[skeleton] = line
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile("|".join(VALUES[name]), re.IGNORECASE)
+
+
+_LOSS = _pattern("loss")
+_NORM = _pattern("norm")
+_SCORE = _pattern("score")
+_FINISHED = _pattern("finished")
+_STEP_SECONDS = _pattern("step_seconds")
+_DURATION = _pattern("duration")
+_STEP = _pattern("step")
+_RATE = _pattern("rate")
+_WORKERS = _pattern("workers")
+_MEASURED = _pattern("measured")
+_DATA_SHARE = _pattern("data_share")
+
+
+class _Frame(NamedTuple):
+    number: int  # of the line
+    rank: int | None
+    place: str  # path and function
 
 
 def _find_seconds(text: str, lower: str) -> tuple[Timing, str, float] | None:

@@ -44,11 +44,6 @@ _LOWEST_LOSS = ("best", "min", "lowest")  # begin the names of losses that may s
 Evidence = list[tuple[int, LogText]]
 
 
-class _Symptom(NamedTuple):
-    rule: str
-    points: Sequence[SeriesPoint]
-
-
 def judge_series(series: Series) -> dict[str, Evidence]:
     """Return the symptoms that the series show: for each rule id, the (position, line) pairs that
     are its evidence.
@@ -67,6 +62,11 @@ def judge_series(series: Series) -> dict[str, Evidence]:
     for rule, points in symptoms:
         evidence.setdefault(rule, [(point.order, point.line) for point in points])
     return evidence
+
+
+class _Symptom(NamedTuple):
+    rule: str
+    points: Sequence[SeriesPoint]
 
 
 def _find_non_finite(series: Series) -> Iterator[_Symptom]:

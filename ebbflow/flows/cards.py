@@ -45,14 +45,6 @@ class PageCard(MetaflowCard):
         return "".join(str(part) for part in self._parts)
 
 
-class _Page(MetaflowCardComponent):
-    def __init__(self, html: str) -> None:
-        self._html = html
-
-    def render(self) -> str:
-        return self._html
-
-
 def register_card() -> None:
     """Register `PageCard` with Metaflow in this process.
 
@@ -99,3 +91,11 @@ def save_live_card(flow: str, run: str, html: str) -> None:
     CardDatastore(known, pathspec=task.pathspec).save_card(
         _LIVE_HASH, _CARD_TYPE, html, card_id=_LIVE_ID
     )
+
+
+class _Page(MetaflowCardComponent):
+    def __init__(self, html: str) -> None:
+        self._html = html
+
+    def render(self) -> str:
+        return self._html

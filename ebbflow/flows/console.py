@@ -69,27 +69,6 @@ _LOOK_SECONDS = {True: 2.0, False: 10.0}
 _LINES_OF_A_TASK = 12  # lines of user code shown per task; all are in the log
 
 
-@dataclass
-class _Step:
-    started: float
-    note: str = ""
-    lines: int = 0
-    show: bool = False  # whether the next indented line continues one that is shown
-
-
-@dataclass
-class _Training:
-    """Progress for the bar: step and commit from events, all other figures from rank 0's newest
-    progress line.
-    """
-
-    step: int = 0
-    max_steps: int = 0
-    figures: list[str] = field(default_factory=list)
-    eta: str = ""
-    commit: int | None = None
-
-
 class SpendQuestion(enum.Enum):
     """When to ask the user for permission to spend money."""
 
@@ -471,6 +450,101 @@ class RunView:
             self._held.clear()
 
 
+def open_view(
+    flow_class: type,
+    job: str,
+    config: RunConfig | None,
+    flags: Collection[str],
+    line: CommandLine,
+) -> RunView | None:
+    """Return the view that replaces Metaflow's log on the terminal, or None with --verbose.
+
+    On a terminal, the user is asked once before cloud money is spent: after the plan if the steps
+    up to it run on this machine, otherwise before the first step. Raises KeyboardInterrupt if the
+    answer is not yes.
+    """
+    verbose = "--verbose" in flags
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    backend = requested_backend(line.argv)
+    places = option_values(line.argv, "--with")
+    # A supervisor's runs have its terminal, and nobody may be there.
+    ask = backend is not None and on_terminal and "--yes" not in flags and claim_of_parent() is None
+    resumes = line.command == "resume"  # its plan is known
+    first = ask and (verbose or not (resumes or "cloud" in places))
+    if not ask or first:
+        question = SpendQuestion.NONE
+    elif resumes:
+        question = SpendQuestion.AT_START
+    else:
+        question = SpendQuestion.AFTER_PLAN
+    view = RunView(job, config, fancy=not verbose and is_terminal(), question=question)
+    shown = False
+    try:
+        shown = not verbose and show_run(view, flow_class)
+        if first or (ask and not shown):
+            if config is None:
+                budget = None
+            else:
+                budget = config.cost.budget_usd
+            if budget is None:
+                limit = "without a limit (cost.budget_usd)"
+            else:
+                limit = f"for at most ${budget:.2f}"
+            view.require_yes(
+                f"start on {backend} and pay for it, {limit}? `ebbflow plan` shows the estimate."
+            )
+    finally:
+        if not shown:
+            view.close(explained=True)
+    if shown:
+        return view
+    return None
+
+
+def is_terminal() -> bool:
+    """Return whether the launcher's output is a terminal on which the cursor can be moved."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def show_run(view: RunView, flow_class: type) -> bool:
+    """Send Metaflow's own log lines to the terminal view.
+
+    Return False if this Metaflow release has no way to do it.
+    """
+    from metaflow.parameters import flow_context
+
+    # Else the command line lacks the options of its decorators, such as --branch
+    with flow_context(flow_class):
+        from metaflow import cli
+
+    if not (callable(getattr(cli, "logger", None)) and callable(getattr(cli, "echo_always", None))):
+        return False
+    cli.logger = view.logged
+    cli.echo_always = view.echoed
+    return True
+
+
+@dataclass
+class _Step:
+    started: float
+    note: str = ""
+    lines: int = 0
+    show: bool = False  # whether the next indented line continues one that is shown
+
+
+@dataclass
+class _Training:
+    """Progress for the bar: step and commit from events, all other figures from rank 0's newest
+    progress line.
+    """
+
+    step: int = 0
+    max_steps: int = 0
+    figures: list[str] = field(default_factory=list)
+    eta: str = ""
+    commit: int | None = None
+
+
 class _Bar:
     """Live region (of rich) at the bottom of a terminal: the running step, the progress bar, and
     rank 0's figures.
@@ -595,77 +669,3 @@ def _is_shown(key: str) -> bool:
     """
     name = key.rpartition("/")[2]
     return name.startswith("0-0-") or "-agent-" in name or "-submit" in name
-
-
-def open_view(
-    flow_class: type,
-    job: str,
-    config: RunConfig | None,
-    flags: Collection[str],
-    line: CommandLine,
-) -> RunView | None:
-    """Return the view that replaces Metaflow's log on the terminal, or None with --verbose.
-
-    On a terminal, the user is asked once before cloud money is spent: after the plan if the steps
-    up to it run on this machine, otherwise before the first step. Raises KeyboardInterrupt if the
-    answer is not yes.
-    """
-    verbose = "--verbose" in flags
-    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    backend = requested_backend(line.argv)
-    places = option_values(line.argv, "--with")
-    # A supervisor's runs have its terminal, and nobody may be there.
-    ask = backend is not None and on_terminal and "--yes" not in flags and claim_of_parent() is None
-    resumes = line.command == "resume"  # its plan is known
-    first = ask and (verbose or not (resumes or "cloud" in places))
-    if not ask or first:
-        question = SpendQuestion.NONE
-    elif resumes:
-        question = SpendQuestion.AT_START
-    else:
-        question = SpendQuestion.AFTER_PLAN
-    view = RunView(job, config, fancy=not verbose and is_terminal(), question=question)
-    shown = False
-    try:
-        shown = not verbose and show_run(view, flow_class)
-        if first or (ask and not shown):
-            if config is None:
-                budget = None
-            else:
-                budget = config.cost.budget_usd
-            if budget is None:
-                limit = "without a limit (cost.budget_usd)"
-            else:
-                limit = f"for at most ${budget:.2f}"
-            view.require_yes(
-                f"start on {backend} and pay for it, {limit}? `ebbflow plan` shows the estimate."
-            )
-    finally:
-        if not shown:
-            view.close(explained=True)
-    if shown:
-        return view
-    return None
-
-
-def is_terminal() -> bool:
-    """Return whether the launcher's output is a terminal on which the cursor can be moved."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def show_run(view: RunView, flow_class: type) -> bool:
-    """Send Metaflow's own log lines to the terminal view.
-
-    Return False if this Metaflow release has no way to do it.
-    """
-    from metaflow.parameters import flow_context
-
-    # Else the command line lacks the options of its decorators, such as --branch
-    with flow_context(flow_class):
-        from metaflow import cli
-
-    if not (callable(getattr(cli, "logger", None)) and callable(getattr(cli, "echo_always", None))):
-        return False
-    cli.logger = view.logged
-    cli.echo_always = view.echoed
-    return True

@@ -35,45 +35,9 @@ if TYPE_CHECKING:
     from ebbflow.flows.attempts.order import AttemptOrder
     from ebbflow.training.launch.messages import GangSpec
 
-
 _VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _ANY_PORT = 9
-
-
-def set_network_interface(main_address: str) -> str | None:
-    """Make gloo and NCCL use the network interface that routes to node 0.
-
-    Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, unless the user has set them. Returns the
-    interface's name, or None (and sets nothing) if no interface routes to node 0.
-    """
-    name = route_interface(main_address)
-    if name is not None:
-        for variable in _VARIABLES:
-            os.environ.setdefault(variable, name)
-    return name
-
-
-def route_interface(address: str) -> str | None:
-    """Return the network interface that routes to an IPv4 address, or None. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, _ANY_PORT))
-        except OSError:
-            return None
-        own = probe.getsockname()[0]
-        return next(
-            (name for _, name in socket.if_nameindex() if _address_of(probe, name) == own), None
-        )
-
-
-def _address_of(probe: socket.socket, name: str) -> str | None:
-    request = array.array("B", struct.pack("256s", name.encode()[:15]))
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request, True)
-        return socket.inet_ntoa(request.tobytes()[20:24])
-    return None
-
 
 STOPPED_TASK_SECONDS = 20.0  # without a heartbeat for so long, a node counts as lost
 _LOOK_SECONDS = 1.0
@@ -104,6 +68,32 @@ class GangShape:
 
     nodes: int
     processes_per_node: int
+
+
+def set_network_interface(main_address: str) -> str | None:
+    """Make gloo and NCCL use the network interface that routes to node 0.
+
+    Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, unless the user has set them. Returns the
+    interface's name, or None (and sets nothing) if no interface routes to node 0.
+    """
+    name = route_interface(main_address)
+    if name is not None:
+        for variable in _VARIABLES:
+            os.environ.setdefault(variable, name)
+    return name
+
+
+def route_interface(address: str) -> str | None:
+    """Return the network interface that routes to an IPv4 address, or None. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, _ANY_PORT))
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        return next(
+            (name for _, name in socket.if_nameindex() if _address_of(probe, name) == own), None
+        )
 
 
 def gang_shape(flow: TrainArtifacts, order: AttemptOrder | None = None) -> GangShape:
@@ -189,11 +179,6 @@ def end_stopped_tasks(
                 os.kill(pid, signal.SIGKILL)
 
 
-def _is_local_task(pid: int) -> bool:
-    words = read_system_file(f"/proc/{pid}/cmdline").split("\0")
-    return "step" in words and not {"batch", "kubernetes"} & set(words)
-
-
 def initial_branch(flow: TrainArtifacts) -> str:
     """Return the flow's branch after `prepare`: "node" (`train_node`) for a single node in AWS
     Batch, else "gang".
@@ -237,6 +222,19 @@ def train(flow: TrainArtifacts, this: CurrentTask) -> dict:
         node=this.parallel.node_index,
         main_address=this.parallel.main_ip,
     )
+
+
+def _address_of(probe: socket.socket, name: str) -> str | None:
+    request = array.array("B", struct.pack("256s", name.encode()[:15]))
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request, True)
+        return socket.inet_ntoa(request.tobytes()[20:24])
+    return None
+
+
+def _is_local_task(pid: int) -> bool:
+    words = read_system_file(f"/proc/{pid}/cmdline").split("\0")
+    return "step" in words and not {"batch", "kubernetes"} & set(words)
 
 
 def _run_node(

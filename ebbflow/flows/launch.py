@@ -40,14 +40,6 @@ _RUN_ID_SECONDS = 0.2
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 
 
-class _Phase(enum.Enum):
-    """Phase of the launch, which decides what a signal does."""
-
-    PREPARE = enum.auto()
-    RUN = enum.auto()
-    REPORT = enum.auto()
-
-
 class Launch:
     """State of this launcher: its command line, its claim on the job, and its handling of SIGTERM,
     SIGHUP and Ctrl-C.
@@ -244,6 +236,14 @@ def write_to_stderr(text: str) -> None:
     """Write a line to stderr without Python's buffers, which is safe in a signal handler."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
+
+
+class _Phase(enum.Enum):
+    """Phase of the launch, which decides what a signal does."""
+
+    PREPARE = enum.auto()
+    RUN = enum.auto()
+    REPORT = enum.auto()
 
 
 def _open_job_store(config: RunConfig, job: str) -> Store:

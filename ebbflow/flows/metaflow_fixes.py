@@ -99,45 +99,6 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
     )
 
 
-def _asked_service(follows: str) -> CheckFinding:
-    """Ask the metadata service for its version, and return the answer as the finding of a preflight
-    check.
-
-    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding
-    ends with the text `follows`.
-    """
-    url = metaflow_setting("METAFLOW_SERVICE_URL")
-    if not url:
-        return skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
-    try:
-        headers = json.loads(metaflow_setting("METAFLOW_SERVICE_HEADERS") or "{}")
-        if key := metaflow_setting("METAFLOW_SERVICE_AUTH_KEY"):
-            headers["x-api-key"] = key
-        request = urllib.request.Request(f"{url.rstrip('/')}/ping", headers=headers)
-        with urllib.request.urlopen(request, timeout=_PING_SECONDS) as answer:
-            number = answer.headers.get("METADATA_SERVICE_VERSION", "of an unknown version")
-    except (OSError, ValueError) as error:
-        return failed(
-            f"the metadata service at {url} does not answer: {error}",
-            "correct METAFLOW_SERVICE_URL, start the service, or set "
-            "METAFLOW_DEFAULT_METADATA=local",
-        )
-    return passed(f"metadata service {number} at {url}: {follows}")
-
-
-CHECKS = [
-    Check(
-        "aws-metadata",
-        "Metaflow's metadata work on AWS Batch",
-        "error",
-        "full",
-        5.0,
-        symptoms=("A18",),
-        run=check_metadata,
-    )
-]
-
-
 def drop_interrupt_advice() -> None:
     """Suppress Metaflow's advice against Ctrl-C, which is safe with Ebbflow.
 
@@ -291,6 +252,45 @@ def pass_over_missing_metadata(cli: Any) -> None:
 
     FlowDataStore.get_task_datastore = lenient
     cli.sync_local_metadata_from_datastore = sync_what_there_is
+
+
+def _asked_service(follows: str) -> CheckFinding:
+    """Ask the metadata service for its version, and return the answer as the finding of a preflight
+    check.
+
+    Metaflow itself would retry for 15 s and print a traceback. If the service answers, the finding
+    ends with the text `follows`.
+    """
+    url = metaflow_setting("METAFLOW_SERVICE_URL")
+    if not url:
+        return skipped("METAFLOW_SERVICE_URL is not set; see the check aws-metaflow")
+    try:
+        headers = json.loads(metaflow_setting("METAFLOW_SERVICE_HEADERS") or "{}")
+        if key := metaflow_setting("METAFLOW_SERVICE_AUTH_KEY"):
+            headers["x-api-key"] = key
+        request = urllib.request.Request(f"{url.rstrip('/')}/ping", headers=headers)
+        with urllib.request.urlopen(request, timeout=_PING_SECONDS) as answer:
+            number = answer.headers.get("METADATA_SERVICE_VERSION", "of an unknown version")
+    except (OSError, ValueError) as error:
+        return failed(
+            f"the metadata service at {url} does not answer: {error}",
+            "correct METAFLOW_SERVICE_URL, start the service, or set "
+            "METAFLOW_DEFAULT_METADATA=local",
+        )
+    return passed(f"metadata service {number} at {url}: {follows}")
+
+
+CHECKS = [
+    Check(
+        "aws-metadata",
+        "Metaflow's metadata work on AWS Batch",
+        "error",
+        "full",
+        5.0,
+        symptoms=("A18",),
+        run=check_metadata,
+    )
+]
 
 
 def _wait_for_mappers(self: Any, flow: Any, _step_name: str) -> None:

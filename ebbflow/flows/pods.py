@@ -48,6 +48,9 @@ _ZONE_ID = re.compile(r"[a-z]+\d+-[a-z]{2,}\d+")  # use1-az1; a zone's name is u
 _KUBELET_MIB = 255 + 11 * 30 + 100
 _OWN_PODS_MIB = 339
 
+GRACE_VARIABLE = "EBBFLOW_GRACE_SECONDS"
+_LABELS = {"ebbflow/training": "true"}
+
 
 def node_selector(placement: Placement, nodes: str = "karpenter") -> dict[str, str]:
     """Return the node labels that select the machines of a placement.
@@ -93,10 +96,6 @@ def pod_memory_mib(batch_memory_mib: int) -> int:
     `batch_memory_mib`.
     """
     return max(batch_memory_mib - _KUBELET_MIB - _OWN_PODS_MIB, 1024)
-
-
-GRACE_VARIABLE = "EBBFLOW_GRACE_SECONDS"
-_LABELS = {"ebbflow/training": "true"}
 
 
 def is_single_pod() -> bool:
@@ -163,10 +162,6 @@ def apply_to_pod(
     cli_args.env[GRACE_VARIABLE] = str(config.checkpoint.stop_seconds)
 
 
-def _json_option(options: dict[str, Any], name: str) -> dict[str, str]:
-    return json.loads(options.get(name) or "{}") or {}
-
-
 def exit_when_asked() -> None:
     """Make SIGTERM, SIGINT and SIGHUP end the submitting process through `sys.exit`.
 
@@ -212,6 +207,10 @@ def set_grace_period() -> None:
         make(spec, *args, **{"automount_service_account_token": False, **fields, **own})
 
     V1PodSpec.__init__ = make_with_grace  # pyright: ignore[reportAttributeAccessIssue] - patched on purpose
+
+
+def _json_option(options: dict[str, Any], name: str) -> dict[str, str]:
+    return json.loads(options.get(name) or "{}") or {}
 
 
 def _security_context(container: Any) -> Any:

@@ -93,10 +93,6 @@ def set_environment(config: RunConfig, backend: str) -> None:
             os.environ["METAFLOW_BATCH_JOB_QUEUE"] = queue
 
 
-def _is_set(name: str) -> bool:
-    return bool(os.environ.get(name) or metaflow_setting(name))
-
-
 def light_queue(config: RunConfig) -> str | None:
     """Choose the queue for the steps before and after training if the user named none, and print
     the reason.
@@ -137,6 +133,10 @@ def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] 
             "one, `ebbflow adopt` finds an existing one"
         )
     return None
+
+
+def _is_set(name: str) -> bool:
+    return bool(os.environ.get(name) or metaflow_setting(name))
 
 
 def _names_role(config: RunConfig, words: Sequence[str]) -> bool:

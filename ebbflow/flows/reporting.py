@@ -51,25 +51,6 @@ def record_prices(job: Job) -> None:
             events.emit(PRICES, pools=pools)
 
 
-def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
-    """Return {instance type: plan data} for each instance type that the job may have paid for.
-
-    A type's plan is the first plan that chose the type. If nodes used a type that no plan chose,
-    the type's plan is the first plan that is not simulated. The caller needs the price changes of a
-    type since the type's plan was made.
-    """
-    plans = [event.data for event in select_plans(events)]
-    first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
-    real = next((plan for plan in plans if not plan.get("simulated")), None)
-    if real:
-        used_types = {
-            event.payload.instance_type for event in select_events(events, NodeStartedPayload)
-        }
-    else:
-        used_types = set()
-    return {**{str(kind): real for kind in sorted(filter(None, used_types)) if real}, **first}
-
-
 def write_report(job: Job) -> tuple[RunReport, list[Event]]:
     """Build the job's report, and write it and the metrics to runs/<job>/ and the store.
 
@@ -112,3 +93,22 @@ def write_report(job: Job) -> tuple[RunReport, list[Event]]:
     except InfraError as error:  # the job has ended; only later plans lack its history
         print(f"the job's history for later plans was not stored: {error}", flush=True)
     return report, events
+
+
+def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
+    """Return {instance type: plan data} for each instance type that the job may have paid for.
+
+    A type's plan is the first plan that chose the type. If nodes used a type that no plan chose,
+    the type's plan is the first plan that is not simulated. The caller needs the price changes of a
+    type since the type's plan was made.
+    """
+    plans = [event.data for event in select_plans(events)]
+    first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
+    real = next((plan for plan in plans if not plan.get("simulated")), None)
+    if real:
+        used_types = {
+            event.payload.instance_type for event in select_events(events, NodeStartedPayload)
+        }
+    else:
+        used_types = set()
+    return {**{str(kind): real for kind in sorted(filter(None, used_types)) if real}, **first}

@@ -45,6 +45,18 @@ if TYPE_CHECKING:
     from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
 
+T = TypeVar("T")
+
+
+class StepFailed(MetaflowException):
+    """Failure of a step for a known reason. Metaflow prints the message without a traceback."""
+
+    headline = "This attempt ended"
+
+    def __init__(self, outcome: Outcome, message: str) -> None:
+        super().__init__(message if outcome is Outcome.FAILED else f"{outcome.value}: {message}")
+        self.outcome = outcome
+
 
 def current_job(flow: TrainArtifacts) -> Job:
     return Job.of(flow, str(current.run_id))
@@ -106,19 +118,6 @@ def read_progress(job: Job) -> JobProgress:
     except CostError as error:
         print(f"the job's progress is unknown, so all of it is planned: {error}", flush=True)
         return NO_PROGRESS
-
-
-T = TypeVar("T")
-
-
-class StepFailed(MetaflowException):
-    """Failure of a step for a known reason. Metaflow prints the message without a traceback."""
-
-    headline = "This attempt ended"
-
-    def __init__(self, outcome: Outcome, message: str) -> None:
-        super().__init__(message if outcome is Outcome.FAILED else f"{outcome.value}: {message}")
-        self.outcome = outcome
 
 
 def record_failure(step: Callable[[TrainArtifacts], T]) -> Callable[[TrainArtifacts], T]:

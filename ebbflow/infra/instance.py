@@ -35,32 +35,21 @@ _AWS_VARIABLES = ("AWS_BATCH_JOB_ID", "ECS_CONTAINER_METADATA_URI_V4", "AWS_EXEC
 _LARGEST_ANSWER = 65536
 _SHORTEST_SECONDS = 0.05
 
-
-def metadata_endpoint(environment: Mapping[str, str]) -> str:
-    ipv6 = environment.get(MODE_VARIABLE, "").lower() == "ipv6"
-    return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip(
-        "/"
-    )
-
-
-def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
-    """Return why the metadata service must not be queried; "" if it may be queried.
-
-    A machine outside EC2 sends no query, because the request would only time out.
-
-    system: the folder that contains /sys. Firmware files in /sys identify an EC2 instance.
-    """
-    if environment.get(DISABLED_VARIABLE, "").lower() == "true":
-        return f"{DISABLED_VARIABLE} is true"
-    if environment.get(ENDPOINT_VARIABLE) or any(environment.get(name) for name in _AWS_VARIABLES):
-        return ""
-    vendor, xen = (
-        read_system_file(system / path)
-        for path in ("sys/class/dmi/id/sys_vendor", "sys/hypervisor/uuid")
-    )
-    if "Amazon" in vendor or xen.lower().startswith("ec2"):
-        return ""
-    return "this machine is not on EC2"
+# Variables that a pod's downward API or a job definition can set: {field: variable}.
+VARIABLES = {
+    "instance_id": "EBBFLOW_INSTANCE_ID",
+    "instance_type": "EBBFLOW_INSTANCE_TYPE",
+    "zone": "EBBFLOW_ZONE",
+    "zone_id": "EBBFLOW_ZONE_ID",
+    "market": "EBBFLOW_MARKET",
+}
+_MARKETS = {"spot": "spot", "on-demand": "on_demand"}
+_TOKEN_SECONDS = 60
+HINT = (
+    "fix: let containers reach the metadata service (HttpPutResponseHopLimit 2 in the launch "
+    f"template), or set {VARIABLES['instance_id']}, {VARIABLES['instance_type']} and "
+    f"{VARIABLES['zone']}"
+)
 
 
 class MetadataService:
@@ -123,27 +112,6 @@ class MetadataService:
         )
 
 
-def _left(limit: float) -> float:
-    return max(_SHORTEST_SECONDS, limit - time.monotonic())
-
-
-# Variables that a pod's downward API or a job definition can set: {field: variable}.
-VARIABLES = {
-    "instance_id": "EBBFLOW_INSTANCE_ID",
-    "instance_type": "EBBFLOW_INSTANCE_TYPE",
-    "zone": "EBBFLOW_ZONE",
-    "zone_id": "EBBFLOW_ZONE_ID",
-    "market": "EBBFLOW_MARKET",
-}
-_MARKETS = {"spot": "spot", "on-demand": "on_demand"}
-_TOKEN_SECONDS = 60
-HINT = (
-    "fix: let containers reach the metadata service (HttpPutResponseHopLimit 2 in the launch "
-    f"template), or set {VARIABLES['instance_id']}, {VARIABLES['instance_type']} and "
-    f"{VARIABLES['zone']}"
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MachineIdentity:
     """Known facts about a machine; None means unknown."""
@@ -163,6 +131,33 @@ class MachineIdentity:
     def to_json(self) -> dict[str, Any]:
         """Return the known facts by name. Return {} for a machine that is not a cloud instance."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+
+def metadata_endpoint(environment: Mapping[str, str]) -> str:
+    ipv6 = environment.get(MODE_VARIABLE, "").lower() == "ipv6"
+    return (environment.get(ENDPOINT_VARIABLE) or (_ENDPOINT_IPV6 if ipv6 else _ENDPOINT)).rstrip(
+        "/"
+    )
+
+
+def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
+    """Return why the metadata service must not be queried; "" if it may be queried.
+
+    A machine outside EC2 sends no query, because the request would only time out.
+
+    system: the folder that contains /sys. Firmware files in /sys identify an EC2 instance.
+    """
+    if environment.get(DISABLED_VARIABLE, "").lower() == "true":
+        return f"{DISABLED_VARIABLE} is true"
+    if environment.get(ENDPOINT_VARIABLE) or any(environment.get(name) for name in _AWS_VARIABLES):
+        return ""
+    vendor, xen = (
+        read_system_file(system / path)
+        for path in ("sys/class/dmi/id/sys_vendor", "sys/hypervisor/uuid")
+    )
+    if "Amazon" in vendor or xen.lower().startswith("ec2"):
+        return ""
+    return "this machine is not on EC2"
 
 
 def identify_machine(
@@ -187,6 +182,27 @@ def identify_machine(
             owner = f"jobs/{pod.rpartition('-')[0]}"
         job = f"{environment.get('METAFLOW_KUBERNETES_POD_NAMESPACE', '')}/{owner}"
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
+
+
+def describe_machine() -> dict[str, object]:
+    """Describe this machine (CPU, usable cores, load average, versions), for the record of a
+    measurement made on it.
+    """
+    import importlib.metadata
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _left(limit: float) -> float:
+    return max(_SHORTEST_SECONDS, limit - time.monotonic())
 
 
 def _identify(
@@ -281,23 +297,6 @@ def _uptime(system: Path) -> float | None:
         return float(read_system_file(system / "proc/uptime").split()[0])
     except (ValueError, IndexError):
         return None
-
-
-def describe_machine() -> dict[str, object]:
-    """Describe this machine (CPU, usable cores, load average, versions), for the record of a
-    measurement made on it.
-    """
-    import importlib.metadata
-
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": round(os.getloadavg()[0], 2),
-        "torch": importlib.metadata.version("torch"),
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def _cpu_model() -> str:

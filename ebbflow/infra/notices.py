@@ -32,19 +32,35 @@ from ebbflow.infra.instance import (
     metadata_unavailable_reason,
 )
 
+RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's actions that take the machine back
+# Actions that are not EC2's.
+LEAVE = "leave"  # SIGTERM: the process is to end; the machine may stay
+REBALANCE = "rebalance"  # a recommendation: an interruption is more likely than usual
+STALE_SECONDS = 10.0  # a notice whose time passed longer ago is void, since the machine still runs
+
+_SILENT_POLLS = 5  # failures in a row before they are reported
+_LONGEST_PAUSE_SECONDS = 10.0
+_SHORTEST_PAUSE_SECONDS = 0.02
+_CLOSE_SECONDS = 3.0
+
+_INSTANCE_ACTION = "meta-data/spot/instance-action"
+_REBALANCE = "meta-data/events/recommendations/rebalance"
+_FIRST_ANSWERS_SECONDS = 0.9
+_ANSWER_SECONDS = 1.0
+_TOKEN_TTL_SECONDS = 6 * 3600
+# Statuses with which services without version 2 answer the PUT
+_NO_SUCH_REQUEST = (400, 404, 405, 501)
+_UNSAID_SECONDS = 30.0  # for unreadable times: as long as the shortest notices of clouds
+
+# As in Metaflow 2.19's current.spot_termination_notice
+METAFLOW_FILE = "/tmp/spot_termination_notice"
+
 
 class NoticeSource(StrEnum):
     SIGNAL = "signal"
     METADATA = "metadata"
     METAFLOW = "metaflow"
     REHEARSAL = "rehearsal"
-
-
-RECLAIMS = frozenset({"terminate", "stop", "hibernate"})  # EC2's actions that take the machine back
-# Actions that are not EC2's.
-LEAVE = "leave"  # SIGTERM: the process is to end; the machine may stay
-REBALANCE = "rebalance"  # a recommendation: an interruption is more likely than usual
-STALE_SECONDS = 10.0  # a notice whose time passed longer ago is void, since the machine still runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +105,6 @@ class Source(Protocol):
         Raises OSError if the source does not answer in time.
         """
         ...
-
-
-_SILENT_POLLS = 5  # failures in a row before they are reported
-_LONGEST_PAUSE_SECONDS = 10.0
-_SHORTEST_PAUSE_SECONDS = 0.02
-_CLOSE_SECONDS = 3.0
 
 
 class NoticeWatcher:
@@ -203,23 +213,6 @@ class NoticeWatcher:
                 self._known_ends[key] = notice.ends_at
                 self._notices.put(notice)
         return True
-
-
-def _all(waiting: queue.SimpleQueue) -> list:
-    found = []
-    while not waiting.empty():
-        found.append(waiting.get())
-    return found
-
-
-_INSTANCE_ACTION = "meta-data/spot/instance-action"
-_REBALANCE = "meta-data/events/recommendations/rebalance"
-_FIRST_ANSWERS_SECONDS = 0.9
-_ANSWER_SECONDS = 1.0
-_TOKEN_TTL_SECONDS = 6 * 3600
-# Statuses with which services without version 2 answer the PUT
-_NO_SUCH_REQUEST = (400, 404, 405, 501)
-_UNSAID_SECONDS = 30.0  # for unreadable times: as long as the shortest notices of clouds
 
 
 class MetadataSource:
@@ -380,10 +373,6 @@ class EffectiveTime:
         return self._ends_at
 
 
-# As in Metaflow 2.19's current.spot_termination_notice
-METAFLOW_FILE = "/tmp/spot_termination_notice"
-
-
 class MetaflowSource:
     """Source that reads the file that Metaflow's spot monitor writes.
 
@@ -466,3 +455,10 @@ def rehearse_notice(path: Path, *, action: str, seconds: float) -> None:
     """
     document = {"action": action, "seconds": seconds, "t_mono": time.monotonic()}
     write_atomically(path, json.dumps(document).encode())
+
+
+def _all(waiting: queue.SimpleQueue) -> list:
+    found = []
+    while not waiting.empty():
+        found.append(waiting.get())
+    return found

@@ -46,11 +46,6 @@ _OLD_SECONDS = 3600.0  # older news are not sent
 _LOCK_SECONDS = 60.0  # an earlier attempt's process ends within this time
 
 
-def has_feeds(config: RunConfig) -> bool:
-    """Return whether the job has trackers or notification channels."""
-    return bool(config.trackers or open_channels(config.notifications))
-
-
 class JobFeeds:
     """Trackers and notification channels of one job, and a record of what was sent to them
     (`trackers.json`).
@@ -308,14 +303,6 @@ class StepSeries:
                 del self._points[point]
 
 
-def _numbers(found: Mapping[str, object]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
 class SoleSender:
     """Lock of a job's metrics, so that only one process on this machine sends them."""
 
@@ -343,6 +330,19 @@ class SoleSender:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def has_feeds(config: RunConfig) -> bool:
+    """Return whether the job has trackers or notification channels."""
+    return bool(config.trackers or open_channels(config.notifications))
+
+
+def _numbers(found: Mapping[str, object]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def _totals(report: RunReport) -> dict[str, float]:

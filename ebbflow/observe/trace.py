@@ -86,6 +86,192 @@ def build_trace(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
+def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and
+    steps of each.
+
+    Trace and span ids depend only on the job's name and the span, so sending a job twice creates no
+    second span.
+    """
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    job = ordered[0].job
+    last: dict[int, float] = {}
+    lowest: dict[int, int] = {}
+    for event in ordered:
+        last[event.generation] = max(last.get(event.generation, 0.0), event.t_wall)
+        if event.name == STEP:
+            lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
+    ends = {event.generation: event for event in select_events(ordered, GenerationEndedPayload)}
+    outcome = find_last_event(ordered, OutcomePayload)
+
+    def span(
+        name: str,
+        key: str,
+        parent: str,
+        start: float,
+        end: float,
+        data: dict[str, Any],
+        bad: bool = False,
+    ) -> dict:
+        found = {
+            "traceId": _identify(job, 32),
+            "spanId": _identify(f"{job} {key}", 16),
+            "name": name,
+            "kind": 1,
+            "startTimeUnixNano": str(round(1e9 * start)),
+            "endTimeUnixNano": str(round(1e9 * max(start, end))),
+            "attributes": [
+                {"key": f"ebbflow.{key}", "value": _attribute(value)} for key, value in data.items()
+            ],
+            "status": {"code": 2 if bad else 0},
+        }
+        return found | ({"parentSpanId": _identify(f"{job} {parent}", 16)} if parent else {})
+
+    data = {"job": job}
+    if outcome is not None:
+        data["outcome"] = str(outcome.payload.outcome)
+    failed = outcome is not None and outcome.payload.outcome is Outcome.FAILED
+    found = [span(f"job {job}", "job", "", ordered[0].t_wall, ordered[-1].t_wall, data, failed)]
+    for event in ordered:
+        number = event.generation
+        wall = event.t_wall
+        generation = f"generation {number}"
+        where = {"generation": number, "node": event.node, "rank": event.rank, "step": event.step}
+        if event.name == GENERATION_STARTED:
+            end = ends.get(number)
+            if end is None:
+                more = {}
+            else:
+                more = {"reason": end.payload.reason, "culprit": end.payload.culprit}
+            if end is None:
+                until = last[number]
+            else:
+                until = end.t_wall
+            bad = end is not None and end.payload.reason in [*EndReason]
+            found.append(
+                span(
+                    generation, generation, "job", wall, until, {"generation": number, **more}, bad
+                )
+            )
+        elif is_event(event, CommitPayload) or is_event(event, CommitFailedPayload):
+            name = event.name.replace("_", " ")
+            key = f"{generation} {name} {event.step} {event.rank}"
+            start = wall - float(event.payload.seconds or 0.0)
+            found.append(
+                span(
+                    name,
+                    key,
+                    generation,
+                    start,
+                    wall,
+                    {**event.data, **where},
+                    event.name != COMMIT,
+                )
+            )
+        elif is_event(event, StepPayload) and event.rank == lowest[number]:
+            step = event.payload
+            seconds = {kind: float(value) for kind, value in (step.seconds or {}).items()}
+            figures: dict[str, float | None] = {
+                f"{kind}_seconds": value for kind, value in seconds.items()
+            }
+            figures["loss"] = (
+                step.loss if step.loss is not None and math.isfinite(step.loss) else None
+            )
+            figures["tokens"] = step.tokens
+            start = wall - sum(seconds.values())
+            found.append(
+                span(
+                    "step",
+                    f"{generation} step {event.step}",
+                    generation,
+                    start,
+                    wall,
+                    {**where, **figures},
+                )
+            )
+    return found
+
+
+def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
+    """Post the spans in batches.
+
+    Raises ReportError if the collector cannot be reached or rejects spans.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ReportError(f"{url} is no address of a collector; for example http://localhost:4318")
+    if parts.path.rstrip("/").endswith("/v1/traces"):
+        address = url
+    else:
+        address = f"{url.rstrip('/')}/v1/traces"
+    words = os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
+    headers = {
+        name.strip(): value.strip()
+        for name, _, value in (part.partition("=") for part in words.split(","))
+        if name
+    }
+    resource = {"service.name": "ebbflow", "ebbflow.job": job}
+    named = [{"key": key, "value": _attribute(value)} for key, value in resource.items()]
+    for start in range(0, len(spans), _BATCH):
+        scope = {"scope": {"name": "ebbflow"}, "spans": spans[start : start + _BATCH]}
+        body = {"resourceSpans": [{"resource": {"attributes": named}, "scopeSpans": [scope]}]}
+        text = json.dumps(body, allow_nan=False).encode()
+        try:
+            request = urllib.request.Request(
+                address, text, {**headers, "Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=_POST_SECONDS) as answer:
+                said = answer.read()
+            refused = (json.loads(said or b"{}") or {}).get("partialSuccess") or {}
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
+            if start:
+                after = f" after {start:,} of {len(spans):,} spans"
+            else:
+                after = ""
+            raise ReportError(
+                f"{address}: {one_line(error)}{after}; fix: the URL of a collector's OTLP/HTTP port"
+            ) from error
+        if int(refused.get("rejectedSpans") or 0):
+            raise ReportError(
+                f"{address} refused {refused['rejectedSpans']} spans: "
+                f"{one_line(refused.get('errorMessage'))}"
+            )
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command `trace`. Return the exit code.
+
+    Args:
+        words: the name of the command, and its options.
+    """
+    guard_terminal()
+    parser = argparse.ArgumentParser(
+        prog="ebbflow trace",
+        description="Write a job's timeline as JSON for ui.perfetto.dev, or send it by OTLP.",
+    )
+    parser.add_argument(
+        "job", metavar="JOB", help="name of a job, 'latest', a folder or an s3:// URI"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="default: JOB.trace.json; -: print it",
+    )
+    parser.add_argument(
+        "--otlp",
+        default=None,
+        metavar="URL",
+        help="send spans to this collector, such as http://localhost:4318",
+    )
+    arguments = parser.parse_args(list(words)[1:])
+    return run_command(lambda: _write(arguments))
+
+
 def _names(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", _GANG, 0, "generations")
     for node in sorted({event.node for event in events if event.generation > 0}):
@@ -200,112 +386,6 @@ def _micros(seconds: float) -> int:
     return round(1e6 * seconds)
 
 
-def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and
-    steps of each.
-
-    Trace and span ids depend only on the job's name and the span, so sending a job twice creates no
-    second span.
-    """
-    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    job = ordered[0].job
-    last: dict[int, float] = {}
-    lowest: dict[int, int] = {}
-    for event in ordered:
-        last[event.generation] = max(last.get(event.generation, 0.0), event.t_wall)
-        if event.name == STEP:
-            lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
-    ends = {event.generation: event for event in select_events(ordered, GenerationEndedPayload)}
-    outcome = find_last_event(ordered, OutcomePayload)
-
-    def span(
-        name: str,
-        key: str,
-        parent: str,
-        start: float,
-        end: float,
-        data: dict[str, Any],
-        bad: bool = False,
-    ) -> dict:
-        found = {
-            "traceId": _identify(job, 32),
-            "spanId": _identify(f"{job} {key}", 16),
-            "name": name,
-            "kind": 1,
-            "startTimeUnixNano": str(round(1e9 * start)),
-            "endTimeUnixNano": str(round(1e9 * max(start, end))),
-            "attributes": [
-                {"key": f"ebbflow.{key}", "value": _attribute(value)} for key, value in data.items()
-            ],
-            "status": {"code": 2 if bad else 0},
-        }
-        return found | ({"parentSpanId": _identify(f"{job} {parent}", 16)} if parent else {})
-
-    data = {"job": job}
-    if outcome is not None:
-        data["outcome"] = str(outcome.payload.outcome)
-    failed = outcome is not None and outcome.payload.outcome is Outcome.FAILED
-    found = [span(f"job {job}", "job", "", ordered[0].t_wall, ordered[-1].t_wall, data, failed)]
-    for event in ordered:
-        number = event.generation
-        wall = event.t_wall
-        generation = f"generation {number}"
-        where = {"generation": number, "node": event.node, "rank": event.rank, "step": event.step}
-        if event.name == GENERATION_STARTED:
-            end = ends.get(number)
-            if end is None:
-                more = {}
-            else:
-                more = {"reason": end.payload.reason, "culprit": end.payload.culprit}
-            if end is None:
-                until = last[number]
-            else:
-                until = end.t_wall
-            bad = end is not None and end.payload.reason in [*EndReason]
-            found.append(
-                span(
-                    generation, generation, "job", wall, until, {"generation": number, **more}, bad
-                )
-            )
-        elif is_event(event, CommitPayload) or is_event(event, CommitFailedPayload):
-            name = event.name.replace("_", " ")
-            key = f"{generation} {name} {event.step} {event.rank}"
-            start = wall - float(event.payload.seconds or 0.0)
-            found.append(
-                span(
-                    name,
-                    key,
-                    generation,
-                    start,
-                    wall,
-                    {**event.data, **where},
-                    event.name != COMMIT,
-                )
-            )
-        elif is_event(event, StepPayload) and event.rank == lowest[number]:
-            step = event.payload
-            seconds = {kind: float(value) for kind, value in (step.seconds or {}).items()}
-            figures: dict[str, float | None] = {
-                f"{kind}_seconds": value for kind, value in seconds.items()
-            }
-            figures["loss"] = (
-                step.loss if step.loss is not None and math.isfinite(step.loss) else None
-            )
-            figures["tokens"] = step.tokens
-            start = wall - sum(seconds.values())
-            found.append(
-                span(
-                    "step",
-                    f"{generation} step {event.step}",
-                    generation,
-                    start,
-                    wall,
-                    {**where, **figures},
-                )
-            )
-    return found
-
-
 def _identify(text: str, digits: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
@@ -320,86 +400,6 @@ def _attribute(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     return {"stringValue": str(value)}
-
-
-def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
-    """Post the spans in batches.
-
-    Raises ReportError if the collector cannot be reached or rejects spans.
-    """
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ReportError(f"{url} is no address of a collector; for example http://localhost:4318")
-    if parts.path.rstrip("/").endswith("/v1/traces"):
-        address = url
-    else:
-        address = f"{url.rstrip('/')}/v1/traces"
-    words = os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
-    headers = {
-        name.strip(): value.strip()
-        for name, _, value in (part.partition("=") for part in words.split(","))
-        if name
-    }
-    resource = {"service.name": "ebbflow", "ebbflow.job": job}
-    named = [{"key": key, "value": _attribute(value)} for key, value in resource.items()]
-    for start in range(0, len(spans), _BATCH):
-        scope = {"scope": {"name": "ebbflow"}, "spans": spans[start : start + _BATCH]}
-        body = {"resourceSpans": [{"resource": {"attributes": named}, "scopeSpans": [scope]}]}
-        text = json.dumps(body, allow_nan=False).encode()
-        try:
-            request = urllib.request.Request(
-                address, text, {**headers, "Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=_POST_SECONDS) as answer:
-                said = answer.read()
-            refused = (json.loads(said or b"{}") or {}).get("partialSuccess") or {}
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
-            if start:
-                after = f" after {start:,} of {len(spans):,} spans"
-            else:
-                after = ""
-            raise ReportError(
-                f"{address}: {one_line(error)}{after}; fix: the URL of a collector's OTLP/HTTP port"
-            ) from error
-        if int(refused.get("rejectedSpans") or 0):
-            raise ReportError(
-                f"{address} refused {refused['rejectedSpans']} spans: "
-                f"{one_line(refused.get('errorMessage'))}"
-            )
-
-
-def main(words: Sequence[str]) -> int:
-    """Run the command `trace`. Return the exit code.
-
-    Args:
-        words: the name of the command, and its options.
-    """
-    guard_terminal()
-    parser = argparse.ArgumentParser(
-        prog="ebbflow trace",
-        description="Write a job's timeline as JSON for ui.perfetto.dev, or send it by OTLP.",
-    )
-    parser.add_argument(
-        "job", metavar="JOB", help="name of a job, 'latest', a folder or an s3:// URI"
-    )
-    parser.add_argument(
-        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="default: JOB.trace.json; -: print it",
-    )
-    parser.add_argument(
-        "--otlp",
-        default=None,
-        metavar="URL",
-        help="send spans to this collector, such as http://localhost:4318",
-    )
-    arguments = parser.parse_args(list(words)[1:])
-    return run_command(lambda: _write(arguments))
 
 
 def _write(arguments: argparse.Namespace) -> int:

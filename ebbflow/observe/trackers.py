@@ -81,6 +81,21 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def make_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
+    """Make the tracker of a configuration.
+
+    Raises TrackerError if its package or its secret is missing.
+    """
+    kind, package = _KINDS[config.type]
+    try:
+        return kind(config, run)
+    except ImportError as error:
+        fix = f"pip install {package}" + (
+            " sqlalchemy alembic" if error.name in ("sqlalchemy", "alembic") else ""
+        )
+        raise TrackerError(f"{error.name or package} is not installed; fix: {fix}") from error
+
+
 class _JsonLines:
     def __init__(self, config: TrackerConfig, run: TrackedRun) -> None:
         self._run = run
@@ -314,21 +329,6 @@ _KINDS = {
     "mlflow": (_MLflow, "mlflow"),
     "wandb": (_WandB, "wandb"),
 }
-
-
-def make_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
-    """Make the tracker of a configuration.
-
-    Raises TrackerError if its package or its secret is missing.
-    """
-    kind, package = _KINDS[config.type]
-    try:
-        return kind(config, run)
-    except ImportError as error:
-        fix = f"pip install {package}" + (
-            " sqlalchemy alembic" if error.name in ("sqlalchemy", "alembic") else ""
-        )
-        raise TrackerError(f"{error.name or package} is not installed; fix: {fix}") from error
 
 
 def _secret(config: TrackerConfig) -> str | None:

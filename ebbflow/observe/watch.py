@@ -51,69 +51,6 @@ _MOST_PLOTTED = 8192  # events
 WAITING = "waiting for the job's first event"
 
 
-def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
-    """Merge step events: all steps of a rank between two commits become one event.
-
-    For the lowest rank, which supplies the plots, only eight steps are merged at a time, or more if
-    that leaves over 8,192 events. A log of several days has millions of steps, too many to evaluate
-    every few seconds. Merging does not change the ledger, because the steps between two commits are
-    either all in the final weights or all lost. Steps after the last commit are not merged. A
-    merged event has the highest loss of its steps, and their number as `merged`.
-    """
-    commits: dict[int, set[int]] = {}
-    lowest: dict[int, int] = {}
-    for event in events:
-        if event.name == COMMIT and event.step is not None:
-            commits.setdefault(event.generation, set()).add(event.step)
-        elif event.name == STEP:
-            lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
-    bounds = {generation: sorted(steps) for generation, steps in commits.items()}
-    newest = max((steps[-1] for steps in bounds.values()), default=0)
-    plotted = max(8, 1 << (newest // _MOST_PLOTTED).bit_length())
-    found: list[Event] = []
-    groups: dict[tuple[Any, ...], list[Event[StepPayload]]] = {}
-    for event in events:
-        ends = bounds.get(event.generation, ())
-        if (
-            not is_event(event, StepPayload)
-            or event.step is None
-            or not ends
-            or event.step > ends[-1]
-            or event.payload.skipped
-        ):
-            found.append(event)
-            continue
-        if event.rank == lowest[event.generation]:
-            part = event.step // plotted
-        else:
-            part = 0
-        writer = event.run, event.attempt, event.generation, event.node, event.rank
-        groups.setdefault((*writer, bisect_left(ends, event.step), part), []).append(event)
-    found += [_merge(group) for group in groups.values()]
-    return sorted(found, key=lambda event: (event.t_wall, event.t_mono))
-
-
-def _merge(group: Sequence[Event[StepPayload]]) -> Event:
-    if len(group) == 1:
-        return group[0]
-    data: dict[str, Any] = {}
-    for event in group:
-        data |= event.data
-    steps = [event.payload for event in group]
-    seconds = sum_by_key(pair for step in steps for pair in (step.seconds or {}).items())
-    data |= {"seconds": seconds, "merged": sum(step.merged or 1 for step in steps)}
-    for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
-        if name in data:
-            data[name] = sum(getattr(step, name) or 0 for step in steps)
-    losses = [step.loss for step in steps if step.loss is not None]
-    if losses:
-        if any(math.isnan(loss) for loss in losses):
-            data["loss"] = None
-        else:
-            data["loss"] = max(losses)
-    return replace(group[-1], data=data)
-
-
 class MergingFollower(LogFollower):
     """Reader of a growing event log that keeps all events, merged to a short list
     (`merge_committed_steps`).
@@ -281,6 +218,48 @@ class LivePage:
         self._built = render_page(report, self._earlier)
 
 
+def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
+    """Merge step events: all steps of a rank between two commits become one event.
+
+    For the lowest rank, which supplies the plots, only eight steps are merged at a time, or more if
+    that leaves over 8,192 events. A log of several days has millions of steps, too many to evaluate
+    every few seconds. Merging does not change the ledger, because the steps between two commits are
+    either all in the final weights or all lost. Steps after the last commit are not merged. A
+    merged event has the highest loss of its steps, and their number as `merged`.
+    """
+    commits: dict[int, set[int]] = {}
+    lowest: dict[int, int] = {}
+    for event in events:
+        if event.name == COMMIT and event.step is not None:
+            commits.setdefault(event.generation, set()).add(event.step)
+        elif event.name == STEP:
+            lowest[event.generation] = min(lowest.get(event.generation, event.rank), event.rank)
+    bounds = {generation: sorted(steps) for generation, steps in commits.items()}
+    newest = max((steps[-1] for steps in bounds.values()), default=0)
+    plotted = max(8, 1 << (newest // _MOST_PLOTTED).bit_length())
+    found: list[Event] = []
+    groups: dict[tuple[Any, ...], list[Event[StepPayload]]] = {}
+    for event in events:
+        ends = bounds.get(event.generation, ())
+        if (
+            not is_event(event, StepPayload)
+            or event.step is None
+            or not ends
+            or event.step > ends[-1]
+            or event.payload.skipped
+        ):
+            found.append(event)
+            continue
+        if event.rank == lowest[event.generation]:
+            part = event.step // plotted
+        else:
+            part = 0
+        writer = event.run, event.attempt, event.generation, event.node, event.rank
+        groups.setdefault((*writer, bisect_left(ends, event.step), part), []).append(event)
+    found += [_merge(group) for group in groups.values()]
+    return sorted(found, key=lambda event: (event.t_wall, event.t_mono))
+
+
 def render_page(report: RunReport, earlier: Sequence[RunReport]) -> bytes:
     """Render the report as an HTML page that compares the job with earlier jobs."""
     return render(report, earlier=earlier).encode(errors="backslashreplace")
@@ -312,6 +291,27 @@ def read_earlier_reports(job: str) -> list[RunReport]:
     return found
 
 
+def _merge(group: Sequence[Event[StepPayload]]) -> Event:
+    if len(group) == 1:
+        return group[0]
+    data: dict[str, Any] = {}
+    for event in group:
+        data |= event.data
+    steps = [event.payload for event in group]
+    seconds = sum_by_key(pair for step in steps for pair in (step.seconds or {}).items())
+    data |= {"seconds": seconds, "merged": sum(step.merged or 1 for step in steps)}
+    for name in ("tokens", "flops", "own_seconds", "slowest_seconds"):
+        if name in data:
+            data[name] = sum(getattr(step, name) or 0 for step in steps)
+    losses = [step.loss for step in steps if step.loss is not None]
+    if losses:
+        if any(math.isnan(loss) for loss in losses):
+            data["loss"] = None
+        else:
+            data["loss"] = max(losses)
+    return replace(group[-1], data=data)
+
+
 def write_until_ended(page: LivePage, path: Path) -> bool:
     """Keep the file of the live page current until the job ends.
 
@@ -329,6 +329,39 @@ def write_until_ended(page: LivePage, path: Path) -> bool:
         if page.ended:
             return written
         time.sleep(page.pause_seconds)
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "watch", help="the live page of a job, in this machine's browser or as text"
+    )
+    parser.add_argument(
+        "job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0: a free one")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--once", action="store_true", help="print the state and end")
+    shape.add_argument(
+        "--write",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="keep this HTML file current instead",
+    )
+    parser.set_defaults(run=_watch)
+
+
+def describe_parent(pid: int) -> dict[str, Any]:
+    """Describe the launcher that runs the job, given its process id, as JSON values."""
+    here = socket.gethostname()
+    user = getpass.getuser()
+    launcher = Launcher(
+        number=0, id="", command="run", host=here, user=user, pid=pid, since_utc=time.time()
+    )
+    return RunningLauncher(launcher, 0.0).to_json()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -378,29 +411,6 @@ class _Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{self.token}/"
 
 
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "watch", help="the live page of a job, in this machine's browser or as text"
-    )
-    parser.add_argument(
-        "job", nargs="?", default="latest", metavar="RUN", help="name, folder or s3:// URI"
-    )
-    parser.add_argument(
-        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
-    )
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1; 0: a free one")
-    shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--once", action="store_true", help="print the state and end")
-    shape.add_argument(
-        "--write",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="keep this HTML file current instead",
-    )
-    parser.set_defaults(run=_watch)
-
-
 def _watch(arguments: argparse.Namespace) -> int:
     if arguments.once:
         print(
@@ -426,13 +436,3 @@ def _watch(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             return Outcome.COMPLETED.exit_code
     return 0
-
-
-def describe_parent(pid: int) -> dict[str, Any]:
-    """Describe the launcher that runs the job, given its process id, as JSON values."""
-    here = socket.gethostname()
-    user = getpass.getuser()
-    launcher = Launcher(
-        number=0, id="", command="run", host=here, user=user, pid=pid, since_utc=time.time()
-    )
-    return RunningLauncher(launcher, 0.0).to_json()

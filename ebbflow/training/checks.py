@@ -30,15 +30,6 @@ _READABLE_LOOKED_AT = 200
 WORKLOAD_CHECK = "workload"
 
 
-def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
-    """Convert an error "MESSAGE; fix: FIX" to a finding.
-
-    `fix` is the default fix; `more` is appended to MESSAGE.
-    """
-    message, _, own_fix = str(error).partition("; fix: ")
-    return CheckFinding.failed(message + more, own_fix or fix)
-
-
 def check_dataset(context: PreflightContext) -> CheckFinding:
     """Check that the data is readable text, enough for one training batch and one held-out sample."""
     config = context.config
@@ -134,6 +125,79 @@ def commits_room(config: RunConfig) -> tuple[int, str]:
     return (kept + 2) * one, f"({words} + 1 not yet deleted + 1 under way) × {size_text(one)}"
 
 
+def check_parallel(context: PreflightContext) -> CheckFinding:
+    """Check that the ranks and this machine support the configured shard size, precision, DDP
+    options and compiler.
+    """
+    config = context.config
+    place = _place(context.config)
+    found = find_unsupported_options(config, place)
+    if found:
+        return CheckFinding.failed("; ".join(refusal.message for refusal in found), found[0].fix)
+    return CheckFinding.passed("; ".join([_arrangement(config, place), *_remarks(config)]))
+
+
+def check_tokenizer(context: PreflightContext) -> CheckFinding:
+    """Check that the tokenizer can be read, and that the model has an embedding row for each of its
+    tokens.
+    """
+    config = context.config
+    if config.user_code is not None:
+        return CheckFinding.skipped(f"{config.user_code} brings data of its own")
+    try:
+        tokenizer = open_tokenizer(config.data, project_root=context.project_root)
+        check_vocabulary(config, tokenizer.vocab_size)
+    except DataError as error:
+        return _failed(error)
+    rows = "as many as the model has"
+    separator = tokenizer.separator
+    if unused := config.model.vocab_size - tokenizer.vocab_size:
+        rows = f"model.vocab_size {config.model.vocab_size} leaves {unused} rows unused"
+    found = f"{config.data.tokenizer}: {tokenizer.vocab_size} tokens, {rows}"
+    if config.data.tokenizer != BYTES:
+        if separator is None:
+            found += "; nothing stands between two files"
+        else:
+            found += f"; token {separator} between files"
+    return CheckFinding.passed(found)
+
+
+def check_initial_weights(context: PreflightContext) -> CheckFinding:
+    """Check that `training.initial_weights` can be read and, for the built-in model, fits its
+    settings and size.
+    """
+    config = context.config
+    path = config.training.initial_weights
+    if path is None:
+        return CheckFinding.skipped(
+            "training.initial_weights is null: the job starts from its seed"
+        )
+    try:
+        if config.user_code is None:
+            check_settings(config.model, path)
+        found = find_weights(path, our_name if config.user_code is None else None)
+    except WorkloadError as error:
+        return _failed(error, "name a safetensors file, or a folder of them")
+    numbers = sum(math.prod(stored.shape) for stored in found.values())
+    files = len({s.file for s in found.values()})
+    arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
+    if config.user_code is None:
+        wanted = footprint.causal_lm_shape(config.model).parameters
+        if numbers != wanted:
+            fix = "the model section that these weights are of"
+            return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
+    return CheckFinding.passed(arithmetic)
+
+
+def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:
+    """Convert an error "MESSAGE; fix: FIX" to a finding.
+
+    `fix` is the default fix; `more` is appended to MESSAGE.
+    """
+    message, _, own_fix = str(error).partition("; fix: ")
+    return CheckFinding.failed(message + more, own_fix or fix)
+
+
 def _suffices(config: RunConfig, files: int, train_bytes: int, held_out_bytes: int) -> CheckFinding:
     """Check that the text is enough for one training batch and one held-out sample, counting one
     byte per token.
@@ -184,18 +248,6 @@ def _instead(config: RunConfig, project_root: Path) -> str:
 
 def _bytes(files: list[SourceFile]) -> int:
     return sum(file.size for file in files)
-
-
-def check_parallel(context: PreflightContext) -> CheckFinding:
-    """Check that the ranks and this machine support the configured shard size, precision, DDP
-    options and compiler.
-    """
-    config = context.config
-    place = _place(context.config)
-    found = find_unsupported_options(config, place)
-    if found:
-        return CheckFinding.failed("; ".join(refusal.message for refusal in found), found[0].fix)
-    return CheckFinding.passed("; ".join([_arrangement(config, place), *_remarks(config)]))
 
 
 def _place(config: RunConfig) -> RankLayout:
@@ -266,58 +318,6 @@ def _remarks(config: RunConfig) -> list[str]:
                 f"static_graph reduces gradients {parts} times per step, after each micro-batch"
             )
     return found
-
-
-def check_tokenizer(context: PreflightContext) -> CheckFinding:
-    """Check that the tokenizer can be read, and that the model has an embedding row for each of its
-    tokens.
-    """
-    config = context.config
-    if config.user_code is not None:
-        return CheckFinding.skipped(f"{config.user_code} brings data of its own")
-    try:
-        tokenizer = open_tokenizer(config.data, project_root=context.project_root)
-        check_vocabulary(config, tokenizer.vocab_size)
-    except DataError as error:
-        return _failed(error)
-    rows = "as many as the model has"
-    separator = tokenizer.separator
-    if unused := config.model.vocab_size - tokenizer.vocab_size:
-        rows = f"model.vocab_size {config.model.vocab_size} leaves {unused} rows unused"
-    found = f"{config.data.tokenizer}: {tokenizer.vocab_size} tokens, {rows}"
-    if config.data.tokenizer != BYTES:
-        if separator is None:
-            found += "; nothing stands between two files"
-        else:
-            found += f"; token {separator} between files"
-    return CheckFinding.passed(found)
-
-
-def check_initial_weights(context: PreflightContext) -> CheckFinding:
-    """Check that `training.initial_weights` can be read and, for the built-in model, fits its
-    settings and size.
-    """
-    config = context.config
-    path = config.training.initial_weights
-    if path is None:
-        return CheckFinding.skipped(
-            "training.initial_weights is null: the job starts from its seed"
-        )
-    try:
-        if config.user_code is None:
-            check_settings(config.model, path)
-        found = find_weights(path, our_name if config.user_code is None else None)
-    except WorkloadError as error:
-        return _failed(error, "name a safetensors file, or a folder of them")
-    numbers = sum(math.prod(stored.shape) for stored in found.values())
-    files = len({s.file for s in found.values()})
-    arithmetic = f"{path}: {numbers:,} numbers in {len(found)} tensors, {files} files"
-    if config.user_code is None:
-        wanted = footprint.causal_lm_shape(config.model).parameters
-        if numbers != wanted:
-            fix = "the model section that these weights are of"
-            return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
-    return CheckFinding.passed(arithmetic)
 
 
 def _check(

@@ -27,13 +27,6 @@ _LOOK_SECONDS = 0.01
 _LEAVE = "leave"
 
 
-class _Left(BaseException):
-    """Raised to end an evaluation.
-
-    It is not a subclass of `Exception`, which the user's code might catch.
-    """
-
-
 class Evaluation:
     """Runner of this rank's part of each evaluation.
 
@@ -111,3 +104,10 @@ class Evaluation:
         if word == refusal:
             store.add("ballots", 1)
         return word == _LEAVE
+
+
+class _Left(BaseException):
+    """Raised to end an evaluation.
+
+    It is not a subclass of `Exception`, which the user's code might catch.
+    """

@@ -197,44 +197,6 @@ def connect(
     )
 
 
-def _probe(
-    store: Store,
-    rank: int,
-    nodes: int,
-    per_node: int,
-    name: str,
-    kept: Path | None,
-    start_seconds: float,
-) -> list[Link] | None:
-    """Probe the network between several machines (`probe_links`), unless an earlier start of this
-    attempt did.
-    """
-    main = os.environ["MASTER_ADDR"]
-    if nodes < 2 or is_loopback(main):
-        return None
-    if kept is None:
-        mark = None
-    else:
-        mark = kept / "network-probed"
-    if rank == 0:
-        store.set("probe", "no" if mark is not None and mark.exists() else "yes")
-    if store.get("probe") != b"yes":
-        return None
-    address = find_own_address(main, int(os.environ["MASTER_PORT"]), start_seconds)
-    links = probe_links(
-        store, rank // per_node, nodes, address=address, name=name, lead=rank % per_node == 0
-    )
-    if rank == 0:
-        store.set("probed", "no" if links is None else "yes")
-        with contextlib.suppress(OSError):
-            if mark is not None and links is not None:
-                mark.touch()
-    # Rank 0 decides, because either all ranks time the all-reduce or none does
-    if store.get("probed") == b"yes":
-        return links or []
-    return None
-
-
 def leave(code: int) -> NoReturn:
     """Exit at once with `code`, without the interpreter's clean-up.
 
@@ -281,6 +243,44 @@ def disconnect() -> None:
     """Destroy the process group. Call this only after an orderly end."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _probe(
+    store: Store,
+    rank: int,
+    nodes: int,
+    per_node: int,
+    name: str,
+    kept: Path | None,
+    start_seconds: float,
+) -> list[Link] | None:
+    """Probe the network between several machines (`probe_links`), unless an earlier start of this
+    attempt did.
+    """
+    main = os.environ["MASTER_ADDR"]
+    if nodes < 2 or is_loopback(main):
+        return None
+    if kept is None:
+        mark = None
+    else:
+        mark = kept / "network-probed"
+    if rank == 0:
+        store.set("probe", "no" if mark is not None and mark.exists() else "yes")
+    if store.get("probe") != b"yes":
+        return None
+    address = find_own_address(main, int(os.environ["MASTER_PORT"]), start_seconds)
+    links = probe_links(
+        store, rank // per_node, nodes, address=address, name=name, lead=rank % per_node == 0
+    )
+    if rank == 0:
+        store.set("probed", "no" if links is None else "yes")
+        with contextlib.suppress(OSError):
+            if mark is not None and links is not None:
+                mark.touch()
+    # Rank 0 decides, because either all ranks time the all-reduce or none does
+    if store.get("probed") == b"yes":
+        return links or []
+    return None
 
 
 def _open_store(

@@ -51,51 +51,6 @@ Emit = Callable[..., Any]
 _GPU_WAIT_SECONDS = 1.0
 
 
-def peak_flops_per_second(
-    device: torch.device, dtype: torch.dtype, kept: Path | None = None
-) -> float:
-    """Return the highest speed measured on this device so far.
-
-    Other load on the machine makes a measurement too low.
-
-    The file `kept` holds the highest measurement of earlier ranks; if this file exists, a restarted
-    rank measures only briefly.
-    """
-    known = {"dtype": str(dtype), "device": str(device)}
-    best = 0.0
-    if kept is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(kept.read_text())
-            if {key: record[key] for key in known} == known:
-                best = float(record["flops_per_second"])
-    measured = measure_flops_per_second(device, dtype, _AGAIN_SECONDS if best else _SECONDS)
-    if kept is not None and measured > best:
-        with contextlib.suppress(OSError):
-            kept.write_text(json.dumps({**known, "flops_per_second": measured}))
-    return max(best, measured)
-
-
-def measure_flops_per_second(
-    device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS
-) -> float:
-    """Return the speed of the fastest of several matrix products, in FLOP/s.
-
-    All ranks of a machine should call this at the same time.
-    """
-    size = _SIZE.get(device.type, 1024)
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    torch.mm(left, right)
-    best = float("inf")
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        start = time.monotonic()
-        torch.mm(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.monotonic() - start)
-    return 2.0 * size**3 / best
-
-
 @dataclass(frozen=True, kw_only=True)
 class Status:
     step: int
@@ -194,44 +149,6 @@ class Progress:
                 return "MFU unknown"
             return "MFU unknown (faster than the peak measured on a busy machine)"
         return f"MFU {100 * share:.0f}% of measured peak"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}"
-
-
-@contextlib.contextmanager
-def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
-    """Yield a function that calls `emit` and also updates this node's metrics.
-
-    Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself.
-    If the port or the push gateway is unavailable, print a warning.
-    """
-    config = spec.config
-    metrics = config.metrics
-    if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (
-        metrics.port is None and metrics.push_url is None
-    ):
-        yield emit
-        return
-    node = NodeMetrics(spec, config, rank=rank, world_size=world_size)
-    with contextlib.ExitStack() as ends:
-        if metrics.port is not None:
-            _serve(node.board, metrics.port, _address(metrics.address), spec.node, ends)
-        if metrics.push_url is not None:
-            group = PushGroup(metrics.push_url, spec.job, spec.node)
-            pusher = Pusher(
-                group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say
-            )
-            # Otherwise the agent deletes the group, because it outlives this rank
-            if spec.agent_pid is None:
-                ends.callback(delete_group, group, say=_say)
-            ends.callback(pusher.close)
-        yield node.watching(emit)
 
 
 class NodeMetrics:
@@ -369,6 +286,89 @@ class NodeMetrics:
             self.board.set(
                 "ebbflow_rank_heartbeat_timestamp_seconds", _wall(beat.t_mono), str(rank)
             )
+
+
+def peak_flops_per_second(
+    device: torch.device, dtype: torch.dtype, kept: Path | None = None
+) -> float:
+    """Return the highest speed measured on this device so far.
+
+    Other load on the machine makes a measurement too low.
+
+    The file `kept` holds the highest measurement of earlier ranks; if this file exists, a restarted
+    rank measures only briefly.
+    """
+    known = {"dtype": str(dtype), "device": str(device)}
+    best = 0.0
+    if kept is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(kept.read_text())
+            if {key: record[key] for key in known} == known:
+                best = float(record["flops_per_second"])
+    measured = measure_flops_per_second(device, dtype, _AGAIN_SECONDS if best else _SECONDS)
+    if kept is not None and measured > best:
+        with contextlib.suppress(OSError):
+            kept.write_text(json.dumps({**known, "flops_per_second": measured}))
+    return max(best, measured)
+
+
+def measure_flops_per_second(
+    device: torch.device, dtype: torch.dtype, seconds: float = _SECONDS
+) -> float:
+    """Return the speed of the fastest of several matrix products, in FLOP/s.
+
+    All ranks of a machine should call this at the same time.
+    """
+    size = _SIZE.get(device.type, 1024)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    torch.mm(left, right)
+    best = float("inf")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        start = time.monotonic()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.monotonic() - start)
+    return 2.0 * size**3 / best
+
+
+@contextlib.contextmanager
+def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) -> Iterator[Emit]:
+    """Yield a function that calls `emit` and also updates this node's metrics.
+
+    Only local rank 0 has metrics, and only if they are configured; otherwise, yield `emit` itself.
+    If the port or the push gateway is unavailable, print a warning.
+    """
+    config = spec.config
+    metrics = config.metrics
+    if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (
+        metrics.port is None and metrics.push_url is None
+    ):
+        yield emit
+        return
+    node = NodeMetrics(spec, config, rank=rank, world_size=world_size)
+    with contextlib.ExitStack() as ends:
+        if metrics.port is not None:
+            _serve(node.board, metrics.port, _address(metrics.address), spec.node, ends)
+        if metrics.push_url is not None:
+            group = PushGroup(metrics.push_url, spec.job, spec.node)
+            pusher = Pusher(
+                group, node.board.registry(), interval_seconds=metrics.interval_seconds, say=_say
+            )
+            # Otherwise the agent deletes the group, because it outlives this rank
+            if spec.agent_pid is None:
+                ends.callback(delete_group, group, say=_say)
+            ends.callback(pusher.close)
+        yield node.watching(emit)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"
 
 
 def _address(configured: str | None) -> str:

@@ -55,64 +55,6 @@ _PATTERN = re.compile(
 )
 
 
-def busy_loop() -> None:
-    while True:
-        pass
-
-
-def gil_held() -> None:
-    """Hang in a C function that holds the GIL, so that no Python thread of this process can run."""
-    libc = ctypes.PyDLL(None)
-    while True:
-        libc.sleep(600)
-
-
-def asleep() -> None:
-    while True:
-        time.sleep(600.0)
-
-
-def loader_stuck() -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as loader:
-        assert loader.stdout is not None
-        loader.stdout.read()
-
-
-def raise_error(text: str) -> None:
-    raise RuntimeError(text)
-
-
-def extra_collective() -> None:
-    """Call a collective that the other ranks never call, as `if rank == 0: all_reduce(…)` does."""
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.zeros(3))
-
-
-def uneven_steps() -> None:
-    """Wait in a barrier, as at the end of an epoch, while the other ranks still have steps to take."""
-    import torch.distributed as dist
-
-    dist.barrier()
-
-
-def slow(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-_HOOKS: dict[str, Callable[..., None]] = {
-    "exception": raise_error,
-    "sleep": asleep,
-    "busy-loop": busy_loop,
-    "gil-held": gil_held,
-    "loader-stuck": loader_stuck,
-    "extra-collective": extra_collective,
-    "uneven-steps": uneven_steps,
-    _SLOW_STEP: slow,
-}
-
-
 class RehearsalError(InfraError, outcome=Outcome.CONFIG):
     """Error for a `--rehearse` value that is malformed or whose fault could never fire."""
 
@@ -250,3 +192,61 @@ class Fault:
         else:
             seconds = f":seconds={self.seconds:g}"
         return f"{self.kind}@{when}{target}{seconds}"
+
+
+def busy_loop() -> None:
+    while True:
+        pass
+
+
+def gil_held() -> None:
+    """Hang in a C function that holds the GIL, so that no Python thread of this process can run."""
+    libc = ctypes.PyDLL(None)
+    while True:
+        libc.sleep(600)
+
+
+def asleep() -> None:
+    while True:
+        time.sleep(600.0)
+
+
+def loader_stuck() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as loader:
+        assert loader.stdout is not None
+        loader.stdout.read()
+
+
+def raise_error(text: str) -> None:
+    raise RuntimeError(text)
+
+
+def extra_collective() -> None:
+    """Call a collective that the other ranks never call, as `if rank == 0: all_reduce(…)` does."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(3))
+
+
+def uneven_steps() -> None:
+    """Wait in a barrier, as at the end of an epoch, while the other ranks still have steps to take."""
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def slow(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+_HOOKS: dict[str, Callable[..., None]] = {
+    "exception": raise_error,
+    "sleep": asleep,
+    "busy-loop": busy_loop,
+    "gil-held": gil_held,
+    "loader-stuck": loader_stuck,
+    "extra-collective": extra_collective,
+    "uneven-steps": uneven_steps,
+    _SLOW_STEP: slow,
+}

@@ -170,22 +170,6 @@ class SaveSchedule:
         return max(0.0, longer) * self._busy_steps / self._saves
 
 
-def make_save_schedule(spec: WorkerSpec, config: RunConfig, gang: Gang) -> SaveSchedule | None:
-    """Return the rule for when to save, on rank 0; None on other ranks, whose votes do not count."""
-    if gang.rank != 0:
-        return None
-    planned = spec.terms.hazard_per_hour if spec.terms is not None else None
-    interruptions = max(0, spec.generation - 1)
-    return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=interruptions))
-
-
-def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
-    """Return the estimated hazard at the start of a generation, from the plan and the job's
-    interruptions so far.
-    """
-    return PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR)).seen(interruptions, 0.0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SaveController:
     """Controller of one rank's saves. All ranks start, skip or hurry a save at the same step."""
@@ -308,3 +292,19 @@ class SaveController:
         if capped:
             return 0.0
         return self.saver.expected_seconds or 0.0
+
+
+def make_save_schedule(spec: WorkerSpec, config: RunConfig, gang: Gang) -> SaveSchedule | None:
+    """Return the rule for when to save, on rank 0; None on other ranks, whose votes do not count."""
+    if gang.rank != 0:
+        return None
+    planned = spec.terms.hazard_per_hour if spec.terms is not None else None
+    interruptions = max(0, spec.generation - 1)
+    return SaveSchedule(config.checkpoint, prior_hazard(planned, interruptions=interruptions))
+
+
+def prior_hazard(planned_per_hour: float | None, *, interruptions: int) -> PlannedHazard:
+    """Return the estimated hazard at the start of a generation, from the plan and the job's
+    interruptions so far.
+    """
+    return PlannedHazard(max(planned_per_hour or 0.0, _HAZARD_PER_HOUR)).seen(interruptions, 0.0)

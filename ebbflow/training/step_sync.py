@@ -64,15 +64,6 @@ class Slowest(NamedTuple):
     lost_seconds: float  # its own time beyond that median
 
 
-def find_slowest(own_seconds: Sequence[float]) -> Slowest:
-    rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
-    others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
-    if not others:
-        return Slowest(rank, 1.0, 0.0)
-    usual = statistics.median(others)
-    return Slowest(rank, own_seconds[rank] / max(usual, 1e-9), own_seconds[rank] - usual)
-
-
 class PaceMonitor:
     """Detector of slowdowns that last for `STEPS_IN_A_ROW` steps.
 
@@ -134,39 +125,6 @@ class PaceMonitor:
         )
 
 
-class _Streak:
-    def __init__(self) -> None:
-        self._drags: list[Slowdown] = []
-        self.told: Slowdown | None = None
-
-    def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
-        """Record a step. `dragging` says whether it is slow.
-
-        Return the mean slowdown once it has lasted for `STEPS_IN_A_ROW` steps, otherwise None.
-        """
-        same = (
-            not self._drags
-            or self._drags[-1].rank == drag.rank
-            or drag.action is GuardAction.DATA_BOUND
-        )
-        if not dragging or not same:
-            self._drags = []
-            self.told = None
-        if not dragging or self.told is not None:
-            return None
-        self._drags.append(drag)
-        if len(self._drags) < STEPS_IN_A_ROW:
-            return None
-        self.told = replace(
-            drag,
-            share=statistics.fmean(drag.share for drag in self._drags),
-            usd_per_hour=statistics.fmean(drag.usd_per_hour for drag in self._drags),
-            ratio=statistics.fmean(drag.ratio for drag in self._drags),
-            seconds=statistics.fmean(drag.seconds for drag in self._drags),
-        )
-        return self.told
-
-
 class Row(NamedTuple):
     """One rank's data in the step sync, as float64 numbers."""
 
@@ -192,6 +150,11 @@ class Row(NamedTuple):
     failed_save: float = 0.0  # the step of the rank's last save if it failed, else 0
     # Whether the rank has gradients that no optimizer step has used, so that it cannot save
     unsettled: float = 0.0
+
+
+_LOSS = Row._fields.index("loss_sum")
+_WEIGHT = Row._fields.index("weight")
+_SQUARES = Row._fields.index("square_sum")
 
 
 @dataclass(frozen=True)
@@ -332,21 +295,6 @@ class StepSync:
             )
 
 
-def exchange(gang: Gang, row: Row) -> StepSync:
-    """Send this rank's row to all ranks.
-
-    Check the rows of all ranks and return them. Collective.
-    """
-    sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
-    sync.check()
-    return sync
-
-
-_LOSS = Row._fields.index("loss_sum")
-_WEIGHT = Row._fields.index("weight")
-_SQUARES = Row._fields.index("square_sum")
-
-
 class DeviceExchange:
     """The step sync of ranks on GPUs.
 
@@ -425,3 +373,55 @@ class DeviceExchange:
         sync = StepSync([Row._make(numbers) for numbers in self._all[slot].tolist()])
         sync.check()
         return sync
+
+
+def find_slowest(own_seconds: Sequence[float]) -> Slowest:
+    rank = max(range(len(own_seconds)), key=own_seconds.__getitem__)
+    others = [seconds for other, seconds in enumerate(own_seconds) if other != rank]
+    if not others:
+        return Slowest(rank, 1.0, 0.0)
+    usual = statistics.median(others)
+    return Slowest(rank, own_seconds[rank] / max(usual, 1e-9), own_seconds[rank] - usual)
+
+
+def exchange(gang: Gang, row: Row) -> StepSync:
+    """Send this rank's row to all ranks.
+
+    Check the rows of all ranks and return them. Collective.
+    """
+    sync = StepSync([Row._make(numbers) for numbers in gang.gather_numbers(row)])
+    sync.check()
+    return sync
+
+
+class _Streak:
+    def __init__(self) -> None:
+        self._drags: list[Slowdown] = []
+        self.told: Slowdown | None = None
+
+    def note(self, drag: Slowdown, dragging: bool) -> Slowdown | None:
+        """Record a step. `dragging` says whether it is slow.
+
+        Return the mean slowdown once it has lasted for `STEPS_IN_A_ROW` steps, otherwise None.
+        """
+        same = (
+            not self._drags
+            or self._drags[-1].rank == drag.rank
+            or drag.action is GuardAction.DATA_BOUND
+        )
+        if not dragging or not same:
+            self._drags = []
+            self.told = None
+        if not dragging or self.told is not None:
+            return None
+        self._drags.append(drag)
+        if len(self._drags) < STEPS_IN_A_ROW:
+            return None
+        self.told = replace(
+            drag,
+            share=statistics.fmean(drag.share for drag in self._drags),
+            usd_per_hour=statistics.fmean(drag.usd_per_hour for drag in self._drags),
+            ratio=statistics.fmean(drag.ratio for drag in self._drags),
+            seconds=statistics.fmean(drag.seconds for drag in self._drags),
+        )
+        return self.told

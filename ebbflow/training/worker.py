@@ -125,39 +125,6 @@ def share_spec(request: Request, gang: Gang) -> WorkerSpec:
     return spec
 
 
-def _is_user_failure(error: BaseException) -> bool:
-    """Return whether the error is a WorkloadError that an exception in the user's code caused."""
-    cause = error.__cause__
-    return isinstance(error, WorkloadError) and not isinstance(
-        cause, (TrainingError, InfraError, type(None))
-    )
-
-
-def _make_spec(request: Request) -> WorkerSpec:
-    config = request.config
-    job = request.job or standalone.default_job_name(
-        os.environ, config.cluster.start_deadline_seconds
-    )
-    store = Store.open(config.store)
-    job_store = store.sub(job_prefix(job))
-    standalone.claim_for_ranks(job_store, job, take_over=request.take_over)
-    context = workload_context(config, Gang(), store=store)
-    prepared = prepare_data(config, context)
-    # Try it on the CPU first: a mistake in it should not cost the time of a gang
-    if config.workload is not None and request.try_workload is not None:
-        print(request.try_workload(config, replace(context, prepared=prepared)), flush=True)
-    settings = {
-        "path": request.path,
-        "config": config.model_dump(mode="json"),
-        "sources": request.sources,
-    }
-    parent = rewind_parent(job_store)
-    spec = standalone.open_job(
-        store.uri, job, settings, prepared, permits=request.permits, parent=parent
-    )
-    return replace(spec, overrides=read_overrides(job_store).to_json())
-
-
 def main(arguments: list[str], try_workload: TryWorkload | None = None) -> NoReturn:
     """Train, then exit with code 0, with 75 after a drain request, or with the code of an error.
 
@@ -206,63 +173,6 @@ def main(arguments: list[str], try_workload: TryWorkload | None = None) -> NoRet
             code = 0
     standalone.release_job()
     leave(code)
-
-
-def _exit_code(error: BaseException, *, alone: bool) -> int:
-    """Return the exit code for an error.
-
-    Without an agent (`alone`), an exception of the user's code counts as FAILED.
-    """
-    if alone and _is_user_failure(error):
-        return Outcome.FAILED.exit_code
-    outcome = getattr(error, "outcome", Outcome.FAILED)
-    return (outcome if isinstance(outcome, Outcome) else Outcome.FAILED).exit_code
-
-
-def _train(task: WorkerSpec | Request, try_workload: TryWorkload | None) -> LoopResult:
-    if isinstance(task, WorkerSpec):
-        spec = task
-    else:
-        spec = None
-    if isinstance(task, Request):
-        config = task.config
-    else:
-        config = RunConfig.model_validate(task.config)
-    use_signing_key(config.checkpoint.signing_key_env)
-    signer()  # raises at once if this node lacks the key
-    # This rank's share of the cores. The number of threads decides the order in which sums are
-    # computed.
-    if spec:
-        colocated = spec.colocated_ranks
-    else:
-        colocated = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // colocated))
-    torch.set_num_interop_threads(1)
-    if config.training.deterministic != "off":  # cuBLAS reads it when its first handle is made
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Identifies the restart, because torchrun's key-value store keeps the keys of dead workers.
-    restart = (
-        os.environ.get("TORCHELASTIC_RUN_ID", "none"),
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
-    gang = connect(
-        start_seconds=config.cluster.start_deadline_seconds,
-        collective_seconds=config.cluster.step_deadline_seconds,
-        generation=generation_name(spec.generation, spec.generation_id)
-        if spec
-        else "-".join(restart),
-        device_choice=config.cluster.device,
-        promised_gpus=spec.promised_gpus if spec else 0,
-        kept=Path(spec.kept_path) if spec and spec.kept_path else None,
-    )
-    arrange_arithmetic(config.training, gang.device)
-    if gang.device_note and gang.rank == 0:
-        print(gang.device_note, flush=True)
-    if isinstance(task, Request):
-        task = share_spec(replace(task, try_workload=try_workload), gang)
-    ending = run_rank(task, gang)
-    disconnect()
-    return ending
 
 
 def arrange_arithmetic(training: TrainingConfig, device: torch.device) -> None:
@@ -345,4 +255,94 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
         saver.close()
     if spec.result_path:
         standalone.write_result(Path(spec.result_path), ending)
+    return ending
+
+
+def _is_user_failure(error: BaseException) -> bool:
+    """Return whether the error is a WorkloadError that an exception in the user's code caused."""
+    cause = error.__cause__
+    return isinstance(error, WorkloadError) and not isinstance(
+        cause, (TrainingError, InfraError, type(None))
+    )
+
+
+def _make_spec(request: Request) -> WorkerSpec:
+    config = request.config
+    job = request.job or standalone.default_job_name(
+        os.environ, config.cluster.start_deadline_seconds
+    )
+    store = Store.open(config.store)
+    job_store = store.sub(job_prefix(job))
+    standalone.claim_for_ranks(job_store, job, take_over=request.take_over)
+    context = workload_context(config, Gang(), store=store)
+    prepared = prepare_data(config, context)
+    # Try it on the CPU first: a mistake in it should not cost the time of a gang
+    if config.workload is not None and request.try_workload is not None:
+        print(request.try_workload(config, replace(context, prepared=prepared)), flush=True)
+    settings = {
+        "path": request.path,
+        "config": config.model_dump(mode="json"),
+        "sources": request.sources,
+    }
+    parent = rewind_parent(job_store)
+    spec = standalone.open_job(
+        store.uri, job, settings, prepared, permits=request.permits, parent=parent
+    )
+    return replace(spec, overrides=read_overrides(job_store).to_json())
+
+
+def _exit_code(error: BaseException, *, alone: bool) -> int:
+    """Return the exit code for an error.
+
+    Without an agent (`alone`), an exception of the user's code counts as FAILED.
+    """
+    if alone and _is_user_failure(error):
+        return Outcome.FAILED.exit_code
+    outcome = getattr(error, "outcome", Outcome.FAILED)
+    return (outcome if isinstance(outcome, Outcome) else Outcome.FAILED).exit_code
+
+
+def _train(task: WorkerSpec | Request, try_workload: TryWorkload | None) -> LoopResult:
+    if isinstance(task, WorkerSpec):
+        spec = task
+    else:
+        spec = None
+    if isinstance(task, Request):
+        config = task.config
+    else:
+        config = RunConfig.model_validate(task.config)
+    use_signing_key(config.checkpoint.signing_key_env)
+    signer()  # raises at once if this node lacks the key
+    # This rank's share of the cores. The number of threads decides the order in which sums are
+    # computed.
+    if spec:
+        colocated = spec.colocated_ranks
+    else:
+        colocated = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // colocated))
+    torch.set_num_interop_threads(1)
+    if config.training.deterministic != "off":  # cuBLAS reads it when its first handle is made
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Identifies the restart, because torchrun's key-value store keeps the keys of dead workers.
+    restart = (
+        os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+    gang = connect(
+        start_seconds=config.cluster.start_deadline_seconds,
+        collective_seconds=config.cluster.step_deadline_seconds,
+        generation=generation_name(spec.generation, spec.generation_id)
+        if spec
+        else "-".join(restart),
+        device_choice=config.cluster.device,
+        promised_gpus=spec.promised_gpus if spec else 0,
+        kept=Path(spec.kept_path) if spec and spec.kept_path else None,
+    )
+    arrange_arithmetic(config.training, gang.device)
+    if gang.device_note and gang.rank == 0:
+        print(gang.device_note, flush=True)
+    if isinstance(task, Request):
+        task = share_spec(replace(task, try_workload=try_workload), gang)
+    ending = run_rank(task, gang)
+    disconnect()
     return ending

@@ -35,42 +35,6 @@ DEFAULT_WORKLOAD = "ebbflow.workloads:TextWorkload"
 # an incomplete file.
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
-
-def wrap_user_workload(workload: Workload, name: str) -> Workload:
-    """Wrap a workload so that a mistake in the user's own code raises WorkloadError with its file
-    and line.
-
-    A mistake is an exception such as TypeError or KeyError that a line of the user's code raised.
-    Other exceptions pass unchanged, because another rank or the machine may have caused them.
-    """
-    return cast(Workload, _WrappedWorkload(workload, name))
-
-
-class _WrappedWorkload:
-    def __init__(self, workload: Workload, name: str) -> None:
-        self._workload = workload
-        self._name = name
-
-    def __getattr__(self, key: str) -> Any:
-        found = getattr(self._workload, key)
-        if key in REQUIRED:
-            return _named(found, f"{self._name}.{key}")
-        return found
-
-
-def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*arguments: Any, **options: Any) -> Any:
-        try:
-            return method(*arguments, **options)
-        except MISTAKES as error:
-            if _is_foreign(traceback.extract_tb(error.__traceback__)[-1].filename):
-                raise
-            raise _raised(error, what) from error
-
-    return call
-
-
 REQUIRED = ("model", "units", "next_batch", "loss", "flops", "evaluate")
 DEFAULT_WEIGHT_UNIT = "samples"
 _NOT_THE_USERS = (
@@ -80,6 +44,16 @@ _NOT_THE_USERS = (
 )
 
 WorkloadFactory = Callable[[WorkloadContext], Workload]
+
+
+def wrap_user_workload(workload: Workload, name: str) -> Workload:
+    """Wrap a workload so that a mistake in the user's own code raises WorkloadError with its file
+    and line.
+
+    A mistake is an exception such as TypeError or KeyError that a line of the user's code raised.
+    Other exceptions pass unchanged, because another rank or the machine may have caused them.
+    """
+    return cast(Workload, _WrappedWorkload(workload, name))
 
 
 def workload_context(
@@ -116,22 +90,6 @@ def find_workload(config: RunConfig) -> WorkloadFactory:
 def find_default_workload() -> WorkloadFactory:
     """Return the built-in language model, which a configuration without `workload` trains."""
     return _find_factory(DEFAULT_WORKLOAD)
-
-
-def _find_factory(workload: str) -> WorkloadFactory:
-    module_name, _, name = workload.partition(":")
-    module = _import(module_name)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise WorkloadError(_no_such_name(module, name))
-        found = getattr(found, part)
-    if not callable(found):
-        raise WorkloadError(
-            f"workload {workload} is a {type(found).__name__}, which cannot be called; "
-            "fix: name a class, or a function that returns a workload"
-        )
-    return cast(WorkloadFactory, found)
 
 
 def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
@@ -203,6 +161,54 @@ def user_code(what: str) -> Iterator[None]:
         raise _raised(error, what) from error
 
 
+def describe_mistake(error: BaseException, what: str) -> str:
+    """Describe an exception raised by `what` (such as "the dataset"), with the line in the user's
+    code.
+    """
+    return str(_raised(error, what))
+
+
+class _WrappedWorkload:
+    def __init__(self, workload: Workload, name: str) -> None:
+        self._workload = workload
+        self._name = name
+
+    def __getattr__(self, key: str) -> Any:
+        found = getattr(self._workload, key)
+        if key in REQUIRED:
+            return _named(found, f"{self._name}.{key}")
+        return found
+
+
+def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return method(*arguments, **options)
+        except MISTAKES as error:
+            if _is_foreign(traceback.extract_tb(error.__traceback__)[-1].filename):
+                raise
+            raise _raised(error, what) from error
+
+    return call
+
+
+def _find_factory(workload: str) -> WorkloadFactory:
+    module_name, _, name = workload.partition(":")
+    module = _import(module_name)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise WorkloadError(_no_such_name(module, name))
+        found = getattr(found, part)
+    if not callable(found):
+        raise WorkloadError(
+            f"workload {workload} is a {type(found).__name__}, which cannot be called; "
+            "fix: name a class, or a function that returns a workload"
+        )
+    return cast(WorkloadFactory, found)
+
+
 def _raised(error: BaseException, what: str) -> WorkloadError:
     """Return a WorkloadError with the line of the user's code that raised the error.
 
@@ -219,13 +225,6 @@ def _raised(error: BaseException, what: str) -> WorkloadError:
         f"{where}: {what} raised {type(error).__name__}: "
         f"{' '.join(str(text).split()) or 'no message'}"
     )
-
-
-def describe_mistake(error: BaseException, what: str) -> str:
-    """Describe an exception raised by `what` (such as "the dataset"), with the line in the user's
-    code.
-    """
-    return str(_raised(error, what))
 
 
 def _import(name: str) -> Any:

@@ -59,18 +59,6 @@ _CHILD_SECONDS = 3600.0
 _MOST_NAMED = 3  # differences of one kind that a certificate names
 
 
-def record_batches(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a configuration whose workload wraps that of `config` and records its batches in
-    `folder`.
-    """
-    options = {
-        **config.workload_options,
-        WORKLOAD_OPTION: config.workload or "",
-        FOLDER_OPTION: str(folder),
-    }
-    return config.model_copy(update={"workload": RECORDED, "workload_options": options})
-
-
 class RecordedWorkload:
     """A workload that wraps another one and records its batches.
 
@@ -104,53 +92,6 @@ class RecordedWorkload:
         return getattr(self._workload, name)
 
 
-def wrapped_config(config: RunConfig) -> RunConfig:
-    assert config.workload == RECORDED
-    options = dict(config.workload_options)
-    options.pop(FOLDER_OPTION)
-    return config.model_copy(
-        update={"workload": options.pop(WORKLOAD_OPTION) or None, "workload_options": options}
-    )
-
-
-def _wrapped_context(context: WorkloadContext) -> WorkloadContext:
-    return dataclasses.replace(context, config=wrapped_config(context.config))
-
-
-def content_sha256(batch: Any) -> str:
-    """Return the SHA-256 over all tensors and numbers of a batch, in the order of the batch's
-    fields.
-    """
-    digest = hashlib.sha256()
-    for part in _parts(batch):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _parts(value: Any) -> Iterator[bytes]:
-    import numpy as np
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        array = value.detach().cpu().contiguous()
-        yield f"{array.dtype}{tuple(array.shape)}".encode()
-        if array.numel():
-            yield array.flatten().view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        yield f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
-    elif isinstance(value, dict):
-        for key in value:
-            yield str(key).encode()
-            yield from _parts(value[key])
-    elif isinstance(value, list | tuple):
-        for element in value:
-            yield from _parts(element)
-    elif hasattr(value, "__dict__") and not callable(value):
-        yield from _parts(vars(value))
-    else:
-        yield repr(value).encode()
-
-
 @dataclass(frozen=True, kw_only=True)
 class CertifiedRun:
     interruption: str  # key of INTERRUPTIONS, or UNINTERRUPTED
@@ -161,6 +102,37 @@ class CertifiedRun:
     starts: int  # number of times that the gang was started
     generations: int  # number of generations that took steps
     resumed: list[int]  # the step from which each restore continued
+
+
+def record_batches(config: RunConfig, folder: Path) -> RunConfig:
+    """Return a configuration whose workload wraps that of `config` and records its batches in
+    `folder`.
+    """
+    options = {
+        **config.workload_options,
+        WORKLOAD_OPTION: config.workload or "",
+        FOLDER_OPTION: str(folder),
+    }
+    return config.model_copy(update={"workload": RECORDED, "workload_options": options})
+
+
+def wrapped_config(config: RunConfig) -> RunConfig:
+    assert config.workload == RECORDED
+    options = dict(config.workload_options)
+    options.pop(FOLDER_OPTION)
+    return config.model_copy(
+        update={"workload": options.pop(WORKLOAD_OPTION) or None, "workload_options": options}
+    )
+
+
+def content_sha256(batch: Any) -> str:
+    """Return the SHA-256 over all tensors and numbers of a batch, in the order of the batch's
+    fields.
+    """
+    digest = hashlib.sha256()
+    for part in _parts(batch):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def certified_run(
@@ -193,23 +165,6 @@ def certified_run(
         generations=len({event.generation for event in steps}),
         resumed=[event.step or 0 for event in events if event.name == RESTORE],
     )
-
-
-def _samples(folder: Path) -> list[tuple[int, int, str]]:
-    """Return (rank, first sample, SHA-256) of each recorded batch.
-
-    Skip a last line that a kill has cut off.
-    """
-    samples = []
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        rank = int(path.stem.removeprefix("rank-"))
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            samples.append((rank, record["first"], record["sha256"]))
-    return samples
 
 
 def build_certificate(
@@ -344,6 +299,51 @@ def certify_in_child(
             f"certify: ended with exit code {child.exit_code}; see its output above"
         )
     return child.answer
+
+
+def _wrapped_context(context: WorkloadContext) -> WorkloadContext:
+    return dataclasses.replace(context, config=wrapped_config(context.config))
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    import numpy as np
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        array = value.detach().cpu().contiguous()
+        yield f"{array.dtype}{tuple(array.shape)}".encode()
+        if array.numel():
+            yield array.flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+    elif isinstance(value, dict):
+        for key in value:
+            yield str(key).encode()
+            yield from _parts(value[key])
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _parts(element)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _parts(vars(value))
+    else:
+        yield repr(value).encode()
+
+
+def _samples(folder: Path) -> list[tuple[int, int, str]]:
+    """Return (rank, first sample, SHA-256) of each recorded batch.
+
+    Skip a last line that a kill has cut off.
+    """
+    samples = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        rank = int(path.stem.removeprefix("rank-"))
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            samples.append((rank, record["first"], record["sha256"]))
+    return samples
 
 
 def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:

@@ -48,22 +48,6 @@ _MIB = 2**20
 Figures = dict[str, float | None]  # by name; None if a figure was not measured
 
 
-class _Format(NamedTuple):
-    pattern: str
-    unit: int = 1
-
-
-_FORMATS = {
-    "tokens_per_second": _Format("{:,.0f}"),
-    "step_seconds": _Format("{:.3f}"),
-    "rank_memory_bytes": _Format("{:,.0f} MiB", _MIB),
-    "commit_bytes": _Format("{:,.1f} MiB", _MIB),
-    "commit_stall_seconds": _Format("{:.3f}"),
-    "startup_seconds": _Format("{:.1f}"),
-    "restore_seconds": _Format("{:.2f}"),
-}
-
-
 def compare_modes(
     config: RunConfig, modes: Sequence[str], *, steps: int, rounds: int, parent: Path | None = None
 ) -> dict[str, Any]:
@@ -155,6 +139,22 @@ def main(arguments: list[str]) -> int:
     write_answer(given.json, comparison)
     print(format_comparison(comparison), flush=True)
     return 0
+
+
+class _Format(NamedTuple):
+    pattern: str
+    unit: int = 1
+
+
+_FORMATS = {
+    "tokens_per_second": _Format("{:,.0f}"),
+    "step_seconds": _Format("{:.3f}"),
+    "rank_memory_bytes": _Format("{:,.0f} MiB", _MIB),
+    "commit_bytes": _Format("{:,.1f} MiB", _MIB),
+    "commit_stall_seconds": _Format("{:.3f}"),
+    "startup_seconds": _Format("{:.1f}"),
+    "restore_seconds": _Format("{:.2f}"),
+}
 
 
 def _refusal(config: RunConfig) -> str:

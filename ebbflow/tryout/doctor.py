@@ -45,14 +45,6 @@ _TORCHRUN = re.compile(r"RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|init_process_gr
 _CUDA = re.compile(r"CUDA|NVIDIA|NCCL", re.IGNORECASE)
 
 
-class _CannotExamine(Exception):
-    """The script cannot be examined. The message is for the user."""
-
-
-class _DoesNotResume(Exception):
-    """The script resumes nothing, or its runs cannot be compared. The message is for the user."""
-
-
 def main(words: list[str]) -> int:
     """Examine a script.
 
@@ -85,6 +77,14 @@ def main(words: list[str]) -> int:
         except _DoesNotResume as problem:
             print(problem)
             return 1
+
+
+class _CannotExamine(Exception):
+    """The script cannot be examined. The message is for the user."""
+
+
+class _DoesNotResume(Exception):
+    """The script resumes nothing, or its runs cannot be compared. The message is for the user."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,69 +10,10 @@ from typing import NamedTuple
 
 from ebbflow.tryout.resume_findings import AVERAGES, LostState, last_name
 
-
-class _Loss(NamedTuple):
-    what: str
-    fix: str
-
-
-class _Generator(NamedTuple):
-    get: str
-    put: str  # {} stands for the saved state
-    module: str
-    put_name: str
-
-
-class _Patch(NamedTuple):
-    saved: str  # the entry of the saved dict
-    loaded: str  # the statement that restores it
-
-
-_LOSSES = {
-    "start": _Loss(
-        "nothing is resumed: the second start begins at step 1",
-        "load what you save, before the loop",
-    ),
-    "weights": _Loss(
-        "weights are not restored: they are those of no saved step",
-        "save and load model.state_dict()",
-    ),
-    "buffers": _Loss(
-        "buffers of the model, such as BatchNorm's statistics, are lost",
-        "save model.state_dict() as a whole",
-    ),
-    "data": _Loss(
-        "other samples are read after a resume",
-        "skip the batches that were read, with the order of that epoch",
-    ),
-    "drawn data": _Loss(
-        "other samples are read after a resume",
-        "restore the random state, by which they may be drawn",
-    ),
-    "random": _Loss("the random state is lost", ""),
-    "counter": _Loss("the count starts anew", ""),
-    "index": _Loss(
-        "counts from 0 after a resume",
-        "begin at the batch to resume from: enumerate(loader, start)",
-    ),
-    "unknown": _Loss(
-        "weights differ, and no state that was seen explains it",
-        "compare the first steps after a resume",
-    ),
-}
 _RESTORED_TOO_EARLY = (
     "restore it at the loop's first step, because something draws from it before, such as "
     "iter(loader)"
 )
-_GENERATORS = {
-    "torch": _Generator(
-        "torch.get_rng_state()", "torch.set_rng_state({})", "torch", "set_rng_state"
-    ),
-    "random": _Generator("random.getstate()", "random.setstate({})", "random", "setstate"),
-    "numpy": _Generator(
-        "np.random.get_state()", "np.random.set_state({})", "np.random", "set_state"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -130,6 +71,68 @@ def find_assignment(sources: dict[str, str], variable: str) -> str:
             if assigned == name and isinstance(node.ctx, ast.Store):
                 return f"{file}:{node.lineno}"
     return ""
+
+
+class _Loss(NamedTuple):
+    what: str
+    fix: str
+
+
+_LOSSES = {
+    "start": _Loss(
+        "nothing is resumed: the second start begins at step 1",
+        "load what you save, before the loop",
+    ),
+    "weights": _Loss(
+        "weights are not restored: they are those of no saved step",
+        "save and load model.state_dict()",
+    ),
+    "buffers": _Loss(
+        "buffers of the model, such as BatchNorm's statistics, are lost",
+        "save model.state_dict() as a whole",
+    ),
+    "data": _Loss(
+        "other samples are read after a resume",
+        "skip the batches that were read, with the order of that epoch",
+    ),
+    "drawn data": _Loss(
+        "other samples are read after a resume",
+        "restore the random state, by which they may be drawn",
+    ),
+    "random": _Loss("the random state is lost", ""),
+    "counter": _Loss("the count starts anew", ""),
+    "index": _Loss(
+        "counts from 0 after a resume",
+        "begin at the batch to resume from: enumerate(loader, start)",
+    ),
+    "unknown": _Loss(
+        "weights differ, and no state that was seen explains it",
+        "compare the first steps after a resume",
+    ),
+}
+
+
+class _Generator(NamedTuple):
+    get: str
+    put: str  # {} stands for the saved state
+    module: str
+    put_name: str
+
+
+_GENERATORS = {
+    "torch": _Generator(
+        "torch.get_rng_state()", "torch.set_rng_state({})", "torch", "set_rng_state"
+    ),
+    "random": _Generator("random.getstate()", "random.setstate({})", "random", "setstate"),
+    "numpy": _Generator(
+        "np.random.get_state()", "np.random.set_state({})", "np.random", "set_state"
+    ),
+}
+
+
+class _Patch(NamedTuple):
+    saved: str  # the entry of the saved dict
+    loaded: str  # the statement that restores it
 
 
 def _line(place: str, places: Places) -> str:

@@ -52,17 +52,6 @@ def copy_folder(source: Path, target: Path) -> None:
                     new.symlink_to(path)
 
 
-def _place_of(link: Path, source: Path, target: Path) -> Path:
-    """Return where the copy of a link points: into the copy if the original points into its own
-    folder.
-    """
-    place = Path(os.path.normpath(link.parent.resolve() / os.readlink(link)))
-    inside = place.is_relative_to(source) and not _LEFT_OUT & set(place.relative_to(source).parts)
-    if inside:
-        return target / place.relative_to(source)
-    return place
-
-
 def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
     """Replace links on the way to a path of the copy, so that a script that writes there keeps the
     originals intact.
@@ -110,3 +99,14 @@ def detach_before(copy: Path, event: str, given: tuple[Any, ...]) -> None:
         for path in given[:count]:
             if isinstance(path, str | bytes | os.PathLike):
                 detach(copy, os.path.dirname(os.path.abspath(os.fsdecode(path))))
+
+
+def _place_of(link: Path, source: Path, target: Path) -> Path:
+    """Return where the copy of a link points: into the copy if the original points into its own
+    folder.
+    """
+    place = Path(os.path.normpath(link.parent.resolve() / os.readlink(link)))
+    inside = place.is_relative_to(source) and not _LEFT_OUT & set(place.relative_to(source).parts)
+    if inside:
+        return target / place.relative_to(source)
+    return place

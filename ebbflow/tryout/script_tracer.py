@@ -45,44 +45,6 @@ class StepRecord(TypedDict):
     counters: dict[str, int]  # integers by variable
 
 
-def run_traced(
-    script: Path, arguments: list[str], traces: list[Path], steps: int, *, seed: int, output: Path
-) -> NoReturn:
-    """Run the script in this forked process, which is killed after its last step.
-
-    Args:
-        traces: files of records, one for each rank. Write to the one of this process's rank.
-    """
-    import torch
-
-    try:
-        die_with_parent()
-        target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        for stream in (1, 2):
-            os.dup2(target, stream)
-        os.chdir(script.parent)
-        tracer = Tracer(traces, int(os.environ.get("RANK", "0")), steps, script.parent)
-        os.environ |= {
-            "EBBFLOW__STORE": f"{os.getcwd()}/runs",
-            "EBBFLOW__CHECKPOINT__INTERVAL": "steps",
-            "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "3",
-        }
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if importlib.util.find_spec("numpy"):
-            importlib.import_module("numpy").random.seed(seed)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        tracer.install()
-        sys.argv = [str(script), *arguments]
-        sys.path[0] = str(script.parent)
-        runpy.run_path(str(script), run_name="__main__")
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
-
-
 class Tracer:
     """Writer of a record of each step's beginning, in the process of one of the script's ranks."""
 
@@ -334,25 +296,6 @@ class Tracer:
             time.sleep(0.01)
 
 
-def _integers(path: str, value: Any, depth: int) -> Iterator[tuple[str, int]]:
-    """Yield the integers of nested dicts and lists, each with its place, such as `state/step`."""
-    if type(value) is int:
-        yield path, value
-    elif depth and isinstance(value, Mapping | list | tuple):
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, member in list(pairs)[:_MOST_MEMBERS]:
-            yield from _integers(f"{path}/{key}", member, depth - 1)
-    elif depth and not callable(value) and type(value).__module__ == "__main__":
-        yield from _integers(path, getattr(value, "__dict__", None), depth)
-
-
-def _trained(optimizer: Any) -> list[Any]:
-    weights = []
-    for group in optimizer.param_groups:
-        weights += group["params"]
-    return weights
-
-
 class TrainedWeights:
     """The weights that the optimizer trains, from which the states of other objects are told apart."""
 
@@ -416,12 +359,46 @@ class TrainedWeights:
         return self._shapes <= shapes
 
 
+def run_traced(
+    script: Path, arguments: list[str], traces: list[Path], steps: int, *, seed: int, output: Path
+) -> NoReturn:
+    """Run the script in this forked process, which is killed after its last step.
+
+    Args:
+        traces: files of records, one for each rank. Write to the one of this process's rank.
+    """
+    import torch
+
+    try:
+        die_with_parent()
+        target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for stream in (1, 2):
+            os.dup2(target, stream)
+        os.chdir(script.parent)
+        tracer = Tracer(traces, int(os.environ.get("RANK", "0")), steps, script.parent)
+        os.environ |= {
+            "EBBFLOW__STORE": f"{os.getcwd()}/runs",
+            "EBBFLOW__CHECKPOINT__INTERVAL": "steps",
+            "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "3",
+        }
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if importlib.util.find_spec("numpy"):
+            importlib.import_module("numpy").random.seed(seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        tracer.install()
+        sys.argv = [str(script), *arguments]
+        sys.path[0] = str(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
 def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
-
-
-def _address(tensor: Any) -> int:
-    return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
 def digest(value: Any) -> str:
@@ -429,6 +406,29 @@ def digest(value: Any) -> str:
     for part in _parts(value):
         sha1.update(part)
     return sha1.hexdigest()[:16]
+
+
+def _integers(path: str, value: Any, depth: int) -> Iterator[tuple[str, int]]:
+    """Yield the integers of nested dicts and lists, each with its place, such as `state/step`."""
+    if type(value) is int:
+        yield path, value
+    elif depth and isinstance(value, Mapping | list | tuple):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, member in list(pairs)[:_MOST_MEMBERS]:
+            yield from _integers(f"{path}/{key}", member, depth - 1)
+    elif depth and not callable(value) and type(value).__module__ == "__main__":
+        yield from _integers(path, getattr(value, "__dict__", None), depth)
+
+
+def _trained(optimizer: Any) -> list[Any]:
+    weights = []
+    for group in optimizer.param_groups:
+        weights += group["params"]
+    return weights
+
+
+def _address(tensor: Any) -> int:
+    return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
 def _parts(value: Any) -> Iterator[bytes]:

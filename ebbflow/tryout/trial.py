@@ -39,6 +39,24 @@ from ebbflow.training.workload_loader import DEFAULT_WEIGHT_UNIT, make_workload,
 
 _FLOAT32_BYTES = 4
 
+# The time limit of `evaluate`, less than EXAMINE_SECONDS. An evaluation that is fast on many GPUs
+# may be slow on a CPU, and the job must not be refused for that.
+LONGEST_SECONDS = 20.0
+
+# The limit of weights plus gradients up to which a model is run. For larger models, only shapes are
+# computed.
+LARGEST_TRIED_BYTES = 2 << 30
+_MOST_SAMPLES = 4
+# Micro-batches may use other kernels, and add float32 numbers in another order.
+_TOLERANCE = 1e-3
+
+# Each library whose models have their own rules for initial weights, and the workload that applies
+# these rules.
+_LIBRARIES = {
+    "transformers": "ebbflow.workloads:HuggingFace",
+    "timm": "ebbflow.workloads:ImageModel",
+}
+
 
 @dataclass
 class SavedBytes:
@@ -62,8 +80,64 @@ class SavedBytes:
         return tensor
 
 
-def _unit(workload: Workload) -> str:
-    return str(getattr(workload, "weight_unit", DEFAULT_WEIGHT_UNIT))
+@dataclass
+class Trial:
+    """Result of trying out a workload: its measured shape, the checks that it passed, and remarks."""
+
+    name: str  # the name of the workload
+    shape: ModelShape | None = None  # the measured shape; None if it was not measured
+    done: list[str] = field(default_factory=list)  # the checks that were made, and their figures
+    # Remarks about the workload that do not prevent training
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "; ".join([f"{self.name}: {', '.join(self.done)}", *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "shape": self.shape and self.shape.to_json()}
+
+
+class FirstCrossEntropy(TorchFunctionMode):
+    """Context that compares the first cross-entropy inside it with that of a uniform guess among
+    all classes.
+
+    Attributes:
+        remark: what is implausible about it for a new model; "" if it is plausible, or if there was
+            none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen = False
+        self.remark = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (functional.cross_entropy, functional.nll_loss) and not self._seen:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            scores = given["input"].float()
+            target = given["target"]
+            ignored = given.get("ignore_index", -100)
+            self._seen = not target.is_floating_point()  # not probabilities
+            if self._seen:
+                self._judge(
+                    float(func(scores, target, ignore_index=ignored)),
+                    scores.shape[min(1, scores.ndim - 1)],
+                )
+        return result
+
+    def _judge(self, mean: float, classes: int) -> None:
+        usual = math.log(max(classes, 2))
+        if not usual / 4 <= mean <= 2 * usual:
+            if mean > usual:
+                fix = "fix: check the initial weights"
+            else:
+                fix = "only trained weights give less"
+            self.remark = (
+                f"the first loss is {mean:.3g} per prediction, and ln({classes}) = {usual:.3g} "
+                f"is usual for {classes} classes; {fix}"
+            )
 
 
 def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[ModelShape, Loss]:
@@ -101,26 +175,6 @@ def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[M
     return shape, loss
 
 
-def _numel(part: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in part.parameters())
-
-
-def _outside(model: nn.Module, units: list[nn.Module]) -> int:
-    """Return the number of parameters outside all FSDP units.
-
-    FSDP2 shards these together, as the root module.
-    """
-    inside: set[int] = set()
-    for unit in units:
-        inside.update(map(id, unit.parameters()))
-    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
-
-
-# The time limit of `evaluate`, less than EXAMINE_SECONDS. An evaluation that is fast on many GPUs
-# may be slow on a CPU, and the job must not be refused for that.
-LONGEST_SECONDS = 20.0
-
-
 def try_evaluate(
     name: str,
     workload: Workload,
@@ -153,32 +207,6 @@ def try_evaluate(
     if config is not None:
         check_best_metric(config, metrics)
     return f"evaluate gives {', '.join(metrics) or 'no metrics'}"
-
-
-# The limit of weights plus gradients up to which a model is run. For larger models, only shapes are
-# computed.
-LARGEST_TRIED_BYTES = 2 << 30
-_MOST_SAMPLES = 4
-# Micro-batches may use other kernels, and add float32 numbers in another order.
-_TOLERANCE = 1e-3
-
-
-@dataclass
-class Trial:
-    """Result of trying out a workload: its measured shape, the checks that it passed, and remarks."""
-
-    name: str  # the name of the workload
-    shape: ModelShape | None = None  # the measured shape; None if it was not measured
-    done: list[str] = field(default_factory=list)  # the checks that were made, and their figures
-    # Remarks about the workload that do not prevent training
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "; ".join([f"{self.name}: {', '.join(self.done)}", *self.notes])
-
-    def to_json(self) -> dict[str, Any]:
-        return {"text": self.text, "shape": self.shape and self.shape.to_json()}
 
 
 def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
@@ -298,6 +326,52 @@ def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
             )
 
 
+def find_bypassed_rules(model: nn.Module) -> str:
+    """Return a remark if torch's `reset_parameters` fills matrices of a model of transformers or
+    timm; else "".
+    """
+    for part in model.modules():
+        library = next(
+            (
+                top
+                for kind in type(part).mro()
+                if (top := kind.__module__.split(".")[0]) in _LIBRARIES
+            ),
+            "",
+        )
+        found = [
+            name
+            for name, child in part.named_modules()
+            if ".lora_" not in name and _is_filled_by_torch(child)
+        ]
+        if library and found:
+            return (
+                f"{type(part).__name__} of {library}: torch fills {abbreviate(found)} instead of "
+                "the library's own rules, so training begins elsewhere; fix: "
+                f"{_LIBRARIES[library]}, or reset_parameters by these rules"
+            )
+    return ""
+
+
+def _unit(workload: Workload) -> str:
+    return str(getattr(workload, "weight_unit", DEFAULT_WEIGHT_UNIT))
+
+
+def _numel(part: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in part.parameters())
+
+
+def _outside(model: nn.Module, units: list[nn.Module]) -> int:
+    """Return the number of parameters outside all FSDP units.
+
+    FSDP2 shards these together, as the root module.
+    """
+    inside: set[int] = set()
+    for unit in units:
+        inside.update(map(id, unit.parameters()))
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside)
+
+
 def _try_samples(trial: Trial, workload: Workload, model: nn.Module, config: RunConfig) -> None:
     blank = workload.model()
     materialise(model, "cpu")
@@ -336,83 +410,6 @@ def _look_at_sample(trial: Trial, workload: Workload, model: nn.Module) -> None:
         f"{_numel(model) / 2**27:.1f} GiB exceed the {LARGEST_TRIED_BYTES >> 30} GiB that are "
         "tried"
     )
-
-
-class FirstCrossEntropy(TorchFunctionMode):
-    """Context that compares the first cross-entropy inside it with that of a uniform guess among
-    all classes.
-
-    Attributes:
-        remark: what is implausible about it for a new model; "" if it is plausible, or if there was
-            none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen = False
-        self.remark = ""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (functional.cross_entropy, functional.nll_loss) and not self._seen:
-            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-            scores = given["input"].float()
-            target = given["target"]
-            ignored = given.get("ignore_index", -100)
-            self._seen = not target.is_floating_point()  # not probabilities
-            if self._seen:
-                self._judge(
-                    float(func(scores, target, ignore_index=ignored)),
-                    scores.shape[min(1, scores.ndim - 1)],
-                )
-        return result
-
-    def _judge(self, mean: float, classes: int) -> None:
-        usual = math.log(max(classes, 2))
-        if not usual / 4 <= mean <= 2 * usual:
-            if mean > usual:
-                fix = "fix: check the initial weights"
-            else:
-                fix = "only trained weights give less"
-            self.remark = (
-                f"the first loss is {mean:.3g} per prediction, and ln({classes}) = {usual:.3g} "
-                f"is usual for {classes} classes; {fix}"
-            )
-
-
-# Each library whose models have their own rules for initial weights, and the workload that applies
-# these rules.
-_LIBRARIES = {
-    "transformers": "ebbflow.workloads:HuggingFace",
-    "timm": "ebbflow.workloads:ImageModel",
-}
-
-
-def find_bypassed_rules(model: nn.Module) -> str:
-    """Return a remark if torch's `reset_parameters` fills matrices of a model of transformers or
-    timm; else "".
-    """
-    for part in model.modules():
-        library = next(
-            (
-                top
-                for kind in type(part).mro()
-                if (top := kind.__module__.split(".")[0]) in _LIBRARIES
-            ),
-            "",
-        )
-        found = [
-            name
-            for name, child in part.named_modules()
-            if ".lora_" not in name and _is_filled_by_torch(child)
-        ]
-        if library and found:
-            return (
-                f"{type(part).__name__} of {library}: torch fills {abbreviate(found)} instead of "
-                "the library's own rules, so training begins elsewhere; fix: "
-                f"{_LIBRARIES[library]}, or reset_parameters by these rules"
-            )
-    return ""
 
 
 def _is_filled_by_torch(module: nn.Module) -> bool:

@@ -43,27 +43,6 @@ _COMMAND = """set -o pipefail; python task.py 2>&1 | python -c 'import sys
 for line in sys.stdin: open("log", "a").write(line)'; code=$?; touch after; exit $code"""
 
 
-def _request(text: str) -> dict:
-    return {"jobName": "a", "containerOverrides": {"command": ["bash", "-c", text]}}
-
-
-def _started(folder: Path, text: str) -> subprocess.Popen[bytes]:
-    request = _request(text)
-    wrap_job_commands(request)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    command = request["containerOverrides"]["command"]
-    return subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "PATH": path}, start_new_session=True
-    )
-
-
-def _await(file: Path) -> None:
-    limit = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < limit, f"no {file}"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["first process", "process group"])
 @pytest.mark.parametrize(("listens", "code"), [(True, 75), (False, 128 + signal.SIGTERM)])
 def test_a_task_that_is_stopped_saves_and_its_last_lines_are_kept(
@@ -107,3 +86,24 @@ def test_other_commands_stay_as_they_are() -> None:
     request = {"containerOverrides": {"command": ["python", "-m", "infra"]}}
     wrap_job_commands(request)
     assert request == {"containerOverrides": {"command": ["python", "-m", "infra"]}}
+
+
+def _request(text: str) -> dict:
+    return {"jobName": "a", "containerOverrides": {"command": ["bash", "-c", text]}}
+
+
+def _started(folder: Path, text: str) -> subprocess.Popen[bytes]:
+    request = _request(text)
+    wrap_job_commands(request)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = request["containerOverrides"]["command"]
+    return subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "PATH": path}, start_new_session=True
+    )
+
+
+def _await(file: Path) -> None:
+    limit = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < limit, f"no {file}"
+        time.sleep(0.02)

@@ -21,54 +21,13 @@ from ebbflow.cost.prices.quote import StaticPrices
 
 REGIONS = ["us-east-1", "us-west-2"]
 
-
-def product(name: str, usd: str, unit: str = "Hrs") -> str:
-    """As the price list answers: JSON in a string, the price below two keys of its own."""
-    dimension = {
-        "unit": unit,
-        "pricePerUnit": {"USD": usd},
-        "description": f"${usd} per On Demand Linux {name}",
-    }
-    terms = {
-        "OnDemand": {
-            "SKU.JRTCKXETXF": {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}}
+ADVISOR = json.dumps(
+    {
+        "spot_advisor": {
+            "us-west-2": {"Linux": {"g5.xlarge": {"s": 55, "r": 1}, "m5.large": {"s": 70, "r": 0}}}
         }
     }
-    return json.dumps(
-        {
-            "product": {"attributes": {"instanceType": name}},
-            "terms": terms,
-            "serviceCode": "AmazonEC2",
-        }
-    )
-
-
-def described(
-    name: str, gpu: str, *, count: int = 1, baseline: float | None = 10.0, efa: int = 0
-) -> dict:
-    card = {"NetworkCardIndex": 0} | (
-        {} if baseline is None else {"BaselineBandwidthInGbps": baseline}
-    )
-    if efa:
-        has_efa = {"EfaInfo": {"MaximumEfaInterfaces": efa}}
-    else:
-        has_efa = {}
-    return {
-        "InstanceType": name,
-        "VCpuInfo": {"DefaultVCpus": 4},
-        "MemoryInfo": {"SizeInMiB": 16384},
-        "NetworkInfo": {"EfaSupported": efa > 0, "NetworkCards": [card]} | has_efa,
-        "GpuInfo": {
-            "Gpus": [
-                {
-                    "Name": gpu,
-                    "Manufacturer": "NVIDIA",
-                    "Count": count,
-                    "MemoryInfo": {"SizeInMiB": 24576},
-                }
-            ]
-        },
-    }
+).encode()
 
 
 class Aws:
@@ -103,21 +62,27 @@ class Aws:
         return client
 
 
-def refresh(tmp_path: Path, aws: Aws, *, advisor: bytes = b"", bands: bool = True) -> Path:
-    arguments = argparse.Namespace(regions=REGIONS, output=tmp_path, no_advisor=not bands)
-    assert refresh_catalogue(arguments, client=aws, read_advisor=lambda: advisor) == 0
-    for stub in aws.stubs:
-        stub.assert_no_pending_responses()
-    return tmp_path
-
-
-ADVISOR = json.dumps(
-    {
-        "spot_advisor": {
-            "us-west-2": {"Linux": {"g5.xlarge": {"s": 55, "r": 1}, "m5.large": {"s": 70, "r": 0}}}
+def product(name: str, usd: str, unit: str = "Hrs") -> str:
+    """As the price list answers: JSON in a string, the price below two keys of its own."""
+    dimension = {
+        "unit": unit,
+        "pricePerUnit": {"USD": usd},
+        "description": f"${usd} per On Demand Linux {name}",
+    }
+    terms = {
+        "OnDemand": {
+            "SKU.JRTCKXETXF": {"priceDimensions": {"SKU.JRTCKXETXF.6YS6EN2CT7": dimension}}
         }
     }
-).encode()
+    return json.dumps(
+        {
+            "product": {"attributes": {"instanceType": name}},
+            "terms": terms,
+            "serviceCode": "AmazonEC2",
+        }
+    )
+
+
 ANSWERS = {
     "us-east-1": [
         [product("g5.xlarge", "1.1000000000")],
@@ -125,6 +90,36 @@ ANSWERS = {
     ],
     "us-west-2": [[product("g5.xlarge", "1.0060000000"), product("x9.huge", "9.0000000000")]],
 }
+
+
+def described(
+    name: str, gpu: str, *, count: int = 1, baseline: float | None = 10.0, efa: int = 0
+) -> dict:
+    card = {"NetworkCardIndex": 0} | (
+        {} if baseline is None else {"BaselineBandwidthInGbps": baseline}
+    )
+    if efa:
+        has_efa = {"EfaInfo": {"MaximumEfaInterfaces": efa}}
+    else:
+        has_efa = {}
+    return {
+        "InstanceType": name,
+        "VCpuInfo": {"DefaultVCpus": 4},
+        "MemoryInfo": {"SizeInMiB": 16384},
+        "NetworkInfo": {"EfaSupported": efa > 0, "NetworkCards": [card]} | has_efa,
+        "GpuInfo": {
+            "Gpus": [
+                {
+                    "Name": gpu,
+                    "Manufacturer": "NVIDIA",
+                    "Count": count,
+                    "MemoryInfo": {"SizeInMiB": 24576},
+                }
+            ]
+        },
+    }
+
+
 TYPES = {
     "us-east-1": [
         described("g5.xlarge", "A10G"),
@@ -136,6 +131,14 @@ TYPES = {
         described("p9.xlarge", "H100", count=8, efa=32),
     ],
 }
+
+
+def refresh(tmp_path: Path, aws: Aws, *, advisor: bytes = b"", bands: bool = True) -> Path:
+    arguments = argparse.Namespace(regions=REGIONS, output=tmp_path, no_advisor=not bands)
+    assert refresh_catalogue(arguments, client=aws, read_advisor=lambda: advisor) == 0
+    for stub in aws.stubs:
+        stub.assert_no_pending_responses()
+    return tmp_path
 
 
 def test_prices_of_more_regions_are_taken_in_and_old_ones_keep_their_day(tmp_path: Path, capsys):

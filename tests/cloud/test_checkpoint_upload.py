@@ -112,20 +112,6 @@ def test_the_plan_is_kept_until_a_tensor_is_another_one(tmp_path: Path) -> None:
                 assert torch.equal(tensor, expected[step][name]), (step, name)
 
 
-def _durable(store: Store, save: CheckpointId, rank: int, folder: Path) -> None:
-    throttle = Throttle()
-    uploader = PartUploader(open_sink(str(folder), throttle), PartSettings(), throttle)
-    data = uploader.upload(
-        data_key(save.generation, save.step, rank), memoryview(b"x" * 10), Deadline(10)
-    )
-    if rank == 0:
-        common = {"extra": {}, "optimizer": None, "parent": None}
-    else:
-        common = None
-    index = RankIndex(save=save, rank=rank, data=data, items=(), common=common)
-    store.put(index_key(save.generation, save.step, rank), index.to_bytes())
-
-
 def test_a_backup_rank_commits_when_all_lower_ranks_are_gone(tmp_path: Path) -> None:
     """Ranks 0 to 39 die as soon as their indexes are durable: one of the others sees to the commit."""
     store = Store.open(str(tmp_path))
@@ -181,3 +167,17 @@ def test_a_real_bucket_gets_parts_keeps_commits_and_is_left_clean(
     )
     assert sink.sweep("data/", older_than_seconds=600, seconds=10) == [], "too young"
     assert sink.sweep("data/", older_than_seconds=-5, seconds=10) == ["store/jobs/real/data/left"]
+
+
+def _durable(store: Store, save: CheckpointId, rank: int, folder: Path) -> None:
+    throttle = Throttle()
+    uploader = PartUploader(open_sink(str(folder), throttle), PartSettings(), throttle)
+    data = uploader.upload(
+        data_key(save.generation, save.step, rank), memoryview(b"x" * 10), Deadline(10)
+    )
+    if rank == 0:
+        common = {"extra": {}, "optimizer": None, "parent": None}
+    else:
+        common = None
+    index = RankIndex(save=save, rank=rank, data=data, items=(), common=common)
+    store.put(index_key(save.generation, save.step, rank), index.to_bytes())

@@ -24,6 +24,8 @@ from tests.support.kubernetes.fixture import LocalCluster, local_cluster
 
 kubernetes = pytest.importorskip("kubernetes")
 
+SAVING = "trap 'sleep 2; exit 1' TERM; sleep 60 & wait"
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
@@ -193,9 +195,6 @@ def test_a_pod_whose_node_is_announced_to_go_is_evicted(three: dict[str, Any]) -
     ), output
     ended, _ = pods_of(three, "tainted")
     assert ended["cause"] == "reclaimed"
-
-
-SAVING = "trap 'sleep 2; exit 1' TERM; sleep 60 & wait"
 
 
 def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:

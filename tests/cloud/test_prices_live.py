@@ -33,12 +33,6 @@ TYPES = ["g5.xlarge", "g6.xlarge"]
 ZONES = {"us-east-1a": "use1-az4", "us-east-1b": "use1-az6"}
 
 
-@cache
-def session() -> boto3.session.Session:
-    """One for all tests: it keeps EC2's large description, which takes most of a second to read."""
-    return boto3.session.Session()
-
-
 class Region:
     """One region's stubbed client. Every request is compared with what must be asked."""
 
@@ -98,6 +92,12 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self.time += seconds
+
+
+@cache
+def session() -> boto3.session.Session:
+    """One for all tests: it keeps EC2's large description, which takes most of a second to read."""
+    return boto3.session.Session()
 
 
 def record(

@@ -24,6 +24,15 @@ from tests.support.flow import ROOT
 from tests.support.swift import Swift
 
 
+@dataclass
+class Container:
+    """What the endpoint does once the event is set: it refuses, or it keeps silent."""
+
+    revoked: threading.Event = field(default_factory=threading.Event)
+    silent: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home without an .aws folder, on a machine that is no instance."""
@@ -85,15 +94,6 @@ def test_the_environment_goes_before_the_profile(
     for name, value in swift.environment().items():
         monkeypatch.setenv(name, value)
     assert can_write(swift.new_bucket())
-
-
-@dataclass
-class Container:
-    """What the endpoint does once the event is set: it refuses, or it keeps silent."""
-
-    revoked: threading.Event = field(default_factory=threading.Event)
-    silent: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
 
 
 @pytest.fixture

@@ -39,15 +39,6 @@ sys.exit(3 if tries < {refusals} else 0)
 """
 
 
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The supervisor handles its process's signals, which here is pytest's."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def options(folder: Path, *words: str) -> SupervisorOptions:
     chosen = ["--job", "j", "--pause-seconds", "0", "--set", f"store={folder / 'store'}", *words]
     return read_options([str(ROOT / "ebbflow/configs" / "laptop.yaml"), *chosen], project_root=ROOT)
@@ -174,3 +165,12 @@ def test_a_supervisor_whose_job_was_taken_over_leaves_the_successors_batch_job_a
     monkeypatch.setattr(supervisor.FlowProcess, "run", take_over)
     assert Supervisor(asked, said.append).supervise() == Outcome.INTERRUPTED.exit_code
     assert not ended and said[-1].startswith("job taken over by `supervise` of ann on host node-7")
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """The supervisor handles its process's signals, which here is pytest's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -42,6 +42,27 @@ from tests.support.timelines import GangLog, event, plan_event
 
 ROOT = Path(__file__).resolve().parents[2]
 
+_ON_A_TERMINAL = """
+import sys, time
+from ebbflow.core.program import print_on_any_terminal
+print_on_any_terminal()
+from ebbflow.flows.console import RunView, is_terminal
+from ebbflow.core.config.schema import RunConfig
+from tests.support.console_log import log_of_a_run, PROGRESS
+from ebbflow.core.process import ignore_lost_readers
+from ebbflow.core.untrusted_text import guard_terminal
+ignore_lost_readers()
+guard_terminal(keep_colours=True)
+assert is_terminal()
+view = RunView("mine", RunConfig(store=sys.argv[1]), fancy=True)
+view.logged("Task is starting.", system_msg=True, head="[17/train/1 (pid 5)] ")
+view.logged(PROGRESS, head="[17/train/1 (pid 5)] ")
+print("a print of the launcher")
+time.sleep(0.5)
+log_of_a_run(view)
+view.close(explained=True)
+"""
+
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
@@ -240,28 +261,6 @@ def test_the_help_of_run_names_the_flags_that_metaflow_does_not_know() -> None:
         "--accept-rollback",
     ):
         assert f"\n  {flag}" in text
-
-
-_ON_A_TERMINAL = """
-import sys, time
-from ebbflow.core.program import print_on_any_terminal
-print_on_any_terminal()
-from ebbflow.flows.console import RunView, is_terminal
-from ebbflow.core.config.schema import RunConfig
-from tests.support.console_log import log_of_a_run, PROGRESS
-from ebbflow.core.process import ignore_lost_readers
-from ebbflow.core.untrusted_text import guard_terminal
-ignore_lost_readers()
-guard_terminal(keep_colours=True)
-assert is_terminal()
-view = RunView("mine", RunConfig(store=sys.argv[1]), fancy=True)
-view.logged("Task is starting.", system_msg=True, head="[17/train/1 (pid 5)] ")
-view.logged(PROGRESS, head="[17/train/1 (pid 5)] ")
-print("a print of the launcher")
-time.sleep(0.5)
-log_of_a_run(view)
-view.close(explained=True)
-"""
 
 
 def on_a_terminal(folder: Path, columns: int, *, closes: bool = False, **environment: str) -> str:

@@ -44,8 +44,24 @@ FIXED_FIELDS = {
     "configuration",
 }
 
-
 LIVE: list[str] = []  # verdicts of the live page while the default job ran
+
+_CLIENT = """
+import json
+import ebbflow
+ebbflow.use_records()
+from metaflow import Flow, namespace
+from metaflow.cards import get_cards
+
+run = Flow("TrainFlow").latest_run
+cards = {step: [card.get() for card in get_cards(run[step].task, follow_resumed=False)] for step in ("start", "report")}
+data = run.data
+assert Flow("TrainFlow").latest_successful_run.id == run.id
+assert [one.id for one in Flow("TrainFlow").runs("kind:default")] == [run.id] and not [*Flow("TrainFlow").runs("x")]
+frames = {name: getattr(data, name).to_dict("split") for name in ("loss_frame", "ledger_frame", "throughput_frame")}
+print(json.dumps({"type": type(data.run_report).__name__, "report": data.run_report.to_json(), "frames": frames,
+                  "tags": sorted(run.tags), "cards": cards}, default=float))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -206,24 +222,6 @@ def test_the_terminal_shows_each_phase_of_the_job(default: tuple[FlowRunner, Flo
     assert "WorkerServer.cpp" in "".join(logs) and ".cpp:" not in output, (
         "native notes stay in the raw log"
     )
-
-
-_CLIENT = """
-import json
-import ebbflow
-ebbflow.use_records()
-from metaflow import Flow, namespace
-from metaflow.cards import get_cards
-
-run = Flow("TrainFlow").latest_run
-cards = {step: [card.get() for card in get_cards(run[step].task, follow_resumed=False)] for step in ("start", "report")}
-data = run.data
-assert Flow("TrainFlow").latest_successful_run.id == run.id
-assert [one.id for one in Flow("TrainFlow").runs("kind:default")] == [run.id] and not [*Flow("TrainFlow").runs("x")]
-frames = {name: getattr(data, name).to_dict("split") for name in ("loss_frame", "ledger_frame", "throughput_frame")}
-print(json.dumps({"type": type(data.run_report).__name__, "report": data.run_report.to_json(), "frames": frames,
-                  "tags": sorted(run.tags), "cards": cards}, default=float))
-"""
 
 
 def read_elsewhere(default: tuple[FlowRunner, FlowRun], folder: Path, *command: str) -> str:

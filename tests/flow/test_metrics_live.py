@@ -29,6 +29,13 @@ Emit = Callable[..., Any]
 GPU = "ebbflow_gpu"  # tests/unit/test_gpu_counters.py
 NODE_0_ONLY = "node 0 only"
 
+REAL = pytest.param(
+    "real",
+    marks=pytest.mark.skipif(
+        BINARY is None, reason="prometheus-pushgateway (Debian) is not installed"
+    ),
+)
+
 
 def spec(folder: Path, *, node: int = 0, agent: bool = True, **metrics: Any) -> WorkerSpec:
     """A rank of an agent: two ranks on its node, with heartbeats."""
@@ -237,14 +244,6 @@ def test_only_the_nodes_first_rank_shows_and_only_when_asked(
     monkeypatch.setenv("LOCAL_RANK", "0")
     with live_metrics(spec(tmp_path), rank=0, world_size=2, emit=emit) as showing:
         assert showing is emit
-
-
-REAL = pytest.param(
-    "real",
-    marks=pytest.mark.skipif(
-        BINARY is None, reason="prometheus-pushgateway (Debian) is not installed"
-    ),
-)
 
 
 def emit_nothing(*words: Any, **fields: Any) -> None:

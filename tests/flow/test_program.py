@@ -47,13 +47,6 @@ def run_command(*arguments: str) -> CommandLine:
     return CommandLine("train_flow.py", [], "run", [*arguments])
 
 
-def _obey_permissions() -> None:
-    """Root may write anywhere until it loses CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2)."""
-    for capability in (1, 2):
-        # PR_CAPBSET_DROP; fails, as it may, where there is none
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
-
-
 @pytest.mark.parametrize("door", _DOORS)
 def test_a_missing_package_is_one_line_with_the_fix(door: str) -> None:
     done = run(sys.executable, "-S", *_DOORS[door])  # -S: without site-packages
@@ -262,3 +255,10 @@ def test_a_configuration_given_as_a_dictionary_is_checked_like_a_file() -> None:
         load_config(
             json.dumps({"model": {"hidden_size": 64, "num_heads": 5}}, indent=1), project_root=ROOT
         )
+
+
+def _obey_permissions() -> None:
+    """Root may write anywhere until it loses CAP_DAC_OVERRIDE (1) and CAP_DAC_READ_SEARCH (2)."""
+    for capability in (1, 2):
+        # PR_CAPBSET_DROP; fails, as it may, where there is none
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)

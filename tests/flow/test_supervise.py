@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(600)]
 
 CONFIG = str(ROOT / "ebbflow/configs" / "laptop.yaml")
 
-
 # The job of the story still trains when its second supervisor has started.
 _LONGER = {"training__max_steps": 400}
 
@@ -62,10 +61,6 @@ class Supervised(FlowRunner):
         ]
 
 
-def told(run: FlowRun) -> list[str]:
-    return re.findall(r"^supervise: (.*)$", run.output, re.MULTILINE)
-
-
 @dataclass(frozen=True)
 class Story:
     """A job whose launcher is killed, and that another supervisor then takes over from the first
@@ -76,6 +71,10 @@ class Story:
     survivors: list[int]
     run: FlowRun
     quiet: dict[str, Any]
+
+
+def told(run: FlowRun) -> list[str]:
+    return re.findall(r"^supervise: (.*)$", run.output, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

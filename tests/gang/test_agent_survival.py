@@ -68,6 +68,15 @@ files = st.one_of(
 )
 
 
+class FailingText(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(7)
+
+
+class DataError(Exception):
+    """Has only the name of one of ours, as many libraries' exceptions do."""
+
+
 def ended_worker(folder: Path, code: int) -> Worker:
     process = SimpleNamespace(pid=2**22 + 1, returncode=code, poll=lambda: code)
     return Worker(0, 0, folder, SPEC, {}, lambda *_: process)
@@ -174,15 +183,6 @@ def test_an_agent_that_raises_counts_as_a_failure_and_ends_in_a_crash_loop(
     ended = [event.data for event in events if event.name == GENERATION_ENDED]
     assert [(end["reason"], end["user_code"]) for end in ended] == [("agent_failed", True)] * 3
     assert [event.data["outcome"] for event in events if event.name == OUTCOME] == ["crash_loop"]
-
-
-class FailingText(Exception):
-    def __str__(self) -> str:
-        raise SystemExit(7)
-
-
-class DataError(Exception):
-    """Has only the name of one of ours, as many libraries' exceptions do."""
 
 
 def ended_by(

@@ -46,12 +46,24 @@ CORPUS = {
     "accelerated": (1, 36, 3),
 }
 
-
 # script: (libraries, steps, lines that a user may change)
 LIBRARIES = {
     "hugging_face": (("accelerate", "peft", "transformers.trainer"), 24, 4),
     "lightning_mlp": (("lightning.pytorch",), 30, 4),
 }
+
+# page: (ranks, steps, libraries)
+PAGES = {
+    "ddp": (2, 20, ()),
+    "transformers": (1, 20, ("accelerate", "peft", "transformers.trainer")),
+    "peft": (1, 20, ("accelerate", "peft", "transformers.trainer")),
+    "lightning": (1, 20, ("lightning.pytorch",)),
+    "accelerate": (1, 24, ("accelerate",)),
+    "torchtitan": (2, 20, ()),
+}
+
+MODELS = "import torch, ebbflow\na, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
+SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
 
 
 @pytest.mark.parametrize("name", CORPUS | LIBRARIES)
@@ -325,17 +337,6 @@ def test_the_example_of_the_guide_runs(tmp_path: Path) -> None:
     assert commits(script)[-1] == 64 and "epoch 3: loss" in output(script)
 
 
-# page: (ranks, steps, libraries)
-PAGES = {
-    "ddp": (2, 20, ()),
-    "transformers": (1, 20, ("accelerate", "peft", "transformers.trainer")),
-    "peft": (1, 20, ("accelerate", "peft", "transformers.trainer")),
-    "lightning": (1, 20, ("lightning.pytorch",)),
-    "accelerate": (1, 24, ("accelerate",)),
-    "torchtitan": (2, 20, ()),
-}
-
-
 def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(
     tmp_path: Path,
 ) -> None:
@@ -380,10 +381,6 @@ def test_the_scripts_of_the_guides_run_and_those_of_two_ranks_resume_bit_equal(
     assert "tokens seen: 1280" in output(left["torchtitan"][0])
 
 
-def _is_installed(library: str) -> bool:
-    return importlib.util.find_spec(library.partition(".")[0]) is not None
-
-
 def test_a_rank_that_leaves_its_loop_alone_is_named_within_seconds(tmp_path: Path) -> None:
     script = tmp_path / "uneven.py"
     script.write_text(
@@ -422,10 +419,6 @@ def test_a_save_that_is_due_while_gradients_accumulate_is_made_after_the_next_st
     assert commits(script) == [4, 8, 12]
     assert "accumulating.py:6 draws batches whose position is not saved" in output(script)
     assert "not exact" in format_key_figures(build_report(events_of(script)))["resume"]
-
-
-MODELS = "import torch, ebbflow\na, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)\n"
-SGD = "torch.optim.SGD({}.parameters(), lr=0.1)"
 
 
 @pytest.mark.parametrize(
@@ -474,3 +467,7 @@ def test_bad_input_is_one_line_with_the_fix(
     finish(start(script, **environment), script, 2)
     lines = [line for line in output(script).splitlines() if not line.startswith("job bad in ")]
     assert len(lines) == 1 and lines[0].startswith("ebbflow: ") and message in lines[0], lines
+
+
+def _is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library.partition(".")[0]) is not None

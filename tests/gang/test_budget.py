@@ -38,6 +38,36 @@ BUDGET_USD = 14 * GANG_USD_PER_SECOND
 RESERVE_USD = 5 * GANG_USD_PER_SECOND
 
 
+class Job:
+    """A gang of two ranks with a stated price, started as the flow does: with what the events say
+    was spent.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.spec = endless_gang(folder, checkpoint={"interval_steps": 100_000})
+        self.store = Store.open(self.spec.store_uri).sub(job_prefix(self.spec.job))
+        with EventLog(self.store, Origin(job="job", run="run", process="plan")) as log:
+            log.emit(PLAN, **plan_event(USD_PER_HOUR, None).data, budget_usd=BUDGET_USD)
+
+    def events(self) -> list[Event]:
+        return read_events(self.store)
+
+    def run(self, attempt: int, budget_usd: float, *, max_steps: int | None = None) -> GangOutcome:
+        events = self.events()
+        terms = Terms(
+            usd_per_rank_second=GANG_USD_PER_SECOND / 2,
+            budget_usd=budget_usd,
+            reserve_usd=RESERVE_USD,
+            spent_usd=compute_spent_usd(events),
+            last_notified_threshold=last_notified_threshold(events, budget_usd),
+        )
+        spec: GangSpec = replace(self.spec, attempt=attempt, terms=terms)
+        if max_steps:
+            spec = with_settings(spec, training={"max_steps": max_steps})
+        return LocalGang(spec, self.folder / f"gang-{attempt}", self.folder / "output.log").wait(90)
+
+
 def test_budget_thresholds_are_reported_once_and_a_step_must_be_affordable() -> None:
     now = 0.0
     terms = Terms(
@@ -97,36 +127,6 @@ def test_no_budget_reports_nothing_and_an_empty_budget_starts_nothing() -> None:
     )
     assert replace(terms, budget_usd=10.0, spent_usd=7.9).out_of_money() == ""
     assert "$8.0000 of $10.0000" in replace(terms, budget_usd=10.0, spent_usd=8.0).out_of_money()
-
-
-class Job:
-    """A gang of two ranks with a stated price, started as the flow does: with what the events say
-    was spent.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.spec = endless_gang(folder, checkpoint={"interval_steps": 100_000})
-        self.store = Store.open(self.spec.store_uri).sub(job_prefix(self.spec.job))
-        with EventLog(self.store, Origin(job="job", run="run", process="plan")) as log:
-            log.emit(PLAN, **plan_event(USD_PER_HOUR, None).data, budget_usd=BUDGET_USD)
-
-    def events(self) -> list[Event]:
-        return read_events(self.store)
-
-    def run(self, attempt: int, budget_usd: float, *, max_steps: int | None = None) -> GangOutcome:
-        events = self.events()
-        terms = Terms(
-            usd_per_rank_second=GANG_USD_PER_SECOND / 2,
-            budget_usd=budget_usd,
-            reserve_usd=RESERVE_USD,
-            spent_usd=compute_spent_usd(events),
-            last_notified_threshold=last_notified_threshold(events, budget_usd),
-        )
-        spec: GangSpec = replace(self.spec, attempt=attempt, terms=terms)
-        if max_steps:
-            spec = with_settings(spec, training={"max_steps": max_steps})
-        return LocalGang(spec, self.folder / f"gang-{attempt}", self.folder / "output.log").wait(90)
 
 
 def test_a_gang_stops_within_its_budget_and_continues_with_a_larger_one(tmp_path: Path) -> None:

@@ -38,8 +38,33 @@ HELLO = {"node": 1, "host": "b"}
 Door = tuple[str, int]
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
 def line(message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
+
+
+NONSENSE = [
+    b"[" * 200_000 + b"\n",
+    b"[" * 2000 + b"\n",
+    b'{"kind":' * 300 + b"\n",
+    b"\xff\xfe\n",
+    line(None),
+    line({"kind": []}),
+    line({"kind": "proof", "proof": "x"}),
+    line({"kind": "hello", "nonce": new_nonce(), "node": True, "host": "b"}),
+    line({"kind": "hello", "nonce": new_nonce(), "node": 7, "host": "b"}),
+    line({"kind": "hello", "nonce": 1, **HELLO}),
+    line({"kind": "hello", "nonce": "\ud800" * 64, **HELLO}),
+    line({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b", "notice": []}),
+    line({"kind": "welcome"}),
+]
 
 
 def answer(peer: socket.socket) -> Message:
@@ -114,23 +139,6 @@ def reflect(door: Door) -> list[socket.socket]:
         stranger.sendall(line({"kind": "proof", "proof": answer(stranger)["proof"]}))
         assert answer(stranger)["kind"] == "stranger"
     return []
-
-
-NONSENSE = [
-    b"[" * 200_000 + b"\n",
-    b"[" * 2000 + b"\n",
-    b'{"kind":' * 300 + b"\n",
-    b"\xff\xfe\n",
-    line(None),
-    line({"kind": []}),
-    line({"kind": "proof", "proof": "x"}),
-    line({"kind": "hello", "nonce": new_nonce(), "node": True, "host": "b"}),
-    line({"kind": "hello", "nonce": new_nonce(), "node": 7, "host": "b"}),
-    line({"kind": "hello", "nonce": 1, **HELLO}),
-    line({"kind": "hello", "nonce": "\ud800" * 64, **HELLO}),
-    line({"kind": "hello", "nonce": new_nonce(), "node": 1, "host": "b", "notice": []}),
-    line({"kind": "welcome"}),
-]
 
 
 @pytest.fixture
@@ -266,14 +274,6 @@ def test_the_secret_is_for_this_user_alone_and_gone_when_withdrawn(tmp_path: Pat
 def connected() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as door:
         return connect(door.getsockname()), door.accept()[0]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 @pytest.fixture

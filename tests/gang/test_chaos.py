@@ -35,6 +35,10 @@ from ebbflow.training.launch.messages import GangOutcome
 
 SLEEPER = Aim(node=1, rank=1, number=0)
 
+QUIET = GangOutcome(
+    outcome=Outcome.COMPLETED, step=90, message="", weights_sha256="aa", generation=1
+)
+
 
 def test_an_order_is_carried_out_once_and_by_its_rank_alone(tmp_path: Path) -> None:
     outside = Orders(tmp_path)
@@ -216,11 +220,6 @@ def test_gangs_under_faults_name_the_guilty_and_end_with_the_weights_of_the_quie
     assert figures["all"]["guilty"] == figures["all"]["reason"] == {"right": 3, "of": 3}
     assert figures["all"]["place"] == {"right": 2, "of": 2}
     assert figures["all"]["back_seconds"]["count"] == 3
-
-
-QUIET = GangOutcome(
-    outcome=Outcome.COMPLETED, step=90, message="", weights_sha256="aa", generation=1
-)
 
 
 def planned(*kinds: str) -> Planned:

@@ -52,6 +52,8 @@ from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.messages import WorkerSpec
 from tests.support.gangs import endless_gang
 
+KEY = "a key of these tests, which no object may hold"
+
 
 def build(fill: float) -> nn.Module:
     model = nn.Linear(64, 64)
@@ -293,9 +295,6 @@ def test_checkpoint_list_shows_which_commits_count_and_why_others_do_not(
     assert checkpoints(["list", str(job)]) == 0
     assert "does not count: it is quarantined" in capfd.readouterr().out
     assert checkpoints(["verify", str(job / "nowhere")]) == 2 and not (job / "nowhere").exists()
-
-
-KEY = "a key of these tests, which no object may hold"
 
 
 def use_key(monkeypatch: pytest.MonkeyPatch, value: str | None = KEY) -> None:

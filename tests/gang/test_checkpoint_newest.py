@@ -28,6 +28,14 @@ from ebbflow.training.errors import CheckpointError, DamagedLineage, TwoLauncher
 COMMITS = 5000
 GENERATIONS = 3000
 
+EVENTS = st.one_of(
+    st.tuples(st.just("start"), st.integers(0, 3)),  # from the newest commit, or back by so many
+    st.tuples(st.just("commit"), st.integers(1, 3)),
+    st.tuples(st.just("zombie"), st.integers(0, 40)),
+    st.tuples(st.just("quarantine"), st.integers(0, 9)),
+    st.tuples(st.just("tombstone"), st.integers(0, 9)),
+)
+
 
 class CountingStore(Store):
     """In memory. pages: how many of each folder were read; longest: the most of one listing; gets:
@@ -155,15 +163,6 @@ def test_records_below_the_number_that_was_asked_about_are_found_too() -> None:
             DamagedLineage, match="commits of generation 900, its record is missing"
         ):
             look(job)
-
-
-EVENTS = st.one_of(
-    st.tuples(st.just("start"), st.integers(0, 3)),  # from the newest commit, or back by so many
-    st.tuples(st.just("commit"), st.integers(1, 3)),
-    st.tuples(st.just("zombie"), st.integers(0, 40)),
-    st.tuples(st.just("quarantine"), st.integers(0, 9)),
-    st.tuples(st.just("tombstone"), st.integers(0, 9)),
-)
 
 
 @settings(max_examples=150, deadline=None)

@@ -41,6 +41,13 @@ from ebbflow.training.errors import CheckpointError, DamagedLineage, GenerationS
 ROOT = Path(__file__).resolve().parents[2]
 DAY = 24 * 3600.0
 
+KEPT = st.lists(
+    st.tuples(st.integers(1, 200), st.integers(0, 50), st.none() | st.floats(0, 9), st.booleans()),
+    min_size=1,
+    max_size=20,
+    unique_by=lambda row: row[0],
+)
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Store:
@@ -134,14 +141,6 @@ def test_the_cap_takes_the_least_valued_first_and_never_the_newest_or_pinned(job
     assert run(job, generation, **rules, max_total_bytes=200) == [6, 7]
     assert run(job, generation, **rules, max_total_bytes=1) == []
     assert steps(job) == [2, 8]
-
-
-KEPT = st.lists(
-    st.tuples(st.integers(1, 200), st.integers(0, 50), st.none() | st.floats(0, 9), st.booleans()),
-    min_size=1,
-    max_size=20,
-    unique_by=lambda row: row[0],
-)
 
 
 @given(

@@ -34,6 +34,14 @@ from tests.support.headline import OfFiles
 
 BATCH = 8
 
+READ = mmap.mmap(-1, 64)  # counted by workers
+
+KILLED = mmap.mmap(-1, 1)
+
+BROKEN = (4, 5, 11)
+
+PARENT = os.getpid()
+
 
 class Noisy:
     """20 samples: the index, and draws of all three random generators."""
@@ -43,9 +51,6 @@ class Noisy:
 
     def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
         return index, random.random(), float(np.random.rand()), torch.rand(3)
-
-
-READ = mmap.mmap(-1, 64)  # counted by workers
 
 
 class Counted(Noisy):
@@ -74,9 +79,6 @@ class DeadlyOnce(Deadly):
         return super().__getitem__(index)
 
 
-KILLED = mmap.mmap(-1, 1)
-
-
 class Talkative(Noisy):
     """A dataset of which a new process can be made, without what this module has."""
 
@@ -95,9 +97,6 @@ class Mistaken(Noisy):
 class Unreadable(Noisy):
     def __getitem__(self, index: int) -> tuple[int, float, float, Tensor]:
         raise OSError("stale file handle")
-
-
-BROKEN = (4, 5, 11)
 
 
 class Broken(Noisy):
@@ -120,7 +119,19 @@ class AllBroken:
         raise ValueError("no image")
 
 
-PARENT = os.getpid()
+class Lines(DatasetWorkload):
+    def dataset(self, train: bool) -> object:
+        points = torch.linspace(0, 1, 64 if train else 10)
+        return [
+            {"x": point[None], "y": 2 * point[None], "name": f"{point:.2f}"} for point in points
+        ]
+
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss_sum(self, model: nn.Module, samples: dict[str, Tensor]) -> Tensor:
+        return (model(samples["x"]) - samples["y"]).square().sum()
 
 
 def loader(dataset: Any, workers: int, **options: Any) -> Any:
@@ -311,21 +322,6 @@ def test_corrupt_samples_are_replaced_within_their_budget(
     with pytest.raises(RuntimeError, match=r"\(\d+.jpg\): OSError: image file is truncated"):
         for number in range(8):
             loader(Broken(), 0).load(Cursor(number * BATCH, BATCH))
-
-
-class Lines(DatasetWorkload):
-    def dataset(self, train: bool) -> object:
-        points = torch.linspace(0, 1, 64 if train else 10)
-        return [
-            {"x": point[None], "y": 2 * point[None], "name": f"{point:.2f}"} for point in points
-        ]
-
-    def model(self) -> nn.Module:
-        with torch.device("meta"):
-            return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def loss_sum(self, model: nn.Module, samples: dict[str, Tensor]) -> Tensor:
-        return (model(samples["x"]) - samples["y"]).square().sum()
 
 
 def context(tmp_path: Path, **options: object) -> WorkloadContext:

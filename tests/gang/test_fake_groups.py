@@ -31,8 +31,61 @@ from tests.support.spread_rank import ModelOnly
 
 MODEL = ModelConfig(hidden_size=64, num_layers=1, num_heads=2, sequence_length=16)
 
-
 Join = Callable[[int, int], Gang]
+
+LLAMA = ModelConfig(
+    architecture="llama",
+    hidden_size=64,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=4,
+    sequence_length=16,
+    vocab_size=259,
+    qkv_bias=True,
+    qk_norm=True,
+)
+GPT = ModelConfig(
+    hidden_size=64,
+    num_layers=1,
+    num_heads=8,
+    sequence_length=16,
+    vocab_size=259,
+    tied_embeddings=True,
+)
+
+
+class Drawn(TorchDispatchMode):
+    """Counts the elements that are drawn at random on the CPU."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+            and args[0].device.type == "cpu"
+        ):
+            self.elements += args[0].numel()
+        return func(*args, **kwargs or {})
+
+
+class Special(nn.Linear):
+    """Initialised by operations on whole tensors, after numbers that are drawn by rows."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.weight.copy_(torch.arange(float(self.weight.numel())).view_as(self.weight)).mul_(
+                2
+            ).add_(1)
+            self.weight[3] = 0.5
+
+
+class Wide(ModelOnly):
+    def model(self) -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(
+                nn.Embedding(3001, 512), nn.Linear(512, 1030), nn.Linear(1030, 4), Special(512, 600)
+            )
 
 
 @pytest.fixture
@@ -77,27 +130,6 @@ def test_each_rank_holds_its_part_of_the_same_weights(
         bytes_held += parameter.to_local().nbytes
     largest = max(parameter.nbytes for parameter in whole.values())
     assert bytes_held <= sum(parameter.nbytes for parameter in whole.values()) / shards + largest
-
-
-LLAMA = ModelConfig(
-    architecture="llama",
-    hidden_size=64,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=4,
-    sequence_length=16,
-    vocab_size=259,
-    qkv_bias=True,
-    qk_norm=True,
-)
-GPT = ModelConfig(
-    hidden_size=64,
-    num_layers=1,
-    num_heads=8,
-    sequence_length=16,
-    vocab_size=259,
-    tied_embeddings=True,
-)
 
 
 def test_tensor_groups_hold_and_write_each_number_once(tmp_path: Path) -> None:
@@ -147,40 +179,6 @@ def test_tensor_groups_hold_and_write_each_number_once(tmp_path: Path) -> None:
                 by_group = 1
             assert (holders[name] == 16 // size * by_group).all(), name
             assert (writers[name] == 1).all(), name
-
-
-class Drawn(TorchDispatchMode):
-    """Counts the elements that are drawn at random on the CPU."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
-            and args[0].device.type == "cpu"
-        ):
-            self.elements += args[0].numel()
-        return func(*args, **kwargs or {})
-
-
-class Special(nn.Linear):
-    """Initialised by operations on whole tensors, after numbers that are drawn by rows."""
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        with torch.no_grad():
-            self.weight.copy_(torch.arange(float(self.weight.numel())).view_as(self.weight)).mul_(
-                2
-            ).add_(1)
-            self.weight[3] = 0.5
-
-
-class Wide(ModelOnly):
-    def model(self) -> nn.Module:
-        with torch.device("meta"):
-            return nn.Sequential(
-                nn.Embedding(3001, 512), nn.Linear(512, 1030), nn.Linear(1030, 4), Special(512, 600)
-            )
 
 
 @pytest.mark.parametrize(

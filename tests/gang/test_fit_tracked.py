@@ -99,20 +99,6 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
 }
 
 
-class _FusedNorm(torch.autograd.Function):
-    """What CUDA's `_fused_rms_norm` keeps for backward: its input, weight, and one float32 per row."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
-        context.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = context.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def ranks() -> Iterator[None]:
     """Eight ranks whose collectives do nothing, of which this process is the first."""
@@ -196,6 +182,20 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
                 optimizer.zero_grad()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(kind).rpartition(".")[2]: size for kind, size in peak.items()}
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What CUDA's `_fused_rms_norm` keeps for backward: its input, weight, and one float32 per row."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = context.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 @pytest.mark.usefixtures("fused_norms")

@@ -15,6 +15,8 @@ from ebbflow.core.store import Store
 from ebbflow.training.engine.guards.guards import LossScale
 from tests.support.alone import run_alone
 
+HALF = {"use_mixed_precision": True, "param_dtype": "float16"}
+
 
 def configured(folder: Path, steps: int, **sections: Any) -> RunConfig:
     texts = folder / "texts"
@@ -44,9 +46,6 @@ def configured(folder: Path, steps: int, **sections: Any) -> RunConfig:
 def steps_of(folder: Path, job: str) -> dict[int, Event]:
     events = read_events(Store.open(str(folder / "store" / "jobs" / job)))
     return {event.step: event for event in events if event.name == "step"}
-
-
-HALF = {"use_mixed_precision": True, "param_dtype": "float16"}
 
 
 def test_overflows_are_skipped_and_a_resumed_job_keeps_the_loss_scale(

@@ -66,6 +66,71 @@ SIZE = {
     "num_attention_heads": 4,
 }
 
+TIED = LlamaConfig(vocab_size=300, max_position_embeddings=64, tie_word_embeddings=True, **SIZE)
+GPT2 = GPT2Config(
+    vocab_size=300,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_positions=64,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+
+TOKENS_OF_FAMILY = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+FAMILY = {**SIZE, **TOKENS_OF_FAMILY, "vocab_size": 300, "max_position_embeddings": 64}
+FAMILIES = {
+    "mistral": MistralConfig(**FAMILY, num_key_value_heads=2, sliding_window=8),
+    "gemma": GemmaConfig(**FAMILY, num_key_value_heads=2, head_dim=8),
+    # Has no implementation with SDPA
+    "gemma 2": Gemma2Config(**FAMILY, num_key_value_heads=2, head_dim=8),
+    "phi": PhiConfig(**FAMILY),
+    "opt": OPTConfig(**{**FAMILY, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0}),
+    "mixtral": MixtralConfig(**FAMILY, num_key_value_heads=2, num_local_experts=4),
+}
+
+TRY_IMPORTS = """
+import importlib, shutil
+for module, gone in zip(["hugging_face", *["timm_models"] * 3], ["", "", "torchvision", "timm"]):
+    if gone:
+        shutil.rmtree(gone)
+        importlib.invalidate_caches()
+    try:
+        importlib.import_module(f"ebbflow.workloads.{module}")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+GROUPED = {**SIZE, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}
+STRETCHED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+THEIRS = {
+    "llama": LlamaConfig(**GROUPED, rms_norm_eps=1e-5, rope_theta=5000.0),
+    "llama 3.1": LlamaConfig(
+        **GROUPED,
+        head_dim=16,
+        tie_word_embeddings=True,
+        rope_theta=500.0,
+        rope_scaling={**STRETCHED, "original_max_position_embeddings": 32},
+    ),
+    "qwen2": Qwen2Config(**GROUPED, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**GROUPED, head_dim=12, rope_theta=1e6),
+}
+TOKENS = torch.arange(3 * 40).reshape(3, 40) * 7 % 299 + 1  # without 0, which is taken for padding
+
+
+class Bypassing(HuggingFace):
+    """Workload that gives torch's modules in a model of transformers torch's own initial weights."""
+
+    def model(self) -> PreTrainedModel:
+        model = super().model()
+        for part in model.modules():
+            if type(part).__module__.startswith("torch.nn"):
+                vars(part).pop("reset_parameters", None)
+        return model
+
 
 def random_model(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     """Write a small model with a tokenizer, as `save_pretrained` does, and a dataset of 300 rows
@@ -113,21 +178,6 @@ def settings_for(folder: Path, **options: Any) -> RunConfig:
             "cluster": {"nodes": 1, "processes_per_node": 1, "device": "cpu"},
         }
     )
-
-
-TIED = LlamaConfig(vocab_size=300, max_position_embeddings=64, tie_word_embeddings=True, **SIZE)
-GPT2 = GPT2Config(
-    vocab_size=300,
-    n_embd=32,
-    n_layer=2,
-    n_head=4,
-    n_positions=64,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-    bos_token_id=0,
-    eos_token_id=0,
-)
 
 
 def test_the_example_trains_a_folder_on_two_ranks_and_returns_it(tmp_path: Path) -> None:
@@ -178,17 +228,6 @@ def test_the_example_trains_a_folder_on_two_ranks_and_returns_it(tmp_path: Path)
         if not torch.equal(value, start.state_dict()[name])
     ]
     assert changed  # it was trained, if only a little
-
-
-class Bypassing(HuggingFace):
-    """Workload that gives torch's modules in a model of transformers torch's own initial weights."""
-
-    def model(self) -> PreTrainedModel:
-        model = super().model()
-        for part in model.modules():
-            if type(part).__module__.startswith("torch.nn"):
-                vars(part).pop("reset_parameters", None)
-        return model
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -340,19 +379,6 @@ def test_the_end_of_documents_is_refused_for_models_of_transformers(tmp_path: Pa
         HuggingFace(replace(own, prepared=HuggingFace.prepare(own)))
 
 
-TOKENS_OF_FAMILY = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
-FAMILY = {**SIZE, **TOKENS_OF_FAMILY, "vocab_size": 300, "max_position_embeddings": 64}
-FAMILIES = {
-    "mistral": MistralConfig(**FAMILY, num_key_value_heads=2, sliding_window=8),
-    "gemma": GemmaConfig(**FAMILY, num_key_value_heads=2, head_dim=8),
-    # Has no implementation with SDPA
-    "gemma 2": Gemma2Config(**FAMILY, num_key_value_heads=2, head_dim=8),
-    "phi": PhiConfig(**FAMILY),
-    "opt": OPTConfig(**{**FAMILY, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0}),
-    "mixtral": MixtralConfig(**FAMILY, num_key_value_heads=2, num_local_experts=4),
-}
-
-
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_logits_and_loss_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -471,19 +497,6 @@ def test_bad_options_are_one_line_with_the_fix(
     assert "\n" not in str(caught.value)
 
 
-TRY_IMPORTS = """
-import importlib, shutil
-for module, gone in zip(["hugging_face", *["timm_models"] * 3], ["", "", "torchvision", "timm"]):
-    if gone:
-        shutil.rmtree(gone)
-        importlib.invalidate_caches()
-    try:
-        importlib.import_module(f"ebbflow.workloads.{module}")
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}")
-"""
-
-
 def test_a_torchvision_of_another_torch_is_named_with_the_fix(tmp_path: Path) -> None:
     """It has the metadata and the error of a wheel for CUDA beside a torch for the CPU. timm only
     begins its import.
@@ -524,23 +537,6 @@ def test_a_torchvision_of_another_torch_is_named_with_the_fix(tmp_path: Path) ->
         f"torchvision, {keep} torch",
         f"WorkloadError: timm is not installed; {install} timm torchvision, {keep} torch",
     ]
-
-
-GROUPED = {**SIZE, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64}
-STRETCHED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-THEIRS = {
-    "llama": LlamaConfig(**GROUPED, rms_norm_eps=1e-5, rope_theta=5000.0),
-    "llama 3.1": LlamaConfig(
-        **GROUPED,
-        head_dim=16,
-        tie_word_embeddings=True,
-        rope_theta=500.0,
-        rope_scaling={**STRETCHED, "original_max_position_embeddings": 32},
-    ),
-    "qwen2": Qwen2Config(**GROUPED, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**GROUPED, head_dim=12, rope_theta=1e6),
-}
-TOKENS = torch.arange(3 * 40).reshape(3, 40) * 7 % 299 + 1  # without 0, which is taken for padding
 
 
 def random_folder(kind: str, folder: Path) -> PreTrainedModel:

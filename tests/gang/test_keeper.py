@@ -75,6 +75,19 @@ while True:
 """
 )
 
+AGENT = """
+import sys, time
+from pathlib import Path
+from ebbflow.core.keeper import Keeper
+from tests.gang.test_keeper import DAEMON, RUNAWAY, spawn
+keeper = Keeper(Path(sys.argv[1], "keeper.log"))
+_, daemon = spawn(keeper, Path(sys.argv[1]), DAEMON, "daemon")
+spawn(keeper, Path(sys.argv[1]), RUNAWAY, "runaway")
+Path(sys.argv[1], "pids.new").write_text(f"{keeper.pid} {daemon}")
+Path(sys.argv[1], "pids.new").rename(Path(sys.argv[1], "pids"))
+time.sleep(600)
+"""
+
 
 @pytest.fixture
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
@@ -156,20 +169,6 @@ def test_a_process_hidden_from_its_session_is_ended_with_its_generation(
     child.kill()
     assert kill_descendants(keeper.pid, 60) == []
     assert descendants(keeper.pid) == [] and gone(hidden)()
-
-
-AGENT = """
-import sys, time
-from pathlib import Path
-from ebbflow.core.keeper import Keeper
-from tests.gang.test_keeper import DAEMON, RUNAWAY, spawn
-keeper = Keeper(Path(sys.argv[1], "keeper.log"))
-_, daemon = spawn(keeper, Path(sys.argv[1]), DAEMON, "daemon")
-spawn(keeper, Path(sys.argv[1]), RUNAWAY, "runaway")
-Path(sys.argv[1], "pids.new").write_text(f"{keeper.pid} {daemon}")
-Path(sys.argv[1], "pids.new").rename(Path(sys.argv[1], "pids"))
-time.sleep(600)
-"""
 
 
 def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ QUESTIONS = [
     {"prompt": "number", "choices": [" 1", " 2", " 12"], "answer": 2},
 ]
 
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ "
+    "m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+FRESH_ONLY = CHAT.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | length }}")
+
 
 def prepared(config: RunConfig) -> Any:
     own = workload_context(config, Gang(), store=Store.open(config.store))
@@ -116,10 +122,6 @@ def test_a_model_that_knows_the_answers_has_all_of_them() -> None:
         ChoiceTest(questions, Bytes(), 4)  # type: ignore[arg-type]
 
 
-def _alone() -> WorkloadContext:
-    return WorkloadContext(config=RunConfig(), store=Store.open("/tmp"), project_root=Path())
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -157,13 +159,6 @@ def test_conversations_become_text_by_the_folders_template(tmp_path: Path) -> No
         TrainingError, match=r"row 1: the chat template of .* refuses the messages: .*; fix: \["
     ):
         prepared(config)
-
-
-MARKED = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ "
-    "m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-)
-FRESH_ONLY = CHAT.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | length }}")
 
 
 @pytest.mark.parametrize("template", [CHAT, MARKED], ids=["plain", "generation"])
@@ -237,3 +232,7 @@ def test_only_the_assistants_tokens_count(template: str, tmp_path: Path) -> None
         TrainingError, match=r"the chat template of .* writes message 2 differently .*; fix: \{% g"
     ):
         prepared(config)
+
+
+def _alone() -> WorkloadContext:
+    return WorkloadContext(config=RunConfig(), store=Store.open("/tmp"), project_root=Path())

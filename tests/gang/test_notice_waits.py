@@ -38,10 +38,6 @@ from tests.support.gangs import KNOWN, SECRET, endless_gang, with_settings
 NOTICE_STANDS = RankOrder(seconds=600.0, cause=CAUSES[2], node=1)
 
 
-def never() -> bool:
-    return False
-
-
 class Waiting:
     """A coordinator that calls the roll, and node 1, which has come and cannot start."""
 
@@ -89,6 +85,10 @@ class Waiting:
             )
         )
         return thread
+
+
+def never() -> bool:
+    return False
 
 
 @pytest.fixture

@@ -44,6 +44,11 @@ from ebbflow.training.launch.transport import control_ports
 from tests.support.flow import wait_until
 from tests.support.gangs import KNOWN, SECRET, endless_gang
 
+INTERRUPTED = RankResult(outcome=Outcome.INTERRUPTED, step=7, message="asked to leave")
+NOTICE = CAUSES[2]
+REBALANCE = CAUSES[5]
+SIGNAL = CAUSES[1]
+
 
 def test_on_a_machine_that_is_going_away_no_rank_is_started(tmp_path: Path) -> None:
     notice = tmp_path / "notice"
@@ -95,20 +100,6 @@ def test_a_noticed_node_leaves_and_enough_others_go_on_without_redoing_a_step(
     report = build_report(events)
     assert (report.failures, report.redone_steps) == (0, 0)
     assert sum(row.rank_seconds for row in report.ledger) == pytest.approx(report.paid_rank_seconds)
-
-
-def _steps(store: Store, *, generation: int) -> list[int | None]:
-    return [
-        event.step
-        for event in read_events(store)
-        if event.name == STEP and event.generation == generation
-    ]
-
-
-INTERRUPTED = RankResult(outcome=Outcome.INTERRUPTED, step=7, message="asked to leave")
-NOTICE = CAUSES[2]
-REBALANCE = CAUSES[5]
-SIGNAL = CAUSES[1]
 
 
 @pytest.fixture
@@ -230,4 +221,12 @@ def test_a_node_that_reads_commits_wrongly_is_left_out_but_for_the_one_that_coor
         member.ready()
     assert coordinator.regroup(30, lambda: False) == [
         node for node in (0, 1, 2) if node not in left_out
+    ]
+
+
+def _steps(store: Store, *, generation: int) -> list[int | None]:
+    return [
+        event.step
+        for event in read_events(store)
+        if event.name == STEP and event.generation == generation
     ]

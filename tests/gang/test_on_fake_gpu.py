@@ -52,11 +52,18 @@ from tests.support.no_saver import NoSaver
 
 CUDA = torch.device("cuda", 0)
 
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    with fake_gpu(monkeypatch) as gpu:
-        yield gpu
+ROW = Row(
+    step=5.0,
+    cursor=2.0**40 + 1,
+    loss_sum=0.0,
+    weight=3.0,
+    square_sum=0.0,
+    flops=1.0,
+    compute_seconds=0.5,
+    data_seconds=0.25,
+    stop=0.0,
+)
+OTHER = ROW._replace(loss_sum=4.0, weight=5.0, square_sum=7.0, stop=1.0)
 
 
 class Numbers:
@@ -110,6 +117,12 @@ class Kept(NoSaver):
     def save(self, step: int, model: nn.Module, *_: Any, **__: Any) -> float:
         self.states[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         return 0.0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with fake_gpu(monkeypatch) as gpu:
+        yield gpu
 
 
 def make_config(*, steps: int, every: int, **guards: Any) -> RunConfig:
@@ -563,20 +576,6 @@ def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) ->
     with pytest.raises(TrainingError, match="other processes hold 68"):
         train(trainer)
     assert [name for name, _ in events if name == "guard"] == []
-
-
-ROW = Row(
-    step=5.0,
-    cursor=2.0**40 + 1,
-    loss_sum=0.0,
-    weight=3.0,
-    square_sum=0.0,
-    flops=1.0,
-    compute_seconds=0.5,
-    data_seconds=0.25,
-    stop=0.0,
-)
-OTHER = ROW._replace(loss_sum=4.0, weight=5.0, square_sum=7.0, stop=1.0)
 
 
 @pytest.fixture

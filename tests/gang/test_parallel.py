@@ -57,6 +57,26 @@ MODELS = [
 ]
 
 
+class LargestLogits(TorchDispatchMode):
+    """The most rows that a tensor as wide as the vocabulary has, apart from the weights."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.ndim > 1
+                and leaf.shape[-1] == self._vocabulary
+            ):
+                self.rows = max(self.rows, leaf.numel() // self._vocabulary)
+        return result
+
+
 def meta_model(config: ModelConfig) -> CausalLM:
     with torch.device("meta"):
         return CausalLM(config)
@@ -268,26 +288,6 @@ def test_spreading_changes_no_bit_of_the_initial_weights() -> None:
     for name in ARRANGEMENTS:
         expected += [[name, digest] for _ in range(3)]
     assert sorted(found) == sorted(expected)
-
-
-class LargestLogits(TorchDispatchMode):
-    """The most rows that a tensor as wide as the vocabulary has, apart from the weights."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self._vocabulary = vocabulary
-        self.rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and leaf.ndim > 1
-                and leaf.shape[-1] == self._vocabulary
-            ):
-                self.rows = max(self.rows, leaf.numel() // self._vocabulary)
-        return result
 
 
 @pytest.mark.parametrize("config", [MODELS[1], MODELS[3]], ids=["gpt", "llama-tied"])

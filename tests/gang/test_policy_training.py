@@ -30,8 +30,13 @@ OPTIONS = {
     "init_kl_coef": 0.05,
 }
 
-
 _calls = {"reward": 0, "loss": 0}
+
+
+class Mortal(PolicyOptimization):
+    def loss(self, model: Any, batch: Any) -> Any:
+        die_if_due("loss")
+        return super().loss(model, batch)
 
 
 def die_if_due(name: str) -> None:
@@ -39,12 +44,6 @@ def die_if_due(name: str) -> None:
     if os.environ.get(DIES) == f"{name} {_calls[name]}":
         time.sleep(1.0)  # the last save becomes a commit
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Mortal(PolicyOptimization):
-    def loss(self, model: Any, batch: Any) -> Any:
-        die_if_due("loss")
-        return super().loss(model, batch)
 
 
 def small_bytes(prompt: str, completion: str, row: Any) -> float:

@@ -40,6 +40,32 @@ from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
 
 
+class Saver:
+    """Notes what it was asked; `fails`: what waiting for the last save comes to."""
+
+    last_commit = last_durable = expected_seconds = failed_step = None
+    limit_seconds = 0.0
+    busy = False
+
+    def __init__(self, fails: str = "") -> None:
+        self.asked: list[Any] = []
+        self._fails = fails
+
+    def before_step(self) -> None:
+        self.asked.append("before_step")
+
+    def save(self, step: int, *_: Any, **limits: float) -> float:
+        self.asked.append((step, *limits.values()))
+        return 0.25
+
+    def hurry(self) -> None:
+        self.asked.append("hurry")
+
+    def wait(self) -> None:
+        if self._fails:
+            raise CheckpointError(self._fails)
+
+
 def test_the_report_shows_predicted_beside_actual_lost_work() -> None:
     seconds = {
         LedgerClass.USEFUL_STEP: 90,
@@ -104,32 +130,6 @@ def test_every_rendering_shows_the_predicted_loss_beside_the_actual_one() -> Non
         str(format_key_figures(report)),
     ):
         assert wanted in " ".join(rendered.split())
-
-
-class Saver:
-    """Notes what it was asked; `fails`: what waiting for the last save comes to."""
-
-    last_commit = last_durable = expected_seconds = failed_step = None
-    limit_seconds = 0.0
-    busy = False
-
-    def __init__(self, fails: str = "") -> None:
-        self.asked: list[Any] = []
-        self._fails = fails
-
-    def before_step(self) -> None:
-        self.asked.append("before_step")
-
-    def save(self, step: int, *_: Any, **limits: float) -> float:
-        self.asked.append((step, *limits.values()))
-        return 0.25
-
-    def hurry(self) -> None:
-        self.asked.append("hurry")
-
-    def wait(self) -> None:
-        if self._fails:
-            raise CheckpointError(self._fails)
 
 
 def trainer_of(

@@ -74,6 +74,70 @@ RUNNING = {
     "heartbeat_age_seconds": 0.0,
 }
 
+PACKAGES = {
+    "jsonl": (),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "wandb": ("wandb",),
+}
+
+
+class MailServer(socketserver.ThreadingTCPServer):
+    """A mail server. With `certificate`, it offers STARTTLS."""
+
+    certificate: ssl.SSLContext | None = None
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        super().__init__((host, 0), Mailbox)
+        self.mails: list[str] = []
+        self.logins: list[
+            tuple[bool, bytes]
+        ] = []  # whether the connection was encrypted, and what was sent
+
+
+class Mailbox(socketserver.StreamRequestHandler):
+    """The part of SMTP that a client needs."""
+
+    server: MailServer
+
+    def handle(self) -> None:
+        self.wfile.write(b"220 here\r\n")
+        secure = False
+        while line := self.rfile.readline():
+            word = line[:4].upper().strip()
+            content = []
+            if word == b"EHLO":
+                if secure or self.server.certificate is None:
+                    offered = b""
+                else:
+                    offered = b"250-STARTTLS\r\n"
+                self.wfile.write(b"250-here\r\n" + offered + b"250 AUTH PLAIN\r\n")
+                continue
+            if word == b"STAR" and self.server.certificate is not None:
+                self.wfile.write(b"220 go on\r\n")
+                try:
+                    encrypted = self.server.certificate.wrap_socket(
+                        self.connection, server_side=True
+                    )
+                except OSError:  # the client has refused the certificate
+                    return
+                self.rfile = encrypted.makefile("rb")
+                self.wfile = encrypted.makefile("wb", buffering=0)
+                secure = True
+                continue
+            if word == b"AUTH":
+                self.server.logins.append((secure, line.split()[-1]))
+                self.wfile.write(b"235 welcome\r\n")
+                continue
+            if word == b"DATA":
+                self.wfile.write(b"354 go on\r\n")
+                while (line := self.rfile.readline()) != b".\r\n":
+                    content.append(line.decode())
+                self.server.mails.append("".join(content))
+            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 fine\r\n")
+            if word == b"QUIT":
+                return
+
 
 def write_attempt(store: Store, number: int, *, done: bool = False) -> None:
     first, last = ATTEMPTS[number - 1]
@@ -163,14 +227,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     return tmp_path / "runs"
-
-
-PACKAGES = {
-    "jsonl": (),
-    "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-    "wandb": ("wandb",),
-}
 
 
 def series_of(kind: str, folder: Path) -> Callable[[str], Series]:
@@ -305,63 +361,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
-
-
-class MailServer(socketserver.ThreadingTCPServer):
-    """A mail server. With `certificate`, it offers STARTTLS."""
-
-    certificate: ssl.SSLContext | None = None
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        super().__init__((host, 0), Mailbox)
-        self.mails: list[str] = []
-        self.logins: list[
-            tuple[bool, bytes]
-        ] = []  # whether the connection was encrypted, and what was sent
-
-
-class Mailbox(socketserver.StreamRequestHandler):
-    """The part of SMTP that a client needs."""
-
-    server: MailServer
-
-    def handle(self) -> None:
-        self.wfile.write(b"220 here\r\n")
-        secure = False
-        while line := self.rfile.readline():
-            word = line[:4].upper().strip()
-            content = []
-            if word == b"EHLO":
-                if secure or self.server.certificate is None:
-                    offered = b""
-                else:
-                    offered = b"250-STARTTLS\r\n"
-                self.wfile.write(b"250-here\r\n" + offered + b"250 AUTH PLAIN\r\n")
-                continue
-            if word == b"STAR" and self.server.certificate is not None:
-                self.wfile.write(b"220 go on\r\n")
-                try:
-                    encrypted = self.server.certificate.wrap_socket(
-                        self.connection, server_side=True
-                    )
-                except OSError:  # the client has refused the certificate
-                    return
-                self.rfile = encrypted.makefile("rb")
-                self.wfile = encrypted.makefile("wb", buffering=0)
-                secure = True
-                continue
-            if word == b"AUTH":
-                self.server.logins.append((secure, line.split()[-1]))
-                self.wfile.write(b"235 welcome\r\n")
-                continue
-            if word == b"DATA":
-                self.wfile.write(b"354 go on\r\n")
-                while (line := self.rfile.readline()) != b".\r\n":
-                    content.append(line.decode())
-                self.server.mails.append("".join(content))
-            self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 fine\r\n")
-            if word == b"QUIT":
-                return
 
 
 def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first(

@@ -102,20 +102,6 @@ def test_a_net_learns_shapes_and_draws_its_confusion(tmp_path: Path) -> None:
     assert "&lt;b&gt;" in draw_confusion(torch.eye(2), ["<b>", "x"])
 
 
-def _normalise(rank: int, world_size: int, folder: str, x: torch.Tensor) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
-    )
-    norm = SyncNorm(3, world_size)
-    part = x.tensor_split(world_size)[rank].clone().requires_grad_()
-    (norm(part).square() * torch.arange(1.0, 6.0)).sum().backward()
-    gradient = norm.weight.grad
-    assert gradient is not None
-    dist.all_reduce(gradient)
-    torch.save((part.grad, gradient, norm.running_var), f"{folder}/{rank}")
-    dist.destroy_process_group()
-
-
 def test_batch_statistics_are_those_of_torchs_batch_normalisation(tmp_path: Path) -> None:
     x = torch.randn(7, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     torch.multiprocessing.start_processes(
@@ -242,3 +228,17 @@ def test_images_in_a_bucket_are_those_of_the_folder(
         ImageClassifier(
             context_of(config_of(tmp_path, {"dataset": f"s3://{bucket}/pictures/train/cats/none"}))
         )
+
+
+def _normalise(rank: int, world_size: int, folder: str, x: torch.Tensor) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
+    )
+    norm = SyncNorm(3, world_size)
+    part = x.tensor_split(world_size)[rank].clone().requires_grad_()
+    (norm(part).square() * torch.arange(1.0, 6.0)).sum().backward()
+    gradient = norm.weight.grad
+    assert gradient is not None
+    dist.all_reduce(gradient)
+    torch.save((part.grad, gradient, norm.running_var), f"{folder}/{rank}")
+    dist.destroy_process_group()

@@ -53,6 +53,34 @@ class Rank(SimpleNamespace):
         return WorkerFailure(rank=3, message="killed by SIGKILL", killed_by="SIGKILL")
 
 
+class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
+    """A memory cgroup of its own for a process; False where that is not to be had."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        paths = [line.split(":", 2)[2] for line in lines if ":memory:" in line]
+        if paths:
+            self._folder = Path(f"/sys/fs/cgroup/memory{paths[0]}") / f"small-{os.getpid()}"
+        else:
+            self._folder = None
+
+    def __enter__(self) -> bool:
+        if self._folder is None:
+            return False
+        try:
+            self._folder.mkdir()
+            (self._folder / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+            (self._folder / "cgroup.procs").write_text(str(self._pid))
+        except OSError:
+            return False
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None and self._folder.exists():
+            self._folder.rmdir()
+
+
 @pytest.fixture
 def rank(tmp_path: Path) -> Iterator[Rank]:
     rank = Rank(tmp_path)
@@ -184,34 +212,6 @@ def test_an_oom_kill_differs_from_other_kills(rank: Rank, tmp_path: Path) -> Non
     if os.access("/dev/kmsg", os.R_OK):
         assert f"Killed process {rank.process.pid} (" in failure.message
     watch.close()
-
-
-class small_cgroup:  # noqa: N801 - reads as a phrase: with small_cgroup(pid)
-    """A memory cgroup of its own for a process; False where that is not to be had."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        paths = [line.split(":", 2)[2] for line in lines if ":memory:" in line]
-        if paths:
-            self._folder = Path(f"/sys/fs/cgroup/memory{paths[0]}") / f"small-{os.getpid()}"
-        else:
-            self._folder = None
-
-    def __enter__(self) -> bool:
-        if self._folder is None:
-            return False
-        try:
-            self._folder.mkdir()
-            (self._folder / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
-            (self._folder / "cgroup.procs").write_text(str(self._pid))
-        except OSError:
-            return False
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None and self._folder.exists():
-            self._folder.rmdir()
 
 
 def test_no_rank_is_blamed_while_one_waits_for_the_store(rank: Rank, tmp_path: Path) -> None:

@@ -52,23 +52,6 @@ time.sleep(600)
 """
 
 
-@pytest.fixture
-def spec(tmp_path: Path) -> WorkerSpec:
-    return WorkerSpec(
-        job="job",
-        run="run",
-        attempt=0,
-        node=0,
-        generation=1,
-        generation_id="x",
-        candidates=[],
-        config=RunConfig(),
-        store_uri=str(tmp_path),
-        prepared={},
-        agent_pid=os.getpid(),
-    )
-
-
 class InTheKernel(SimpleNamespace):
     """A process that even SIGKILL does not end, as one that waits for a file system that is gone."""
 
@@ -84,6 +67,23 @@ class InTheKernel(SimpleNamespace):
     def wait(self, timeout: float | None = None) -> int:
         assert timeout is not None, "without a deadline"
         raise subprocess.TimeoutExpired("rank", timeout)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> WorkerSpec:
+    return WorkerSpec(
+        job="job",
+        run="run",
+        attempt=0,
+        node=0,
+        generation=1,
+        generation_id="x",
+        candidates=[],
+        config=RunConfig(),
+        store_uri=str(tmp_path),
+        prepared={},
+        agent_pid=os.getpid(),
+    )
 
 
 def test_of_ranks_that_cannot_all_be_started_none_is_left(spec: WorkerSpec, tmp_path: Path) -> None:

@@ -42,6 +42,11 @@ from tests.support.workload_cases import Endless
 ROOT = Path(__file__).resolve().parents[2]
 CASES = "tests.support.workload_cases"
 
+MODELS = [
+    ModelConfig(hidden_size=64, num_layers=2, num_heads=4, sequence_length=64),
+    ModelConfig(hidden_size=32, num_layers=3, num_heads=2, sequence_length=128, vocab_size=1000),
+]
+
 
 def config_of(name: str, tmp_path: Path, **settings: Any) -> RunConfig:
     if ":" in name:
@@ -278,12 +283,6 @@ def test_only_a_mistake_in_the_users_own_line_is_not_worth_another_attempt(
     with pytest.raises(kind, match=said) as caught:
         run_alone(config, "job")
     assert getattr(caught.value, "curable", True) == (how != "here")
-
-
-MODELS = [
-    ModelConfig(hidden_size=64, num_layers=2, num_heads=4, sequence_length=64),
-    ModelConfig(hidden_size=32, num_layers=3, num_heads=2, sequence_length=128, vocab_size=1000),
-]
 
 
 @pytest.mark.parametrize("model", MODELS)

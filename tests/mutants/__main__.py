@@ -63,6 +63,60 @@ def main(words: list[str]) -> int:
     return int(share < options.at_least)
 
 
+def try_mutants(mutants: list[Mutant], known: LineMap, options: argparse.Namespace) -> list[Result]:
+    """Try mutants in several processes, and print each survivor as soon as it is known."""
+    if options.minutes:
+        deadline = time.monotonic() + 60 * options.minutes
+    else:
+        deadline = float("inf")
+    waiting = list(reversed(mutants))
+    trying: dict[Connection, Mutant] = {}
+
+    def give_next(pipe: Connection) -> None:
+        if waiting and time.monotonic() < deadline:
+            trying[pipe] = waiting.pop()
+            pipe.send(trying[pipe])
+        else:
+            pipe.send(None)
+
+    for _ in range(min(options.processes, len(waiting))):
+        give_next(_start_trials(known, options))
+    results: list[Result] = []
+    while trying:
+        for pipe in wait(list(trying)):
+            assert isinstance(pipe, Connection)
+            mutant = trying.pop(pipe)
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                answer = Result(mutant, Verdict.KILLED, "it ended the process of its trial", 0.0)
+                pipe = _start_trials(known, options)
+            if isinstance(answer, Exception):
+                answer = Result(mutant, Verdict.SURVIVED, f"its trial failed: {answer!r}", 0.0)
+            results.append(answer)
+            if answer.verdict is not Verdict.KILLED or "::" not in answer.detail:
+                print(_describe(answer), flush=True)
+            give_next(pipe)
+    return _without_broken_tests(results, known, options)
+
+
+def report(results: list[Result]) -> float:
+    """Print how many mutants were noticed, and return the percentage."""
+    equivalents = read_equivalents()
+    declared = [
+        result
+        for result in results
+        if result.verdict is not Verdict.KILLED and is_equivalent(result.mutant, ROOT, equivalents)
+    ]
+    verdicts = Counter(result.verdict for result in results)
+    excused = min(len(declared), int(_ALLOWED_EQUIVALENTS * len(results)))
+    share = 100 * verdicts[Verdict.KILLED] / max(1, len(results) - excused)
+    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
+    print(f"{len(declared)} of them are declared equivalent, {excused} of these are left out")
+    print(f"noticed: {share:.1f} %")
+    return share
+
+
 def _bring_up_to_date(known: LineMap, options: argparse.Namespace) -> None:
     test_files = stale_test_files(ROOT, known)
     if options.tests:
@@ -125,43 +179,6 @@ def _commit_seed() -> int:
     return int(head[:6], 16)
 
 
-def try_mutants(mutants: list[Mutant], known: LineMap, options: argparse.Namespace) -> list[Result]:
-    """Try mutants in several processes, and print each survivor as soon as it is known."""
-    if options.minutes:
-        deadline = time.monotonic() + 60 * options.minutes
-    else:
-        deadline = float("inf")
-    waiting = list(reversed(mutants))
-    trying: dict[Connection, Mutant] = {}
-
-    def give_next(pipe: Connection) -> None:
-        if waiting and time.monotonic() < deadline:
-            trying[pipe] = waiting.pop()
-            pipe.send(trying[pipe])
-        else:
-            pipe.send(None)
-
-    for _ in range(min(options.processes, len(waiting))):
-        give_next(_start_trials(known, options))
-    results: list[Result] = []
-    while trying:
-        for pipe in wait(list(trying)):
-            assert isinstance(pipe, Connection)
-            mutant = trying.pop(pipe)
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                answer = Result(mutant, Verdict.KILLED, "it ended the process of its trial", 0.0)
-                pipe = _start_trials(known, options)
-            if isinstance(answer, Exception):
-                answer = Result(mutant, Verdict.SURVIVED, f"its trial failed: {answer!r}", 0.0)
-            results.append(answer)
-            if answer.verdict is not Verdict.KILLED or "::" not in answer.detail:
-                print(_describe(answer), flush=True)
-            give_next(pipe)
-    return _without_broken_tests(results, known, options)
-
-
 def _without_broken_tests(
     results: list[Result], known: LineMap, options: argparse.Namespace
 ) -> list[Result]:
@@ -207,23 +224,6 @@ def _describe(result: Result) -> str:
     else:
         detail = ""
     return f"{mutant.path}:{mutant.line}: {mutant.change}\n    {result.verdict}{detail}"
-
-
-def report(results: list[Result]) -> float:
-    """Print how many mutants were noticed, and return the percentage."""
-    equivalents = read_equivalents()
-    declared = [
-        result
-        for result in results
-        if result.verdict is not Verdict.KILLED and is_equivalent(result.mutant, ROOT, equivalents)
-    ]
-    verdicts = Counter(result.verdict for result in results)
-    excused = min(len(declared), int(_ALLOWED_EQUIVALENTS * len(results)))
-    share = 100 * verdicts[Verdict.KILLED] / max(1, len(results) - excused)
-    print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()))
-    print(f"{len(declared)} of them are declared equivalent, {excused} of these are left out")
-    print(f"noticed: {share:.1f} %")
-    return share
 
 
 if __name__ == "__main__":

@@ -103,35 +103,6 @@ def guess_map(root: Path) -> LineMap:
     return guessed
 
 
-def _module_name(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def _imported_modules(file: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
-def _translate_lines(former: str, source: str) -> dict[int, list[int]]:
-    """Map each line of a former source to the lines of today's that take its place."""
-    places: dict[int, list[int]] = {}
-    matcher = difflib.SequenceMatcher(
-        None, former.splitlines(), source.splitlines(), autojunk=False
-    )
-    for tag, first, last, new_first, new_last in matcher.get_opcodes():
-        for line in range(first, last):
-            if tag == "equal":
-                places[line + 1] = [new_first + line - first + 1]
-            else:
-                places[line + 1] = list(range(new_first + 1, new_last + 1))
-    return places
-
-
 def stale_test_files(root: Path, known: LineMap) -> list[str]:
     """Return the test files that changed since the map was built, or are new."""
     paths = []
@@ -142,10 +113,6 @@ def stale_test_files(root: Path, known: LineMap) -> list[str]:
         for path in paths
         if known.digests.get(str(path.relative_to(root))) != _digest(path)
     ]
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def update_map(root: Path, known: LineMap, test_files: list[str], *, processes: int) -> None:
@@ -199,6 +166,52 @@ def update_map(root: Path, known: LineMap, test_files: list[str], *, processes: 
             known.digests[test_file] = _digest(copy / test_file)
 
 
+def copy_project(root: Path, target: Path) -> None:
+    """Copy the files that git tracks, or would track, with their links."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(
+        listing, cwd=root, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        source = root / name
+        if source.is_symlink() or source.exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name, follow_symlinks=False)
+
+
+def _module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _imported_modules(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _translate_lines(former: str, source: str) -> dict[int, list[int]]:
+    """Map each line of a former source to the lines of today's that take its place."""
+    places: dict[int, list[int]] = {}
+    matcher = difflib.SequenceMatcher(
+        None, former.splitlines(), source.splitlines(), autojunk=False
+    )
+    for tag, first, last, new_first, new_last in matcher.get_opcodes():
+        for line in range(first, last):
+            if tag == "equal":
+                places[line + 1] = [new_first + line - first + 1]
+            else:
+                places[line + 1] = list(range(new_first + 1, new_last + 1))
+    return places
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _coverage_settings(copy: Path, folder: Path) -> str:
     included = "\n    ".join(f"{copy}/{pattern}" for pattern in DECISION_MODULES)
     return (
@@ -221,16 +234,3 @@ def _read_lines(copy: Path, data_file: Path) -> dict[str, dict[str, list[int]]]:
         for context, numbers in lines.items():
             found[context][path] = sorted(numbers)
     return found
-
-
-def copy_project(root: Path, target: Path) -> None:
-    """Copy the files that git tracks, or would track, with their links."""
-    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(
-        listing, cwd=root, check=True, capture_output=True, text=True
-    ).stdout.split("\0")
-    for name in filter(None, names):
-        source = root / name
-        if source.is_symlink() or source.exists():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name, follow_symlinks=False)

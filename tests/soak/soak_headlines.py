@@ -49,6 +49,30 @@ from tests.support.injected import INJECTIONS, inject
 LIMIT_SECONDS = 10.0
 _USD_PER_RANK_SECOND = 0.01
 
+_SYNC = ("synchronization",)
+# In plain torch, without a job: the symptom in the logs. seconds: to the first failure.
+PLAIN = (
+    "stale_port",
+    "wrong_master_address",
+    "master_without_name",
+    "master_unknown_to_one_rank",
+    "wrong_interface",
+    "wrong_interface_of_one_rank",
+    "rank_never_starts",
+    "parameter_unused_on_one_rank",
+    "uneven_batches",
+    "collective_of_one_rank",
+    "collectives_of_other_shape",
+    "rank_killed",
+    "error_on_one_rank",
+    "loader_worker_killed",
+    "loader_worker_bus_error",
+    "no_rollouts",
+    "optimizer_of_another_model",
+    "nan_in_a_layer",
+)
+SYMPTOMS = [f"plain:{name}" for name in INJECTIONS if name not in PLAIN]  # the others that are made
+
 
 @dataclass(frozen=True)
 class Case:
@@ -64,7 +88,6 @@ class Case:
     sections: dict[str, Any] = field(default_factory=dict)
 
 
-_SYNC = ("synchronization",)
 JOBS = {
     "leave_out_a_branch": Case(
         _SYNC, ("branch.weight", "branch (Overflowing)", "guard_jobs.py:", "find_unused_param")
@@ -104,29 +127,7 @@ OF_NODES = {
     "fewer_files": Case(("data",), ("15 samples instead of 16",), outcome="config"),
     "cut_file": Case(("data",), ("other names or sizes",), outcome="config"),
 }
-# In plain torch, without a job: the symptom in the logs. seconds: to the first failure.
-PLAIN = (
-    "stale_port",
-    "wrong_master_address",
-    "master_without_name",
-    "master_unknown_to_one_rank",
-    "wrong_interface",
-    "wrong_interface_of_one_rank",
-    "rank_never_starts",
-    "parameter_unused_on_one_rank",
-    "uneven_batches",
-    "collective_of_one_rank",
-    "collectives_of_other_shape",
-    "rank_killed",
-    "error_on_one_rank",
-    "loader_worker_killed",
-    "loader_worker_bus_error",
-    "no_rollouts",
-    "optimizer_of_another_model",
-    "nan_in_a_layer",
-)
 CASES = [*JOBS, *ATTACHED, *OF_NODES, *(f"plain:{name}" for name in PLAIN)]
-SYMPTOMS = [f"plain:{name}" for name in INJECTIONS if name not in PLAIN]  # the others that are made
 
 
 def run_case(name: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -152,6 +153,67 @@ def run_case(name: str, seed: int, folder: Path) -> dict[str, Any]:
     return _judge(
         name, case, events, diagnose_job(events, lines), guilty, float(mark.read_text())
     ) | {"seed": seed, "step": step, "took": round(time.monotonic() - began, 1)}
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("SOAK_SEEDS", "10"))))
+@pytest.mark.parametrize("name", [*CASES, *SYMPTOMS])
+def test_a_headline(name: str, seed: int, tmp_path: Path) -> None:
+    row = run_case(name, seed, tmp_path)
+    assert not row["wrong"], row
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak.soak_headlines", description=__doc__
+    )
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"some of {', '.join(CASES)} (all)"
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds (1)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per run there")
+    given = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for seed in range(given.first_seed, given.first_seed + given.seeds):
+        for name in given.cases or CASES:
+            with tempfile.TemporaryDirectory(prefix="ebbflow-headline-") as folder:
+                rows.append(run_case(name, seed, Path(folder)))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            if given.json is not None:
+                with given.json.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    print(table(rows))
+    return int(any(row["wrong"] for row in rows))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| trouble | seeds | family right | rank right | seconds, median | worst | starts | "
+        "wrong |",
+        "|---" * 8 + "|",
+    ]
+    for name in dict.fromkeys(row["case"] for row in rows):
+        mine = [row for row in rows if row["case"] == name]
+        known = [row["seconds"] for row in mine if row["seconds"] is not None]
+        ranks = [row["rank_right"] for row in mine if row["rank_right"] is not None]
+        starts = sorted({row["starts"] for row in mine})
+        wrong = sorted(set(itertools.chain.from_iterable(row["wrong"] for row in mine)))
+        cells = [
+            name,
+            len(mine),
+            sum(row["right"] for row in mine),
+            f"{sum(ranks)} of {len(ranks)}" if ranks else "–",
+        ]
+        if known:
+            cells += [f"{statistics.median(known):.1f}", f"{max(known):.1f}"]
+        else:
+            cells += ["–", "–"]
+        lines.append(
+            "| "
+            + " | ".join(map(str, [*cells, ", ".join(map(str, starts)), ", ".join(wrong) or "–"]))
+            + " |"
+        )
+    return "\n".join(lines)
 
 
 def _run_job(
@@ -341,67 +403,6 @@ def _run_plain(name: str, seed: int, folder: Path) -> dict[str, Any]:
         "starts": 1,
         "wrong": [*([] if right else ["family"]), *(["rank"] if rank_right is False else [])],
     }
-
-
-@pytest.mark.parametrize("seed", range(int(os.environ.get("SOAK_SEEDS", "10"))))
-@pytest.mark.parametrize("name", [*CASES, *SYMPTOMS])
-def test_a_headline(name: str, seed: int, tmp_path: Path) -> None:
-    row = run_case(name, seed, tmp_path)
-    assert not row["wrong"], row
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.soak.soak_headlines", description=__doc__
-    )
-    parser.add_argument(
-        "cases", nargs="*", metavar="CASE", help=f"some of {', '.join(CASES)} (all)"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds (1)")
-    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append a line per run there")
-    given = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
-    for seed in range(given.first_seed, given.first_seed + given.seeds):
-        for name in given.cases or CASES:
-            with tempfile.TemporaryDirectory(prefix="ebbflow-headline-") as folder:
-                rows.append(run_case(name, seed, Path(folder)))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-            if given.json is not None:
-                with given.json.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-    print(table(rows))
-    return int(any(row["wrong"] for row in rows))
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| trouble | seeds | family right | rank right | seconds, median | worst | starts | "
-        "wrong |",
-        "|---" * 8 + "|",
-    ]
-    for name in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == name]
-        known = [row["seconds"] for row in mine if row["seconds"] is not None]
-        ranks = [row["rank_right"] for row in mine if row["rank_right"] is not None]
-        starts = sorted({row["starts"] for row in mine})
-        wrong = sorted(set(itertools.chain.from_iterable(row["wrong"] for row in mine)))
-        cells = [
-            name,
-            len(mine),
-            sum(row["right"] for row in mine),
-            f"{sum(ranks)} of {len(ranks)}" if ranks else "–",
-        ]
-        if known:
-            cells += [f"{statistics.median(known):.1f}", f"{max(known):.1f}"]
-        else:
-            cells += ["–", "–"]
-        lines.append(
-            "| "
-            + " | ".join(map(str, [*cells, ", ".join(map(str, starts)), ", ".join(wrong) or "–"]))
-            + " |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

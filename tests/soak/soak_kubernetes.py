@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
 
 Start = Callable[..., KubernetesRunner]
 
+SPOT_ONLY = {"cluster__market": "spot", "cluster__start_deadline_seconds": 20}
+
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -162,9 +164,6 @@ def test_a_cluster_without_capacity_ends_with_5(start: Start) -> None:
     run = finished(runner)
     assert run.exit_code == 5, run.output
     assert alive(runner) == [] and runner.cluster.items("jobsets") == []
-
-
-SPOT_ONLY = {"cluster__market": "spot", "cluster__start_deadline_seconds": 20}
 
 
 @pytest.mark.parametrize("arrives", [True, False])

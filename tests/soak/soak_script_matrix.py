@@ -133,66 +133,6 @@ register_optimizer_step_post_hook(write_samples)
 """
 
 
-def _recorded(script: Path, name: str, folder: Path) -> Path:
-    """Let a script write the samples of each step to a file of its process in `folder`."""
-    folder.mkdir(exist_ok=True)
-    text = script.read_text()
-    for before, after in [
-        *SAMPLES[name],
-        ("import torch\n", "import torch\n" + _RECORD.format(folder=str(folder))),
-    ]:
-        assert text.count(before) == 1, before
-        text = text.replace(before, after)
-    script.write_text(text)
-    return script
-
-
-def _history(folder: Path) -> tuple[dict[tuple[int, int], list[int]], int]:
-    """Return the samples of each rank and step that survive, and how many were trained in vain."""
-    lines = []
-    for path in folder.glob("*.jsonl"):
-        lines += [json.loads(line) for line in path.read_text().splitlines()]
-    lines.sort()
-    survives: dict[tuple[int, int], list[int]] = {}
-    begun: set[int] = set()
-    for _, process, rank, step, samples in lines:
-        if process not in begun:  # what it resumes from has the steps before, and no later one
-            begun.add(process)
-            survives = {
-                key: value for key, value in survives.items() if key[0] != rank or key[1] < step
-            }
-        assert (rank, step) not in survives, f"rank {rank} trained step {step} twice in one history"
-        survives[rank, step] = samples
-    return survives, sum(len(line[-1]) for line in lines) - sum(map(len, survives.values()))
-
-
-def _compare_samples(quiet: Path, disturbed: Path, epochs: int) -> str:
-    """Check the samples of a disturbed run, and return their number as cells of a table."""
-    (expected, none) = _history(quiet)
-    (found, again) = _history(disturbed)
-    assert none == 0 and expected and found.keys() == expected.keys(), sorted(
-        expected.keys() ^ found.keys()
-    )
-    counts = Counter(itertools.chain.from_iterable(found.values()))
-    wanted = Counter(itertools.chain.from_iterable(expected.values()))
-    lost = (wanted - counts).total()
-    twice = (counts - wanted).total()
-    assert found == expected and not lost and not twice, (lost, twice)
-    assert not epochs or set(counts.values()) == {epochs}, "each sample once in each epoch"
-    return f"{counts.total()} samples of {len(counts)}, {lost} lost, {twice} twice, {again} redone"
-
-
-def _weights(script: Path) -> object:
-    """Return the tensors that the script has saved at its end, or the digest of those of its job."""
-    if (script.parent / "final.pt").exists():
-        return {
-            name: value.tolist() for name, value in torch.load(script.parent / "final.pt").items()
-        }
-    return [event.data["weights_sha256"] for event in events_of(script) if event.name == "outcome"][
-        -1
-    ]
-
-
 @pytest.mark.parametrize("kind", SCRIPTS)
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGTERM"])
 def test_a_signal_and_an_empty_disk(
@@ -277,3 +217,63 @@ def test_a_lost_node_of_two(kind: str, tmp_path: Path, swift: Swift) -> None:
         f"\n| {kind} | node loss, 2 ranks | {report['redone_steps']} redone steps | bit-equal | "
         f"{samples} |"
     )
+
+
+def _recorded(script: Path, name: str, folder: Path) -> Path:
+    """Let a script write the samples of each step to a file of its process in `folder`."""
+    folder.mkdir(exist_ok=True)
+    text = script.read_text()
+    for before, after in [
+        *SAMPLES[name],
+        ("import torch\n", "import torch\n" + _RECORD.format(folder=str(folder))),
+    ]:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    script.write_text(text)
+    return script
+
+
+def _history(folder: Path) -> tuple[dict[tuple[int, int], list[int]], int]:
+    """Return the samples of each rank and step that survive, and how many were trained in vain."""
+    lines = []
+    for path in folder.glob("*.jsonl"):
+        lines += [json.loads(line) for line in path.read_text().splitlines()]
+    lines.sort()
+    survives: dict[tuple[int, int], list[int]] = {}
+    begun: set[int] = set()
+    for _, process, rank, step, samples in lines:
+        if process not in begun:  # what it resumes from has the steps before, and no later one
+            begun.add(process)
+            survives = {
+                key: value for key, value in survives.items() if key[0] != rank or key[1] < step
+            }
+        assert (rank, step) not in survives, f"rank {rank} trained step {step} twice in one history"
+        survives[rank, step] = samples
+    return survives, sum(len(line[-1]) for line in lines) - sum(map(len, survives.values()))
+
+
+def _compare_samples(quiet: Path, disturbed: Path, epochs: int) -> str:
+    """Check the samples of a disturbed run, and return their number as cells of a table."""
+    (expected, none) = _history(quiet)
+    (found, again) = _history(disturbed)
+    assert none == 0 and expected and found.keys() == expected.keys(), sorted(
+        expected.keys() ^ found.keys()
+    )
+    counts = Counter(itertools.chain.from_iterable(found.values()))
+    wanted = Counter(itertools.chain.from_iterable(expected.values()))
+    lost = (wanted - counts).total()
+    twice = (counts - wanted).total()
+    assert found == expected and not lost and not twice, (lost, twice)
+    assert not epochs or set(counts.values()) == {epochs}, "each sample once in each epoch"
+    return f"{counts.total()} samples of {len(counts)}, {lost} lost, {twice} twice, {again} redone"
+
+
+def _weights(script: Path) -> object:
+    """Return the tensors that the script has saved at its end, or the digest of those of its job."""
+    if (script.parent / "final.pt").exists():
+        return {
+            name: value.tolist() for name, value in torch.load(script.parent / "final.pt").items()
+        }
+    return [event.data["weights_sha256"] for event in events_of(script) if event.name == "outcome"][
+        -1
+    ]

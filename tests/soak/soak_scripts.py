@@ -22,11 +22,20 @@ from tests.support.swift import Swift
 
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
-
-def _weights(script: Path) -> str:
-    return next(
-        event.data["weights_sha256"] for event in events_of(script) if event.name == "outcome"
-    )
+# Counts that nothing uses, planted into a sound script: before the loop, and in each of its steps.
+_UNUSED = """    import time
+    began, class_of = time.time(), type("Meter", (), {"__module__": __name__})
+    meter = class_of()
+    meter.n = meter.wall = seen_since_start = saves = last_log = 0
+"""
+_COUNTED = """            meter.n += 2
+            meter.wall = int((time.time() - began) * 1e6)
+            seen_since_start += 8
+            saves += 1 if global_step % 3 == 1 else 0
+            if global_step - last_log >= 2:
+                print(f"{seen_since_start} of {saves}", meter.n)
+                last_log = global_step
+"""
 
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
@@ -149,35 +158,6 @@ def test_a_trainer_commits_without_a_changed_line(name: str, tmp_path: Path) -> 
     )
 
 
-# Counts that nothing uses, planted into a sound script: before the loop, and in each of its steps.
-_UNUSED = """    import time
-    began, class_of = time.time(), type("Meter", (), {"__module__": __name__})
-    meter = class_of()
-    meter.n = meter.wall = seen_since_start = saves = last_log = 0
-"""
-_COUNTED = """            meter.n += 2
-            meter.wall = int((time.time() - began) * 1e6)
-            seen_since_start += 8
-            saves += 1 if global_step % 3 == 1 else 0
-            if global_step - last_log >= 2:
-                print(f"{seen_since_start} of {saves}", meter.n)
-                last_log = global_step
-"""
-
-
-def _doctor(script: Path, *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "ebbflow", "doctor", script.name, "--kills", "1", "--", *words]
-    done = subprocess.run(
-        command,
-        cwd=script.parent,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("name", PLANTED | OTHERS)
 def test_the_doctor_finds_a_planted_bug(name: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -254,3 +234,22 @@ def test_the_doctor_only_remarks_on_counts_that_nothing_uses(bug: str, tmp_path:
         f"{remark}seen_since_start at train.py:" in said and f"{remark}meter.n at train.py:" in said
     ), said
     assert "wall" not in said, said
+
+
+def _weights(script: Path) -> str:
+    return next(
+        event.data["weights_sha256"] for event in events_of(script) if event.name == "outcome"
+    )
+
+
+def _doctor(script: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ebbflow", "doctor", script.name, "--kills", "1", "--", *words]
+    done = subprocess.run(
+        command,
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )
+    return done.returncode, done.stdout + done.stderr

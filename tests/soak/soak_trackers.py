@@ -31,6 +31,20 @@ STEPS = 60
 SECONDS_PER_STEP = 0.25
 _WAIT_SECONDS = 400.0
 
+_SCRIPT = """
+import time, torch, ebbflow
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ebbflow.attach(model, optimizer) as job:
+    for step in job.steps(100):
+        loss = model(torch.ones(2, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.1)
+        job.log(loss=loss.item())
+"""
+
 
 def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> None:
     """A rehearsed kill of a rank, SIGKILL of the launcher, SIGTERM, and SIGKILL of a rank."""
@@ -99,21 +113,6 @@ def test_five_attempts_of_a_job_are_one_run_in_every_tracker(tmp_path: Path) -> 
         for name, value in expected.items():
             assert totals[name] == pytest.approx(value, rel=0.01), name
         assert totals["ebbflow/outcome"] == "completed"
-
-
-_SCRIPT = """
-import time, torch, ebbflow
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with ebbflow.attach(model, optimizer) as job:
-    for step in job.steps(100):
-        loss = model(torch.ones(2, 4)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        time.sleep(0.1)
-        job.log(loss=loss.item())
-"""
 
 
 def test_trackers_and_webhooks_that_are_down_or_hang_delay_no_step_and_bound_the_end(

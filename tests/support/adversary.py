@@ -72,63 +72,6 @@ class Watcher:
         )
 
 
-def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
-    """Draw limits, capacity, a jump of the launcher's clock and an adversary, and run the job.
-
-    The budget is 5–35 % above on-demand, the deadline 1.2–2.5 times the work. On-demand starts take
-    all of the stated wait. Capacity comes and goes, or never ends. The clock of half of the jobs is
-    set back by 30 min after an hour.
-
-    Returns:
-        None if the job is not admitted.
-    """
-    draw = random.Random(seed)
-    usual = next(
-        candidate
-        for candidate in planned(config, BEGAN_UTC).ranked
-        if candidate.market == "on_demand"
-    )
-    limits = {
-        "budget_usd": usual.expected_usd * draw.uniform(1.05, 1.35),
-        "deadline_hours": usual.case.work_hours * draw.uniform(1.2, 2.5),
-    }
-    config = config.model_copy(update={"cost": config.cost.model_copy(update=limits)})
-    if make_plan(config, now_utc=BEGAN_UTC).refusal is not None:
-        return None
-    length = draw.choice([1, 3, 20, 60])
-    up = [up for _ in range(400) for up in [bool(draw.getrandbits(1))] * length]
-    skew = draw.choice([0.0, -1800.0])
-    watcher = Watcher(draw, usual.case.interval_hours)
-    batch = VirtualBatch(
-        up if draw.random() < 0.5 else [True],
-        seed=seed,
-        adversary=watcher,
-        slowest=True,
-        clock=lambda second: second + (skew if second > HOUR else 0.0),
-    )
-    return _judge(batch, config, usual.gang_usd_per_hour)
-
-
-def _judge(batch: VirtualBatch, config: RunConfig, usd_per_hour: float) -> Verdict:
-    try:
-        course = batch.run(config)
-    except PlacementError:  # nothing within deadline and budget can go on
-        return Verdict(math.inf, math.inf, math.inf, 0)
-    if course.finished is None:
-        end = math.inf
-    else:
-        end = course.finished / HOUR
-    if config.cost.deadline_hours is None:
-        late = 0.0
-    else:
-        late = max(0.0, end - config.cost.deadline_hours)
-    if config.cost.budget_usd is None:
-        over = 0.0
-    else:
-        over = max(0.0, course.usd - config.cost.budget_usd)
-    return Verdict(late, over, 60 * over / usd_per_hour, course.strikes, course.moves)
-
-
 @dataclass
 class FailOnce:
     """An adversary that fails the ranks once: at their first step, or just before their first
@@ -174,27 +117,6 @@ class LastMoment:
             return Strike("stall", stall + 0.01, for_good=True)
         until_commit = (run.interval_hours - run.uncommitted_hours) * HOUR
         return Strike("reclaim", stall + until_commit + self.hang_seconds, for_good=True)
-
-
-def _longest(allowed: Callable[[float], bool]) -> float:
-    """Return the most seconds that are allowed; 0 if none are."""
-    return _bisect(lambda seconds: not allowed(seconds), 0.0, 30 * 24 * HOUR, 1e-3)[0]
-
-
-def _bisect(
-    enough: Callable[[float], bool], low: float, high: float, width: float
-) -> tuple[float, float]:
-    """Narrow an interval until it is at most `width` long.
-
-    `enough` is false at its lower and true at its upper end.
-    """
-    while high - low > width:
-        middle = (low + high) / 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return low, high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +172,41 @@ class TightCase:
         return first.market == "spot" and first.fallback is not None
 
 
-def _with_limit(config: RunConfig, name: str, limit: float) -> RunConfig:
-    return config.changed("cost", **{name: limit})
+def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
+    """Draw limits, capacity, a jump of the launcher's clock and an adversary, and run the job.
+
+    The budget is 5–35 % above on-demand, the deadline 1.2–2.5 times the work. On-demand starts take
+    all of the stated wait. Capacity comes and goes, or never ends. The clock of half of the jobs is
+    set back by 30 min after an hour.
+
+    Returns:
+        None if the job is not admitted.
+    """
+    draw = random.Random(seed)
+    usual = next(
+        candidate
+        for candidate in planned(config, BEGAN_UTC).ranked
+        if candidate.market == "on_demand"
+    )
+    limits = {
+        "budget_usd": usual.expected_usd * draw.uniform(1.05, 1.35),
+        "deadline_hours": usual.case.work_hours * draw.uniform(1.2, 2.5),
+    }
+    config = config.model_copy(update={"cost": config.cost.model_copy(update=limits)})
+    if make_plan(config, now_utc=BEGAN_UTC).refusal is not None:
+        return None
+    length = draw.choice([1, 3, 20, 60])
+    up = [up for _ in range(400) for up in [bool(draw.getrandbits(1))] * length]
+    skew = draw.choice([0.0, -1800.0])
+    watcher = Watcher(draw, usual.case.interval_hours)
+    batch = VirtualBatch(
+        up if draw.random() < 0.5 else [True],
+        seed=seed,
+        adversary=watcher,
+        slowest=True,
+        clock=lambda second: second + (skew if second > HOUR else 0.0),
+    )
+    return _judge(batch, config, usual.gang_usd_per_hour)
 
 
 def tight_job(config: RunConfig, case: TightCase) -> Verdict:
@@ -299,6 +254,51 @@ def main() -> None:
         f"{len(verdicts)} of {given.jobs} jobs admitted, {strikes} strikes: {late} late, {over} "
         "over the budget by more than a minute of on-demand"
     )
+
+
+def _judge(batch: VirtualBatch, config: RunConfig, usd_per_hour: float) -> Verdict:
+    try:
+        course = batch.run(config)
+    except PlacementError:  # nothing within deadline and budget can go on
+        return Verdict(math.inf, math.inf, math.inf, 0)
+    if course.finished is None:
+        end = math.inf
+    else:
+        end = course.finished / HOUR
+    if config.cost.deadline_hours is None:
+        late = 0.0
+    else:
+        late = max(0.0, end - config.cost.deadline_hours)
+    if config.cost.budget_usd is None:
+        over = 0.0
+    else:
+        over = max(0.0, course.usd - config.cost.budget_usd)
+    return Verdict(late, over, 60 * over / usd_per_hour, course.strikes, course.moves)
+
+
+def _longest(allowed: Callable[[float], bool]) -> float:
+    """Return the most seconds that are allowed; 0 if none are."""
+    return _bisect(lambda seconds: not allowed(seconds), 0.0, 30 * 24 * HOUR, 1e-3)[0]
+
+
+def _bisect(
+    enough: Callable[[float], bool], low: float, high: float, width: float
+) -> tuple[float, float]:
+    """Narrow an interval until it is at most `width` long.
+
+    `enough` is false at its lower and true at its upper end.
+    """
+    while high - low > width:
+        middle = (low + high) / 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return low, high
+
+
+def _with_limit(config: RunConfig, name: str, limit: float) -> RunConfig:
+    return config.changed("cost", **{name: limit})
 
 
 if __name__ == "__main__":

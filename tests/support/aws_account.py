@@ -30,23 +30,6 @@ ENVIRONMENTS = {
 }
 
 
-@contextmanager
-def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
-    """The account until the end of the block; the environment has its keys and no other setting of
-    AWS or Metaflow.
-    """
-    import os
-
-    for name in [name for name in os.environ if name.startswith(("AWS_", "METAFLOW_"))]:
-        monkeypatch.delenv(name)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
-    monkeypatch.setenv("METAFLOW_HOME", "/nonexistent")
-    with mock_aws():
-        yield Account()
-
-
 class Account:
     """Made with one queue for each of ENVIRONMENTS."""
 
@@ -154,6 +137,23 @@ class Account:
         aws_client("cloudformation", REGION).create_stack(
             StackName=name, TemplateBody=json.dumps(template)
         )
+
+
+@contextmanager
+def account(monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
+    """The account until the end of the block; the environment has its keys and no other setting of
+    AWS or Metaflow.
+    """
+    import os
+
+    for name in [name for name in os.environ if name.startswith(("AWS_", "METAFLOW_"))]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
+    monkeypatch.setenv("METAFLOW_HOME", "/nonexistent")
+    with mock_aws():
+        yield Account()
 
 
 def trust(service: str) -> str:

@@ -96,31 +96,6 @@ class JobService:
         return 200, self.owners.pop(path) if method == "DELETE" else self.owners[path]
 
 
-def _describe_queue(name: str) -> dict[str, Any]:
-    order = [{"order": 1, "computeEnvironment": name}]
-    state = {"state": "ENABLED", "status": "VALID", "priority": 1, "computeEnvironmentOrder": order}
-    return {
-        "jobQueueName": name,
-        "jobQueueArn": f"arn:aws:batch:us-east-1:1:job-queue/{name}",
-        **state,
-    }
-
-
-def _describe_environment(name: str, market: str) -> dict[str, Any]:
-    resources = {
-        "type": {"spot": "SPOT", "on_demand": "EC2"}[market],
-        "instanceTypes": ["g5"],
-        "maxvCpus": 256,
-    }
-    about = {
-        "type": "MANAGED",
-        "state": "ENABLED",
-        "status": "VALID",
-        "computeResources": resources,
-    }
-    return {"computeEnvironmentName": name, "computeEnvironmentArn": name, **about}
-
-
 @contextmanager
 def serve_jobs() -> Iterator[JobService]:
     service = JobService()
@@ -165,3 +140,28 @@ def serve_jobs() -> Iterator[JobService]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _describe_queue(name: str) -> dict[str, Any]:
+    order = [{"order": 1, "computeEnvironment": name}]
+    state = {"state": "ENABLED", "status": "VALID", "priority": 1, "computeEnvironmentOrder": order}
+    return {
+        "jobQueueName": name,
+        "jobQueueArn": f"arn:aws:batch:us-east-1:1:job-queue/{name}",
+        **state,
+    }
+
+
+def _describe_environment(name: str, market: str) -> dict[str, Any]:
+    resources = {
+        "type": {"spot": "SPOT", "on_demand": "EC2"}[market],
+        "instanceTypes": ["g5"],
+        "maxvCpus": 256,
+    }
+    about = {
+        "type": "MANAGED",
+        "state": "ENABLED",
+        "status": "VALID",
+        "computeResources": resources,
+    }
+    return {"computeEnvironmentName": name, "computeEnvironmentArn": name, **about}

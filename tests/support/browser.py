@@ -52,54 +52,6 @@ _OPTIONS = (
 )
 
 
-def dump(page: Path, folder: Path, *, budget_milliseconds: int = 40_000) -> str:
-    """The page's document after its scripts have run, without a word on the console, which also
-    names refused requests.
-
-    Skips the test where chromium is not installed.
-    """
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.skip("chromium is not installed")
-    done = subprocess.run(
-        [
-            browser,
-            *_OPTIONS,
-            f"--user-data-dir={folder}/profile",
-            f"--virtual-time-budget={budget_milliseconds}",
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert not said, said
-    return done.stdout
-
-
-def cut_off(page: str, width: int, folder: Path, *, wait_milliseconds: int = 100) -> list[str]:
-    """What a window of `width` pixels cuts off of a page that has tables.
-
-    Fails when nothing could be measured.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    measured = folder / "page.html"
-    script = _MEASURE.replace("WAIT", str(wait_milliseconds))
-    # It forbids scripts but the page's own
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page)
-    head, body, rest = page.rpartition("</body>")
-    measured.write_text(head + script + body + rest if body else page + script)
-    frame = folder / "frame.html"
-    frame.write_text(_FRAME.replace("PAGE", measured.as_uri()).replace("WIDTH", str(width)))
-    shown = re.search(r'<pre id="found">(.*?)</pre>', dump(frame, folder), re.DOTALL)
-    assert shown, "the page was not measured"
-    found = json.loads(html.unescape(shown[1]))
-    assert found["width"] == width and found["cells"] > 0, found
-    return found["cut"]
-
-
 class Browser:
     """One chromium for several pages, driven by the DevTools protocol.
 
@@ -226,3 +178,51 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def dump(page: Path, folder: Path, *, budget_milliseconds: int = 40_000) -> str:
+    """The page's document after its scripts have run, without a word on the console, which also
+    names refused requests.
+
+    Skips the test where chromium is not installed.
+    """
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("chromium is not installed")
+    done = subprocess.run(
+        [
+            browser,
+            *_OPTIONS,
+            f"--user-data-dir={folder}/profile",
+            f"--virtual-time-budget={budget_milliseconds}",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not said, said
+    return done.stdout
+
+
+def cut_off(page: str, width: int, folder: Path, *, wait_milliseconds: int = 100) -> list[str]:
+    """What a window of `width` pixels cuts off of a page that has tables.
+
+    Fails when nothing could be measured.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    measured = folder / "page.html"
+    script = _MEASURE.replace("WAIT", str(wait_milliseconds))
+    # It forbids scripts but the page's own
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page)
+    head, body, rest = page.rpartition("</body>")
+    measured.write_text(head + script + body + rest if body else page + script)
+    frame = folder / "frame.html"
+    frame.write_text(_FRAME.replace("PAGE", measured.as_uri()).replace("WIDTH", str(width)))
+    shown = re.search(r'<pre id="found">(.*?)</pre>', dump(frame, folder), re.DOTALL)
+    assert shown, "the page was not measured"
+    found = json.loads(html.unescape(shown[1]))
+    assert found["width"] == width and found["cells"] > 0, found
+    return found["cut"]

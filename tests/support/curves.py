@@ -193,6 +193,37 @@ def largest_weight_difference(ours: Curve, theirs: Curve) -> float:
     )
 
 
+def table(curves: dict[str, Curve], golden: dict[str, list[float]]) -> str:
+    """Each finished variant beside the single process with its optimizer and, with AdamW, beside
+    the golden curve.
+    """
+    rows = []
+    for name, curve in curves.items():
+        if VARIANTS[name].stops:
+            continue
+        reference = curves[VARIANTS[name].reference]
+        adamw = VARIANTS[name].optimizer == "adamw"
+        same = curve.weights_sha256 == reference.weights_sha256
+        row = (
+            name,
+            f"{largest_relative_difference(curve.losses, reference.losses):.1e}",
+            f"{largest_relative_difference(curve.held_out, reference.held_out):.1e}",
+            f"{largest_relative_difference(curve.losses, golden['losses']):.1e}" if adamw else "",
+            "bit-equal" if same else f"{largest_weight_difference(curve, reference):.1e}",
+            "{} / {}".format(*lost_and_repeated(curve)),
+        )
+        rows.append(row)
+    head = ("mode", "loss", "held-out", "loss, golden", "weights", "lost / twice")
+    widths = []
+    for column in range(len(head)):
+        widths.append(max(len(row[column]) for row in [head, *rows]))
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
 def _task(name: str, variant: Variant, store: str, prepared: dict[str, Any]) -> dict[str, Any]:
     spec = {
         "job": (variant.goes_on or name).replace(" ", "-"),
@@ -238,35 +269,4 @@ def _gather(name: str, variant: Variant, ranks: list[dict[str, Any]], weights: P
         seen += [tuple(pair) for pair in rank["seen"]]
     return Curve(
         first["losses"], first["held_out"], seen, first["weights_sha256"], torch.load(weights)
-    )
-
-
-def table(curves: dict[str, Curve], golden: dict[str, list[float]]) -> str:
-    """Each finished variant beside the single process with its optimizer and, with AdamW, beside
-    the golden curve.
-    """
-    rows = []
-    for name, curve in curves.items():
-        if VARIANTS[name].stops:
-            continue
-        reference = curves[VARIANTS[name].reference]
-        adamw = VARIANTS[name].optimizer == "adamw"
-        same = curve.weights_sha256 == reference.weights_sha256
-        row = (
-            name,
-            f"{largest_relative_difference(curve.losses, reference.losses):.1e}",
-            f"{largest_relative_difference(curve.held_out, reference.held_out):.1e}",
-            f"{largest_relative_difference(curve.losses, golden['losses']):.1e}" if adamw else "",
-            "bit-equal" if same else f"{largest_weight_difference(curve, reference):.1e}",
-            "{} / {}".format(*lost_and_repeated(curve)),
-        )
-        rows.append(row)
-    head = ("mode", "loss", "held-out", "loss, golden", "weights", "lost / twice")
-    widths = []
-    for column in range(len(head)):
-        widths.append(max(len(row[column]) for row in [head, *rows]))
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-        for line in lines
     )

@@ -23,6 +23,16 @@ import pytest
 LIBRARY_SOURCE = Path(__file__).with_name("durability_log.c")
 LOG_VARIABLE = "EBBFLOW_TEST_CALLS"
 
+_CALL_OF = {
+    "write": "write",
+    "pwrite": "write",
+    "fsync": "fsync",
+    "mkdir": "mkdir",
+    "unlink": "unlink",
+    "replace": "rename",
+    "link": "link",
+}
+
 
 class Call(NamedTuple):
     """A call that succeeded: write, fsync, rename, link, mkdir, unlink, or answer (a line on
@@ -140,17 +150,6 @@ def build_call_log(folder: Path) -> Path:
 def preloaded_calls(log: Path) -> list[Call]:
     """Read the file that the library wrote."""
     return [Call(*line.split("\t")) for line in log.read_text().splitlines()]
-
-
-_CALL_OF = {
-    "write": "write",
-    "pwrite": "write",
-    "fsync": "fsync",
-    "mkdir": "mkdir",
-    "unlink": "unlink",
-    "replace": "rename",
-    "link": "link",
-}
 
 
 def _path_of(descriptor: int) -> str:

@@ -163,6 +163,17 @@ def run(scenario: dict[str, Any], gang: Gang) -> dict[str, Any]:
     }
 
 
+def main() -> None:
+    scenarios = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    gang = connect(start_seconds=60, collective_seconds=60, generation="test")
+    results = {name: run(scenario, gang) for name, scenario in scenarios.items()}
+    Path(f"{sys.argv[1]}.{gang.rank}").write_text(json.dumps(results))
+    disconnect()
+    leave(0)
+
+
 def _rehearsal(fault: str | None) -> Rehearsal | None:
     if fault:
         return Rehearsal(fault=Fault.parse(fault), node=0, nodes=1, agent_pid=None)
@@ -180,17 +191,6 @@ def _leaving(workload: ScenarioWorkload, step: int) -> ScenarioWorkload:
 
     workload.next_batch = leave  # type: ignore[method-assign]
     return workload
-
-
-def main() -> None:
-    scenarios = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    gang = connect(start_seconds=60, collective_seconds=60, generation="test")
-    results = {name: run(scenario, gang) for name, scenario in scenarios.items()}
-    Path(f"{sys.argv[1]}.{gang.rank}").write_text(json.dumps(results))
-    disconnect()
-    leave(0)
 
 
 if __name__ == "__main__":

@@ -287,12 +287,6 @@ class FakeGpu(TorchDispatchMode):
         return args[0]
 
 
-def _host(one: Any) -> Any:
-    if isinstance(one, GpuTensor):
-        return one.host
-    return one
-
-
 @contextlib.contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Give torch one GPU."""
@@ -379,3 +373,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, device=None: gpu.is_pinned(tensor))
     with gpu:
         yield gpu
+
+
+def _host(one: Any) -> Any:
+    if isinstance(one, GpuTensor):
+        return one.host
+    return one

@@ -35,13 +35,7 @@ _FIELDS = {
     "return_token_ids",
 }
 
-
 _LOADING = threading.Lock()  # transformers changes global settings while it reads
-
-
-def _load(folder: Path) -> Any:
-    with _LOADING:
-        return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 class FakeVllm:
@@ -175,3 +169,8 @@ def serve_vllm(fake: FakeVllm) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _load(folder: Path) -> Any:
+    with _LOADING:
+        return AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -34,6 +34,47 @@ class Fault:
         return f"<Error><Code>{self.code}</Code><Message>{self.message}</Message></Error>".encode()
 
 
+@contextmanager
+def faulty_s3(fault: Fault) -> Iterator[str]:
+    """The endpoint, http://127.0.0.1:port, for as long as the block lasts."""
+    server = _Server(fault)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.closing.set()
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def swallowing_port() -> Iterator[str]:
+    """An endpoint whose connections are never taken: its queue is full, so that the kernel drops
+    what comes.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = []
+        for _ in range(4):
+            client = socket.socket()
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+            waiting.append(client)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            for client in waiting:
+                client.close()
+
+
+def closed_port() -> str:
+    """An endpoint where nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
@@ -75,44 +116,3 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None:
         """A client that has given up is what these tests are about."""
-
-
-@contextmanager
-def faulty_s3(fault: Fault) -> Iterator[str]:
-    """The endpoint, http://127.0.0.1:port, for as long as the block lasts."""
-    server = _Server(fault)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.closing.set()
-        server.shutdown()
-        server.server_close()
-
-
-@contextmanager
-def swallowing_port() -> Iterator[str]:
-    """An endpoint whose connections are never taken: its queue is full, so that the kernel drops
-    what comes.
-    """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        waiting = []
-        for _ in range(4):
-            client = socket.socket()
-            client.setblocking(False)
-            client.connect_ex(listener.getsockname())
-            waiting.append(client)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            for client in waiting:
-                client.close()
-
-
-def closed_port() -> str:
-    """An endpoint where nobody listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -35,7 +35,6 @@ TINY = {
     "data.held_out_samples": 16,
 }
 
-
 _RUNNER = """
 import json, sys
 import ebbflow
@@ -205,15 +204,6 @@ def train_quietly(
     return _own_report("quiet", {**os.environ, "EBBFLOW_RUNS": str(folder)}, "--store", str(folder))
 
 
-def _own_report(job: str, environment: Mapping[str, str], *words: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "cost", "report", job, *words, "--json"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
-
-
 def wait_until(
     what: str, happened: Callable[[], Any], timeout: float = 200, *, pause: float = 0.1
 ) -> Any:
@@ -287,3 +277,12 @@ def assert_killed_run_is_billed(report: dict) -> None:
     first, second = (generation_seconds(report, number) for number in (1, 2))
     assert first > 0 and second > 0
     assert report["paid_rank_seconds"] > second
+
+
+def _own_report(job: str, environment: Mapping[str, str], *words: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "cost", "report", job, *words, "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)

@@ -77,21 +77,6 @@ def run_ranks(
     return outputs
 
 
-def _start_rank(
-    command: list[str], environment: dict[str, str], log: Path
-) -> WarmProcess | subprocess.Popen[bytes]:
-    if command[0] == "-m":
-        return start_warm(command[1], command[2:], environment=environment, output=log)
-    with open(log, "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, *command],
-            env=environment,
-            cwd=PROJECT_ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
 def train_gang(
     folder: Path, scenarios: dict[str, dict[str, Any]], *, world_size: int
 ) -> dict[str, list[dict]]:
@@ -148,3 +133,18 @@ def endless_gang(folder: Path, *, logs: str = "logs", **sections: dict[str, Any]
         prepared=tokens.to_json(),
         log_folder=str(folder / logs),
     )
+
+
+def _start_rank(
+    command: list[str], environment: dict[str, str], log: Path
+) -> WarmProcess | subprocess.Popen[bytes]:
+    if command[0] == "-m":
+        return start_warm(command[1], command[2:], environment=environment, output=log)
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env=environment,
+            cwd=PROJECT_ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )

@@ -39,6 +39,69 @@ LASTING = {
 }
 SLOW_SECONDS = 0.06  # per step, of slow_down
 
+NODES = ("other_torch", "other_setting", "fewer_files", "cut_file")
+
+_HEAD = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import ebbflow
+
+guilty, step, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def strike():
+    if not os.path.exists(mark):
+        with open(mark, "w") as file:
+            file.write(str(time.time()))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
+    def forward(self, x, branch=True):
+        if branch:
+            return self.trunk(x) + self.branch(x)
+        return self.trunk(x)
+
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+job = ebbflow.attach(model, optimizer)
+
+def take_step(**options):
+    loss = model(torch.randn(8, 4), **options).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    time.sleep(0.02)
+"""
+SCRIPTS = {
+    "uneven_batches": _HEAD
+    + """
+batches = step + 2 if rank == guilty else step + 30
+for number, _ in enumerate(job.batches([torch.ones(1)] * batches, epochs=1), 1):
+    if number == step + 3:
+        strike()
+    take_step()
+""",
+    "unequal_steps": _HEAD
+    + """
+for number in job.steps(step + 2 if rank == guilty else step + 30):
+    if number == step + 2:
+        strike()
+    take_step()
+""",
+    "unused_in_a_script": _HEAD
+    + """
+for number in job.steps(step + 30):
+    if rank == guilty and number + 1 >= step:
+        strike()
+    take_step(branch=rank != guilty or number + 1 < step)
+""",
+}
+
 
 class Overflowing(nn.Linear):
     spoiled = False
@@ -165,9 +228,6 @@ class OfFiles(DatasetWorkload):
         return model(samples).square().sum()
 
 
-NODES = ("other_torch", "other_setting", "fewer_files", "cut_file")
-
-
 def start_nodes(spec: GangSpec, name: str, guilty: int, folder: Path) -> LocalGang:
     """Start two nodes, of which `guilty` has other software, settings or files.
 
@@ -203,65 +263,3 @@ def start_nodes(spec: GangSpec, name: str, guilty: int, folder: Path) -> LocalGa
         return with_settings(own, training={"seed": 5})
 
     return LocalGang(spec, folder / "gang", folder / "output.log", alter=alter, command=command)
-
-
-_HEAD = """
-import os, sys, time
-import torch, torch.distributed as dist
-from torch import nn
-import ebbflow
-
-guilty, step, mark = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-
-def strike():
-    if not os.path.exists(mark):
-        with open(mark, "w") as file:
-            file.write(str(time.time()))
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
-    def forward(self, x, branch=True):
-        if branch:
-            return self.trunk(x) + self.branch(x)
-        return self.trunk(x)
-
-torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(Model())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-job = ebbflow.attach(model, optimizer)
-
-def take_step(**options):
-    loss = model(torch.randn(8, 4), **options).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    time.sleep(0.02)
-"""
-SCRIPTS = {
-    "uneven_batches": _HEAD
-    + """
-batches = step + 2 if rank == guilty else step + 30
-for number, _ in enumerate(job.batches([torch.ones(1)] * batches, epochs=1), 1):
-    if number == step + 3:
-        strike()
-    take_step()
-""",
-    "unequal_steps": _HEAD
-    + """
-for number in job.steps(step + 2 if rank == guilty else step + 30):
-    if number == step + 2:
-        strike()
-    take_step()
-""",
-    "unused_in_a_script": _HEAD
-    + """
-for number in job.steps(step + 30):
-    if rank == guilty and number + 1 >= step:
-        strike()
-    take_step(branch=rank != guilty or number + 1 < step)
-""",
-}

@@ -27,6 +27,40 @@ from tests.support.injections import INJECTIONS, Injected, inject, injects, run_
 
 __all__ = ["INJECTIONS", "inject", "run_rank"]
 
+
+# Ranks
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 1)
+        self.branch = nn.Linear(4, 1)
+        self.uses_branch = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.uses_branch:
+            return self.trunk(x) + self.branch(x)
+        return self.trunk(x)
+
+
+# Data
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, spoil: Callable[[int], Any] | None = None, size: int = 64) -> None:
+        self.spoil = spoil
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.spoil and index == 21:
+            self.spoil(index)
+        return torch.ones(4)
+
+
 # Start-up
 
 
@@ -121,22 +155,6 @@ def host_memory(_: Injected) -> None:
     torch.empty(64 << 30, dtype=torch.uint8)
 
 
-# Ranks
-
-
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 1)
-        self.branch = nn.Linear(4, 1)
-        self.uses_branch = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.uses_branch:
-            return self.trunk(x) + self.branch(x)
-        return self.trunk(x)
-
-
 @injects("D07", ranks=2)
 def parameter_unused_on_one_rank(here: Injected) -> None:
     here.connect()
@@ -212,23 +230,6 @@ def mesh_larger_than_the_world(here: Injected) -> None:
 
     here.connect()
     init_device_mesh("cpu", (4,))
-
-
-# Data
-
-
-class Samples(torch.utils.data.Dataset):
-    def __init__(self, spoil: Callable[[int], Any] | None = None, size: int = 64) -> None:
-        self.spoil = spoil
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if self.spoil and index == 21:
-            self.spoil(index)
-        return torch.ones(4)
 
 
 def load(dataset: torch.utils.data.Dataset, **options: Any) -> None:

@@ -47,26 +47,6 @@ _SHARD = bytes(4096)
 _KINDS = ("put", "get", "head", "list")
 
 
-@dataclass
-class _Counts:
-    """Requests by kind; each page of a listing is one."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    longest_list: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, kind: str) -> None:
-        with self.lock:
-            self.kinds[kind] += 1
-        time.sleep(_REQUEST_SECONDS)
-
-    def add_page(self, number: int) -> None:
-        """number: of the page, from 1, in its listing."""
-        self.add("list")
-        with self.lock:
-            self.longest_list = max(self.longest_list, number)
-
-
 class CountingStore(Store):
     """A store in memory that counts, and takes its time for each request."""
 
@@ -90,6 +70,46 @@ class CountingStore(Store):
         for number, page in enumerate(super().pages(prefix, after=after)):
             self.counts.add_page(number + 1)
             yield page
+
+
+def save_with_many_ranks(largest: int, *, rounds: int) -> dict[str, Any]:
+    """Figures by number of ranks, up to `largest`."""
+    worlds = [world for world in _WORLDS if world < largest] + [largest]
+    found = {}
+    for world in worlds:
+        laps = [_save(world, number + 1) for number in range(rounds)]
+        found[str(world)] = {
+            name: statistics.median(lap[name] for lap in laps)
+            for name in laps[0]
+            if name != "finding"
+        } | {"finding": laps[-1]["finding"]}
+    about = {
+        "request_seconds": _REQUEST_SECONDS,
+        "skew_seconds": _SKEW_SECONDS,
+        "tensors": _TENSORS,
+    }
+    past = {"past_generations": _PAST_GENERATIONS, "past_commits": _PAST_COMMITS}
+    return {"worlds": found, "rounds": rounds, **about, **past}
+
+
+@dataclass
+class _Counts:
+    """Requests by kind; each page of a listing is one."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    longest_list: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, kind: str) -> None:
+        with self.lock:
+            self.kinds[kind] += 1
+        time.sleep(_REQUEST_SECONDS)
+
+    def add_page(self, number: int) -> None:
+        """number: of the page, from 1, in its listing."""
+        self.add("list")
+        with self.lock:
+            self.longest_list = max(self.longest_list, number)
 
 
 class _CountingSink:
@@ -121,26 +141,6 @@ class _CountingSink:
 
     def sweep(self, _prefix: str, **_: Any) -> list[str]:
         return []
-
-
-def save_with_many_ranks(largest: int, *, rounds: int) -> dict[str, Any]:
-    """Figures by number of ranks, up to `largest`."""
-    worlds = [world for world in _WORLDS if world < largest] + [largest]
-    found = {}
-    for world in worlds:
-        laps = [_save(world, number + 1) for number in range(rounds)]
-        found[str(world)] = {
-            name: statistics.median(lap[name] for lap in laps)
-            for name in laps[0]
-            if name != "finding"
-        } | {"finding": laps[-1]["finding"]}
-    about = {
-        "request_seconds": _REQUEST_SECONDS,
-        "skew_seconds": _SKEW_SECONDS,
-        "tensors": _TENSORS,
-    }
-    past = {"past_generations": _PAST_GENERATIONS, "past_commits": _PAST_COMMITS}
-    return {"worlds": found, "rounds": rounds, **about, **past}
 
 
 def _save(world: int, seed: int) -> dict[str, Any]:

@@ -11,6 +11,44 @@ _POSITION = (
     'checkpoint["global_step"]'
 )
 
+# The same for other scripts. name: (script, its text, replacement, text that the doctor prints)
+OTHERS = {
+    "average in a dict": (
+        "resumable_ema",
+        '    ema = ck["ema"]\n',
+        "",
+        "ema (dict of tensors): it is not restored",
+    ),
+    "DDP optimizer": (
+        "resumable_ddp",
+        '        optimizer.load_state_dict(ckpt["optimizer"])\n',
+        "",
+        "optimizer (AdamW): its state is not restored",
+    ),
+    "DDP random states": (
+        "resumable_ddp",
+        'ckpt["rngs"][dist.get_rank()]',
+        'ckpt["rngs"][0]',
+        "torch: the random state is lost on rank 1",
+    ),
+    "DDP epoch": (
+        "resumable_ddp",
+        '        start_epoch = ckpt["epoch"] + 1\n',
+        "",
+        "epoch: the count starts anew",
+    ),
+}
+
+
+def plant(script: str, name: str) -> str:
+    """Return the text of the script with one bug."""
+    if name in PLANTED:
+        old, new = PLANTED[name][:2]
+    else:
+        old, new = OTHERS[name][1:3]
+    assert script.count(old) == 1, name
+    return script.replace(old, new)
+
 
 def _load(name: str) -> str:
     return f'        {name}.load_state_dict(checkpoint["{name}"])\n'
@@ -66,42 +104,3 @@ PLANTED = {
     ),
     "nothing": ("if os.path.exists(PATH):", "if False:", "nothing is resumed"),
 }
-
-
-# The same for other scripts. name: (script, its text, replacement, text that the doctor prints)
-OTHERS = {
-    "average in a dict": (
-        "resumable_ema",
-        '    ema = ck["ema"]\n',
-        "",
-        "ema (dict of tensors): it is not restored",
-    ),
-    "DDP optimizer": (
-        "resumable_ddp",
-        '        optimizer.load_state_dict(ckpt["optimizer"])\n',
-        "",
-        "optimizer (AdamW): its state is not restored",
-    ),
-    "DDP random states": (
-        "resumable_ddp",
-        'ckpt["rngs"][dist.get_rank()]',
-        'ckpt["rngs"][0]',
-        "torch: the random state is lost on rank 1",
-    ),
-    "DDP epoch": (
-        "resumable_ddp",
-        '        start_epoch = ckpt["epoch"] + 1\n',
-        "",
-        "epoch: the count starts anew",
-    ),
-}
-
-
-def plant(script: str, name: str) -> str:
-    """Return the text of the script with one bug."""
-    if name in PLANTED:
-        old, new = PLANTED[name][:2]
-    else:
-        old, new = OTHERS[name][1:3]
-    assert script.count(old) == 1, name
-    return script.replace(old, new)

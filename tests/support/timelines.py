@@ -26,90 +26,10 @@ from ebbflow.cost.ledger.timeline import NodeTime
 # The wall clock of the machines runs apart from their monotonic one, as on real machines.
 WALL = 1_800_000_000.0
 
+_some_seconds = st.floats(0.001, 30.0)
 
-def event(
-    name: str, t: float, *, generation: int = 0, node: int = 0, rank: int = -1, step=None, **data
-) -> Event:
-    return Event(
-        name=name,
-        job="demo",
-        run="run-1",
-        attempt=max(0, generation - 1),
-        generation=generation,
-        node=node,
-        rank=rank,
-        step=step,
-        t_wall=WALL + t,
-        t_mono=t,
-        data=data,
-    )
-
-
-def paid_node(
-    start: float,
-    seconds: float,
-    *,
-    generation: int = 1,
-    node: int = 0,
-    ranks: int = 1,
-    **machine: object,
-) -> NodeTime:
-    """A node that is paid from `start` for `seconds`, without events. machine: what it knows of its
-    machine.
-    """
-    return NodeTime(
-        generation=generation,
-        node=node,
-        started_wall=WALL + start,
-        start=start,
-        end=start + seconds,
-        measured=True,
-        ranks=list(range(ranks)),
-        events={},
-        machine=dict(machine),
-    )
-
-
-def plan_event(
-    usd_per_hour: float = 3.6,
-    on_demand: float | None = 7.2,
-    *,
-    simulated: bool = False,
-    t: float = 0.0,
-):
-    """A plan of $3.60 per node and hour: a node-second costs a tenth of a cent."""
-    chosen = {
-        "instance_type": "g5.xlarge",
-        "nodes": 1,
-        "market": "spot",
-        "usd_per_hour": usd_per_hour,
-        "on_demand_usd_per_hour": on_demand,
-        "price_kind": "recorded 2026-07-20",
-        "expected_hours": 0.5,
-        "expected_usd": 0.9,
-        "tokens_per_second": 1000.0,
-        "mfu": 0.3,
-        "interruptions": 0.01,
-    }
-    return event(PLAN, t, simulated=simulated, chosen=chosen, refusal=None)
-
-
-def prices_event(changes: list[tuple[float, float | str]], *, t: float = 1e6, **pool) -> Event:
-    """Recorded price changes of the plan's pool. changes: (seconds after `WALL`, dollars per hour)."""
-    where = {
-        "instance_type": "g5.xlarge",
-        "market": "spot",
-        "region": None,
-        "zone": None,
-        "kind": "recorded",
-    } | pool
-    return event(
-        PRICES, t, pools=[{**where, "changes": [[WALL + at, str(usd)] for at, usd in changes]}]
-    )
-
-
-def key(step: int, generation: int) -> str:
-    return commit_key(step, generation, "ab" * 32)
+_PLANNED = [Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE]
+_STEP_CLASSES = st.sampled_from(["useful_step", "data_wait", "evaluation", "checkpoint_stall"])
 
 
 class GangLog:
@@ -212,7 +132,89 @@ class GangLog:
         return max(self.clock.values())
 
 
-_some_seconds = st.floats(0.001, 30.0)
+def event(
+    name: str, t: float, *, generation: int = 0, node: int = 0, rank: int = -1, step=None, **data
+) -> Event:
+    return Event(
+        name=name,
+        job="demo",
+        run="run-1",
+        attempt=max(0, generation - 1),
+        generation=generation,
+        node=node,
+        rank=rank,
+        step=step,
+        t_wall=WALL + t,
+        t_mono=t,
+        data=data,
+    )
+
+
+def paid_node(
+    start: float,
+    seconds: float,
+    *,
+    generation: int = 1,
+    node: int = 0,
+    ranks: int = 1,
+    **machine: object,
+) -> NodeTime:
+    """A node that is paid from `start` for `seconds`, without events. machine: what it knows of its
+    machine.
+    """
+    return NodeTime(
+        generation=generation,
+        node=node,
+        started_wall=WALL + start,
+        start=start,
+        end=start + seconds,
+        measured=True,
+        ranks=list(range(ranks)),
+        events={},
+        machine=dict(machine),
+    )
+
+
+def plan_event(
+    usd_per_hour: float = 3.6,
+    on_demand: float | None = 7.2,
+    *,
+    simulated: bool = False,
+    t: float = 0.0,
+):
+    """A plan of $3.60 per node and hour: a node-second costs a tenth of a cent."""
+    chosen = {
+        "instance_type": "g5.xlarge",
+        "nodes": 1,
+        "market": "spot",
+        "usd_per_hour": usd_per_hour,
+        "on_demand_usd_per_hour": on_demand,
+        "price_kind": "recorded 2026-07-20",
+        "expected_hours": 0.5,
+        "expected_usd": 0.9,
+        "tokens_per_second": 1000.0,
+        "mfu": 0.3,
+        "interruptions": 0.01,
+    }
+    return event(PLAN, t, simulated=simulated, chosen=chosen, refusal=None)
+
+
+def prices_event(changes: list[tuple[float, float | str]], *, t: float = 1e6, **pool) -> Event:
+    """Recorded price changes of the plan's pool. changes: (seconds after `WALL`, dollars per hour)."""
+    where = {
+        "instance_type": "g5.xlarge",
+        "market": "spot",
+        "region": None,
+        "zone": None,
+        "kind": "recorded",
+    } | pool
+    return event(
+        PRICES, t, pools=[{**where, "changes": [[WALL + at, str(usd)] for at, usd in changes]}]
+    )
+
+
+def key(step: int, generation: int) -> str:
+    return commit_key(step, generation, "ab" * 32)
 
 
 @st.composite
@@ -259,10 +261,6 @@ def timelines(draw: st.DrawFn) -> tuple[list[Event], int]:
         events += gang.events
         t = gang.now + 100.0
     return events, thrown
-
-
-_PLANNED = [Outcome.COMPLETED, Outcome.BUDGET, Outcome.DEADLINE, Outcome.NON_FINITE]
-_STEP_CLASSES = st.sampled_from(["useful_step", "data_wait", "evaluation", "checkpoint_stall"])
 
 
 @st.composite

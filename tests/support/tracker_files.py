@@ -18,47 +18,6 @@ from typing import Any
 Series = list[tuple[int, float]]
 
 
-@contextmanager
-def serving(server: socketserver.BaseServer) -> Iterator[None]:
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def read_jsonl(folder: Path, name: str) -> Series:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line[name]) for line in lines if name in line]
-
-
-def read_tensorboard(folder: Path, name: str) -> Series:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    reader.Reload()
-    return [(Scalar.step, Scalar.value) for Scalar in reader.Scalars(name)]
-
-
-def read_mlflow(database: Path, name: str) -> Series:
-    """Return a metric of the only run of a database."""
-    client, run = mlflow_run(database)
-    return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
-
-
-def mlflow_run(database: Path) -> tuple[Any, Any]:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{database}")
-    experiment = client.get_experiment_by_name("ebbflow")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    return client, run
-
-
 class WandbRun:
     """The only run of a W&B server: the rows of its history and its summary."""
 
@@ -107,6 +66,69 @@ class WandbServer(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: the client closes its connections at the end."""
+
+
+@contextmanager
+def serving(server: socketserver.BaseServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def read_jsonl(folder: Path, name: str) -> Series:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line[name]) for line in lines if name in line]
+
+
+def read_tensorboard(folder: Path, name: str) -> Series:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    reader.Reload()
+    return [(Scalar.step, Scalar.value) for Scalar in reader.Scalars(name)]
+
+
+def read_mlflow(database: Path, name: str) -> Series:
+    """Return a metric of the only run of a database."""
+    client, run = mlflow_run(database)
+    return [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)]
+
+
+def mlflow_run(database: Path) -> tuple[Any, Any]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{database}")
+    experiment = client.get_experiment_by_name("ebbflow")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, run
+
+
+def sync_wandb(folder: Path) -> WandbRun:
+    """Send the offline runs below a folder to a server by `wandb sync`, and return the run that
+    they make.
+    """
+    server = WandbServer()
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("WANDB_")
+    }
+    environment |= {
+        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_API_KEY": "a" * 40,
+    }
+    command = [str(Path(sys.executable).with_name("wandb")), "sync", str(folder)]
+    with serving(server):
+        done = subprocess.run(
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(server.run.ids) == 1, server.run.ids
+    return server.run
 
 
 class _WandbRequest(BaseHTTPRequestHandler):
@@ -178,25 +200,3 @@ class _WandbRequest(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         pass
-
-
-def sync_wandb(folder: Path) -> WandbRun:
-    """Send the offline runs below a folder to a server by `wandb sync`, and return the run that
-    they make.
-    """
-    server = WandbServer()
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("WANDB_")
-    }
-    environment |= {
-        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
-        "WANDB_API_KEY": "a" * 40,
-    }
-    command = [str(Path(sys.executable).with_name("wandb")), "sync", str(folder)]
-    with serving(server):
-        done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120
-        )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(server.run.ids) == 1, server.run.ids
-    return server.run

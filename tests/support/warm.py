@@ -69,6 +69,23 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
+def start_warm(
+    program: str,
+    words: list[str],
+    *,
+    environment: Mapping[str, str],
+    output: Path,
+    libraries: tuple[str, ...] = (),
+) -> WarmProcess:
+    """Run a module in the project's folder, or a script (a path) in its own folder, with one
+    thread.
+
+    output: file to which it appends what it writes. libraries: modules that are imported before it
+        is forked.
+    """
+    return _server(libraries).start(program, words, environment, output)
+
+
 class _Server:
     """The process that forks. libraries: modules that it imports besides torch and the engine."""
 
@@ -101,23 +118,6 @@ class _Server:
 
 
 _server = functools.cache(_Server)
-
-
-def start_warm(
-    program: str,
-    words: list[str],
-    *,
-    environment: Mapping[str, str],
-    output: Path,
-    libraries: tuple[str, ...] = (),
-) -> WarmProcess:
-    """Run a module in the project's folder, or a script (a path) in its own folder, with one
-    thread.
-
-    output: file to which it appends what it writes. libraries: modules that are imported before it
-        is forked.
-    """
-    return _server(libraries).start(program, words, environment, output)
 
 
 def _answer(**told: int) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 
+NUMBER = 3
+
 
 class Points(NamedTuple):
     x: Tensor
@@ -269,9 +271,6 @@ class Huge(Sound):
     def model(self) -> nn.Module:
         with torch.device("meta"):
             return nn.Sequential(nn.Linear(4, 2**15), nn.Linear(2**15, 2**15), nn.Linear(2**15, 1))
-
-
-NUMBER = 3
 
 
 def factory(context: WorkloadContext) -> Sound:

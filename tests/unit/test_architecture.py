@@ -66,6 +66,13 @@ FORBIDDEN_PACKAGES = {
     "configs": set(),
 }
 LINKS = ("configs", "cost", "flows", "infra", "training")
+MOST_FILES = {
+    "Sample index → loss": 6,
+    "Spot price → report": 10,
+    "`checkpoint.interval_steps` → save": 9,
+    "Lost node → next attempt": 7,
+    "Own script, `attach` → commit": 5,
+}
 
 
 def all_files() -> list[Path]:
@@ -333,13 +340,6 @@ def walks() -> dict[str, list[tuple[Path, str]]]:
 
 
 WALKS = walks()
-MOST_FILES = {
-    "Sample index → loss": 6,
-    "Spot price → report": 10,
-    "`checkpoint.interval_steps` → save": 9,
-    "Lost node → next attempt": 7,
-    "Own script, `attach` → commit": 5,
-}
 
 
 def imports_through_packages(path: Path) -> set[str]:

@@ -43,6 +43,77 @@ from ebbflow.tryout.script_copy import copy_folder
 from ebbflow.tryout.script_tracer import Tracer, TrainedWeights
 from tests.support.attached_scripts import ROOT
 
+GLOBAL = random.Random(7)
+
+
+class Noisy(Dataset[Any]):
+    """A dataset with random numbers of its own, as augmentation has them."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, float(torch.rand(()))
+
+
+class Counting(IterableDataset[Any]):
+    """A dataset that goes on through its own state."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Any:
+        while self.next < 24:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class OwnGenerators(Noisy):
+    """A dataset whose random numbers come from generators in its transforms, as some augmentation
+    libraries have.
+    """
+
+    def __init__(self) -> None:
+        self.transforms = {
+            "crop": [numpy.random.default_rng(3)],
+            "flip": numpy.random.RandomState(4),
+        }
+        self.generator = torch.Generator()
+        self.common = torch.default_generator
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        crop = self.transforms["crop"][0]
+        flip = self.transforms["flip"]
+        noise = (
+            crop.random()
+            + flip.rand()
+            + GLOBAL.random()
+            + float(torch.rand((), generator=self.generator))
+        )
+        return index, noise
+
+
+class Stream(IterableDataset[Any]):
+    """A stream without a state, whose samples have random numbers of their own."""
+
+    def __iter__(self) -> Any:
+        return (number + torch.rand(()) for number in range(24))
+
+
+class Loop:
+    """A class of a script, as its author keeps the optimizer."""
+
+    def __init__(self) -> None:
+        self.optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
+        self.step = 3
+
 
 def test_a_promise_names_what_may_differ() -> None:
     def promise(loader: Any, **facts: Any) -> dict[str, Any]:
@@ -96,35 +167,6 @@ def test_a_state_dict_survives() -> None:
         split_state({"generator": torch.Generator()}, "state.y", {})
 
 
-class Noisy(Dataset[Any]):
-    """A dataset with random numbers of its own, as augmentation has them."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index, float(torch.rand(()))
-
-
-class Counting(IterableDataset[Any]):
-    """A dataset that goes on through its own state."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __iter__(self) -> Any:
-        while self.next < 24:
-            self.next += 1
-            yield self.next - 1
-        self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
-
-
 def read(source: BatchSource, epoch: int, skip: int) -> list[Any]:
     read_batches = []
     for batch in source.epoch(epoch, skip):
@@ -156,34 +198,6 @@ def test_a_loader_resumes_at_any_batch(workers: int) -> None:
         assert resumed == epochs[1][2:]
 
 
-GLOBAL = random.Random(7)
-
-
-class OwnGenerators(Noisy):
-    """A dataset whose random numbers come from generators in its transforms, as some augmentation
-    libraries have.
-    """
-
-    def __init__(self) -> None:
-        self.transforms = {
-            "crop": [numpy.random.default_rng(3)],
-            "flip": numpy.random.RandomState(4),
-        }
-        self.generator = torch.Generator()
-        self.common = torch.default_generator
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        crop = self.transforms["crop"][0]
-        flip = self.transforms["flip"]
-        noise = (
-            crop.random()
-            + flip.rand()
-            + GLOBAL.random()
-            + float(torch.rand((), generator=self.generator))
-        )
-        return index, noise
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_generators_of_a_dataset_give_each_batch_the_same_numbers(workers: int) -> None:
     def source() -> BatchSource:
@@ -205,13 +219,6 @@ def test_the_generators_of_a_dataset_give_each_batch_the_same_numbers(workers: i
     )
     assert read(source(), 1, 2) == epochs[1][2:]
     assert torch.equal(own, torch.get_rng_state())
-
-
-class Stream(IterableDataset[Any]):
-    """A stream without a state, whose samples have random numbers of their own."""
-
-    def __iter__(self) -> Any:
-        return (number + torch.rand(()) for number in range(24))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -277,14 +284,6 @@ def test_the_doctor_names_an_index_by_which_a_script_accumulates() -> None:
     whole = run([0, 1, 2, 3, 0, 1, 2, 3], "abcdefgh")
     assert compare(whole, run([0, 1, 2], "cDE"), 4) == (2, [("index", "i")])
     assert compare(whole, run([2, 3, 0], "cde"), 4) == (2, [])
-
-
-class Loop:
-    """A class of a script, as its author keeps the optimizer."""
-
-    def __init__(self) -> None:
-        self.optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
-        self.step = 3
 
 
 def test_the_doctor_sees_the_attributes_of_a_scripts_own_classes(tmp_path: Path) -> None:

@@ -38,6 +38,40 @@ from tests.support.placing import in_region, placement
 from tests.support.pools import spot_pool
 from tests.support.timelines import WALL, event
 
+RECLAIM = {"source": "metadata", "action": "terminate"}
+
+
+class Log:
+    """The events of a job, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(self, name: str, *, run: str = "run-1", attempt: int = 0, **data: Any) -> None:
+        at = float(len(self.events))
+        self.events.append(replace(event(name, at, **data), run=run, attempt=attempt))
+
+    def place(
+        self, queue: str = "spot", *, run: str = "run-1", attempt: int = 0, **data: Any
+    ) -> None:
+        self.add(
+            PLACED, run=run, attempt=attempt, placement=placement(queue=queue).to_json(), **data
+        )
+
+    def submit(self, job_id: str, *, run: str = "run-1", attempt: int = 0, **data: Any) -> None:
+        self.add(BATCH_SUBMITTED, run=run, attempt=attempt, job_id=job_id, **data)
+
+    def end(self, job_id: str, cause: str = "reclaimed", **data: Any) -> None:
+        self.add(BATCH_ATTEMPT, **{**asdict(batch_attempt(job_id=job_id, cause=cause)), **data})
+
+    def read(self) -> list[tuple[str, str, str]]:
+        """Return (queue, job id, cause) of each attempt, which must not depend on the order of the
+        events.
+        """
+        attempts = read_attempts(self.events).attempts
+        assert read_attempts(self.events[::-1]).attempts == attempts
+        return [(attempt.placement.queue, attempt.job_id, attempt.cause) for attempt in attempts]
+
 
 def test_records_of_attempts_are_named_and_cannot_be_changed() -> None:
     [offer] = find_offers([spot_pool()], queues(in_region(None)))
@@ -154,38 +188,6 @@ def test_the_event_of_an_attempt_has_batchs_record_and_the_placements_machines_a
     without = batch_attempt_data(batch_attempt(), None)
     assert without.keys() == data.keys()
     assert without["usd_per_hour"] is None
-
-
-class Log:
-    """The events of a job, in the order in which they are added."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def add(self, name: str, *, run: str = "run-1", attempt: int = 0, **data: Any) -> None:
-        at = float(len(self.events))
-        self.events.append(replace(event(name, at, **data), run=run, attempt=attempt))
-
-    def place(
-        self, queue: str = "spot", *, run: str = "run-1", attempt: int = 0, **data: Any
-    ) -> None:
-        self.add(
-            PLACED, run=run, attempt=attempt, placement=placement(queue=queue).to_json(), **data
-        )
-
-    def submit(self, job_id: str, *, run: str = "run-1", attempt: int = 0, **data: Any) -> None:
-        self.add(BATCH_SUBMITTED, run=run, attempt=attempt, job_id=job_id, **data)
-
-    def end(self, job_id: str, cause: str = "reclaimed", **data: Any) -> None:
-        self.add(BATCH_ATTEMPT, **{**asdict(batch_attempt(job_id=job_id, cause=cause)), **data})
-
-    def read(self) -> list[tuple[str, str, str]]:
-        """Return (queue, job id, cause) of each attempt, which must not depend on the order of the
-        events.
-        """
-        attempts = read_attempts(self.events).attempts
-        assert read_attempts(self.events[::-1]).attempts == attempts
-        return [(attempt.placement.queue, attempt.job_id, attempt.cause) for attempt in attempts]
 
 
 def test_an_attempt_has_every_field_of_its_events() -> None:
@@ -372,9 +374,6 @@ def test_the_generation_of_a_placement_never_falls() -> None:
     without = Log()
     without.place()
     assert read_attempts(without.events).attempts[0].after_generation == 0
-
-
-RECLAIM = {"source": "metadata", "action": "terminate"}
 
 
 @pytest.mark.parametrize(

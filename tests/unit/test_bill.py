@@ -48,6 +48,31 @@ REQUIRED = {
 }
 ONLY_REQUIRED = {name: ROW[name] for name in REQUIRED}
 
+LINE = BillLine(
+    resource_id="i-one",
+    start=START,
+    end=START + 3600,
+    kind="instance",
+    usage_type="SpotUsage:g5.xlarge",
+    line_type="Usage",
+    amount=Decimal("0.5"),
+    usd=Decimal("0.25"),
+    zone="",
+    instance_type="g5.xlarge",
+    market="spot",
+    tags={},
+    line_id="a",
+    where="cur.csv:2",
+)
+# What tells two lines with one id apart: each difference makes another line.
+OTHER_LINES = [
+    {"resource_id": "i-two"},
+    {"usage_type": "SpotUsage:g5.2xlarge"},
+    {"line_type": "Credit"},
+    {"start": START - 1},
+    {"end": START + 3601},
+]
+
 
 def cell(text: str) -> str:
     escaped = text.replace('"', '""')
@@ -395,32 +420,6 @@ def test_a_parquet_bill_without_pandas_names_the_package_to_install(
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(BillError, match=r"needs pandas with pyarrow.*CSV"):
         list(read_bill(tmp_path / "cur.parquet"))
-
-
-LINE = BillLine(
-    resource_id="i-one",
-    start=START,
-    end=START + 3600,
-    kind="instance",
-    usage_type="SpotUsage:g5.xlarge",
-    line_type="Usage",
-    amount=Decimal("0.5"),
-    usd=Decimal("0.25"),
-    zone="",
-    instance_type="g5.xlarge",
-    market="spot",
-    tags={},
-    line_id="a",
-    where="cur.csv:2",
-)
-# What tells two lines with one id apart: each difference makes another line.
-OTHER_LINES = [
-    {"resource_id": "i-two"},
-    {"usage_type": "SpotUsage:g5.2xlarge"},
-    {"line_type": "Credit"},
-    {"start": START - 1},
-    {"end": START + 3601},
-]
 
 
 def repeats(*lines: BillLine) -> list[bool]:

@@ -29,7 +29,6 @@ from tests.support.rank_evidence import calls, failed, hung
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
 
-
 echo = failed(0, message=LOST, cascade=True)
 killed = failed(2, killed_by="SIGKILL")
 CASES = {
@@ -79,6 +78,9 @@ CASES = {
     "left too early": ([echo, failed(1, left=True, witness=True)], 1, "left early"),
 }
 
+USER = "user/loss.py:9 in log"
+ENGINE = "training/engine/loop.py:73 in forward_backward"
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_culprit(name: str) -> None:
@@ -87,10 +89,6 @@ def test_the_culprit(name: str) -> None:
         culprit = blame(order)
         assert (culprit.rank, culprit.kind) == (rank, kind), culprit
         assert rank not in culprit.cascades and culprit.next_action and culprit.because
-
-
-USER = "user/loss.py:9 in log"
-ENGINE = "training/engine/loop.py:73 in forward_backward"
 
 
 def test_recorders_that_differ_prove_it_before_anybody_has_failed() -> None:

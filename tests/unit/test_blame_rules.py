@@ -35,6 +35,9 @@ STEP = ["all_reduce [[100]]", "all_gather [[8]]"]
 HABIT = calls(*"gggggggggg")  # its last call has followed the one before it already
 FIRST_TIME = calls(*"gggggggggu")
 
+FROM_NEWEST = "from the newest commit"
+NEWEST = f"restart {FROM_NEWEST}"
+
 
 def late(rank: int, **known: Any) -> WorkerFailure:
     return hung(rank, **{"where": SYNC, "step": 9, "calls": calls(*"gg"), **known})
@@ -46,6 +49,9 @@ def ahead(rank: int, **known: Any) -> WorkerFailure:
 
 def broken(rank: int, **known: Any) -> WorkerFailure:
     return failed(rank, **{"cascade": True, **known})
+
+
+ABORTED = broken(0, killed_by="SIGABRT")
 
 
 def on_device(rank: int, state: str, **known: Any) -> WorkerFailure:
@@ -406,10 +412,6 @@ def test_the_culprits_message_has_what_its_rule_adds(evidence: Evidence, message
     assert [blame(order).message for order in (evidence, evidence[::-1])] == [message, message]
 
 
-FROM_NEWEST = "from the newest commit"
-NEWEST = f"restart {FROM_NEWEST}"
-
-
 @pytest.mark.parametrize(
     ("evidence", "kind", "action"),
     [
@@ -562,9 +564,6 @@ def test_a_stall_is_one_idle_rank_for_which_all_others_wait(
 ) -> None:
     culprit = detect_stall(evidence)
     assert (None if culprit is None else culprit.rank) == rank
-
-
-ABORTED = broken(0, killed_by="SIGABRT")
 
 
 @pytest.mark.parametrize(

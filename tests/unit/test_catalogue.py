@@ -17,6 +17,12 @@ from ebbflow.cost.prices.quote import StaticPrices
 INSTANCES = Path(ebbflow.cost.catalogue.__file__).with_name("instances.csv")
 GPUS = Path(ebbflow.cost.catalogue.__file__).with_name("gpus.csv")
 
+BAD_LINES = {
+    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,0", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
+    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,0", 18, "gpu_memory_mib: '22.9' is not MiB"),
+    "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 8"),
+}
+
 
 @pytest.fixture(scope="module")
 def catalogue() -> Catalogue:
@@ -79,13 +85,6 @@ def test_known_lines(catalogue: Catalogue):
         "p4d",
         "p4de",
     }
-
-
-BAD_LINES = {
-    "gpu": ("g5.xlarge,A11G,1,22888,4,16,2.5,0", 11, "gpu: 'A11G' is not a GPU of gpus.csv"),
-    "memory": ("g5.xlarge,A10G,1,22.9,4,16,2.5,0", 18, "gpu_memory_mib: '22.9' is not MiB"),
-    "cells": ("g5.xlarge,A10G,1,22888", 1, "4 cells, expected 8"),
-}
 
 
 @pytest.mark.parametrize(

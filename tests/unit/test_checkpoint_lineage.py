@@ -49,6 +49,19 @@ from ebbflow.training.errors import (
 from tests.support.commits import RecordingStore, put_commit, put_generation, read_record
 
 
+class Clock:
+    """Time that passes only in `sleep`, by the same seconds at each call."""
+
+    def __init__(self, seconds_per_sleep: float) -> None:
+        self.seconds = 5000.0
+        self.slept: list[float] = []
+        self._step = seconds_per_sleep
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.seconds += self._step
+
+
 @pytest.fixture
 def store() -> RecordingStore:
     return RecordingStore()
@@ -192,19 +205,6 @@ def test_names_that_are_no_records_are_passed_over(store: RecordingStore) -> Non
     for name in ("000003.json", "000003-.json", "notes-a.json", "-a.json"):
         store.put(f"generations/{name}", b"")
     assert newest_generation_number(store) == 2
-
-
-class Clock:
-    """Time that passes only in `sleep`, by the same seconds at each call."""
-
-    def __init__(self, seconds_per_sleep: float) -> None:
-        self.seconds = 5000.0
-        self.slept: list[float] = []
-        self._step = seconds_per_sleep
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.seconds += self._step
 
 
 def unlisted_store(

@@ -38,6 +38,9 @@ WEIGHT_END = IndexEntry(
 )
 BIAS = IndexEntry(name="bias", dtype="bfloat16", shape=(), offsets=(), sizes=(), start=0, length=2)
 
+# Exactly the object of rank 0
+WHOLE_PIECE = TensorPiece(rank=0, offsets=(0,), sizes=(20,), start=0, length=80)
+
 
 def data_of(rank: int, size: int, **changes: Any) -> DataObject:
     key = data_key(SAVE.generation, SAVE.step, rank)
@@ -273,10 +276,6 @@ def test_the_counts_of_a_data_object_agree_with_its_size(
         return
     with pytest.raises(CorruptCommit, match=problem):
         parse(as_json(changed))
-
-
-# Exactly the object of rank 0
-WHOLE_PIECE = TensorPiece(rank=0, offsets=(0,), sizes=(20,), start=0, length=80)
 
 
 @pytest.mark.parametrize(

@@ -67,18 +67,10 @@ from tests.support.commits import put_manifest
 SIZE = 1000
 CHUNK = 64
 
+WISHES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 300)), max_size=12)
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, DataObject, bytes]:
-    store = Store.open(str(tmp_path_factory.mktemp("reader")))
-    raw = random.Random(1).randbytes(SIZE)
-    store.put("object", raw)
-    sums = tuple(crc_text(raw[start : start + CHUNK]) for start in range(0, SIZE, CHUNK))
-    return (
-        store,
-        DataObject(key="object", size=SIZE, crc64nvme="", chunk_bytes=CHUNK, chunks=sums),
-        raw,
-    )
+RETRIED = [StoreError, StoreUnavailable, ObjectNotFound]
+FINAL = [StoreTimeout, StoreForbidden, StoreFull, StoreMisconfigured, ValueError, OSError]
 
 
 class Remote(Store):
@@ -100,7 +92,107 @@ class Remote(Store):
         return self._store.get_range(key, start, length)
 
 
-WISHES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 300)), max_size=12)
+class Temporary(TorchDispatchMode):
+    """Counts the bytes of new tensors that are in use at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = list[weakref.ref[torch.Tensor]]()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **kwargs or {})
+        if func is torch.ops.aten.empty.memory_format:
+            self.alive = [reference for reference in self.alive if reference() is not None] + [
+                weakref.ref(found)
+            ]
+            self.most = max(
+                self.most, sum(one.nbytes for ref in self.alive if (one := ref()) is not None)
+            )
+        return found
+
+
+class SlowRemote(Remote):
+    """A store of 1,000 chunks, whose second one is not readable.
+
+    The read of the first chunk ends once no other has begun for 0.3 s, or half of them have.
+    """
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        super().get_range(key, start, length)
+        if start == 0:
+            seen = 0
+            while seen < len(self.asked) < 500:
+                seen = len(self.asked)
+                time.sleep(0.3)
+        elif start == CHUNK:
+            raise StoreForbidden("403")
+        else:
+            time.sleep(0.005)
+        return bytes(length)
+
+
+# A store in trouble
+
+
+class Troubled(Remote):
+    """A store whose first `times` reads of a range fail with `error`."""
+
+    def __init__(self, store: Store, error: Exception, times: int) -> None:
+        super().__init__(store)
+        self._error = error
+        self._times = times
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        data = super().get_range(key, start, length)
+        if len(self.asked) <= self._times:
+            raise self._error
+        return data
+
+
+# Another process
+
+
+class Answer:
+    """What a process that reads again has printed, and how it was started."""
+
+    def __init__(self, printed: str | Exception) -> None:
+        self.printed = printed
+        self.command: list[str] = []
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        self.command = command
+        self.options = options
+        if isinstance(self.printed, Exception):
+            raise self.printed
+        return subprocess.CompletedProcess(command, 0, stdout=self.printed)
+
+
+class FakeLibrary:
+    """The C library, which refuses to tie this process to its parent."""
+
+    calls: ClassVar[list[tuple[int, ...]]] = []
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def prctl(self, *arguments: int) -> int:
+        self.calls.append(arguments)
+        return -1
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, DataObject, bytes]:
+    store = Store.open(str(tmp_path_factory.mktemp("reader")))
+    raw = random.Random(1).randbytes(SIZE)
+    store.put("object", raw)
+    sums = tuple(crc_text(raw[start : start + CHUNK]) for start in range(0, SIZE, CHUNK))
+    return (
+        store,
+        DataObject(key="object", size=SIZE, crc64nvme="", chunk_bytes=CHUNK, chunks=sums),
+        raw,
+    )
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -194,26 +286,6 @@ def test_a_restore_reports_its_timings_and_reads_each_byte_once(tmp_path: Path) 
     weight = torch.empty_like(model.weight)
     reader.read_into({"model.weight": weight})
     assert torch.equal(weight, model.weight)
-
-
-class Temporary(TorchDispatchMode):
-    """Counts the bytes of new tensors that are in use at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = list[weakref.ref[torch.Tensor]]()
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **kwargs or {})
-        if func is torch.ops.aten.empty.memory_format:
-            self.alive = [reference for reference in self.alive if reference() is not None] + [
-                weakref.ref(found)
-            ]
-            self.most = max(
-                self.most, sum(one.nbytes for ref in self.alive if (one := ref()) is not None)
-            )
-        return found
 
 
 def test_tensors_that_are_read_by_way_of_the_host_are_read_in_groups(tmp_path: Path) -> None:
@@ -473,26 +545,6 @@ def test_chunks_are_read_by_so_many_threads(
     assert remote is False or all(name.startswith("read") for name in names)
 
 
-class SlowRemote(Remote):
-    """A store of 1,000 chunks, whose second one is not readable.
-
-    The read of the first chunk ends once no other has begun for 0.3 s, or half of them have.
-    """
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        super().get_range(key, start, length)
-        if start == 0:
-            seen = 0
-            while seen < len(self.asked) < 500:
-                seen = len(self.asked)
-                time.sleep(0.3)
-        elif start == CHUNK:
-            raise StoreForbidden("403")
-        else:
-            time.sleep(0.005)
-        return bytes(length)
-
-
 def test_the_first_error_stops_the_reading_of_the_other_chunks(folder: Store) -> None:
     data = put_object(folder, "object", bytes(CHUNK * 1000))
     store = SlowRemote(folder)
@@ -626,28 +678,6 @@ def test_a_chunk_is_checked_on_the_disk_and_not_in_the_page_cache(
     assert dropped == [(0, 64, os.POSIX_FADV_DONTNEED), (64, 36, os.POSIX_FADV_DONTNEED)]
     monkeypatch.delattr(os, "posix_fadvise")
     reader.check("object", 0)
-
-
-# A store in trouble
-
-
-class Troubled(Remote):
-    """A store whose first `times` reads of a range fail with `error`."""
-
-    def __init__(self, store: Store, error: Exception, times: int) -> None:
-        super().__init__(store)
-        self._error = error
-        self._times = times
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = super().get_range(key, start, length)
-        if len(self.asked) <= self._times:
-            raise self._error
-        return data
-
-
-RETRIED = [StoreError, StoreUnavailable, ObjectNotFound]
-FINAL = [StoreTimeout, StoreForbidden, StoreFull, StoreMisconfigured, ValueError, OSError]
 
 
 @pytest.mark.parametrize("kind", [*RETRIED, *FINAL])
@@ -838,25 +868,6 @@ def test_new_figures_are_zero() -> None:
     ) == (17, 34, 68, 136)
 
 
-# Another process
-
-
-class Answer:
-    """What a process that reads again has printed, and how it was started."""
-
-    def __init__(self, printed: str | Exception) -> None:
-        self.printed = printed
-        self.command: list[str] = []
-        self.options: dict[str, Any] = {}
-
-    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        self.command = command
-        self.options = options
-        if isinstance(self.printed, Exception):
-            raise self.printed
-        return subprocess.CompletedProcess(command, 0, stdout=self.printed)
-
-
 @pytest.mark.parametrize(
     ("part", "words"),
     [
@@ -938,19 +949,6 @@ def commit_of(store: Store, *raws: bytes, **changes: Any) -> tuple[CommitRef, Ma
     )
     manifest = replace(manifest, **changes)
     return put_manifest(store, manifest), manifest
-
-
-class FakeLibrary:
-    """The C library, which refuses to tie this process to its parent."""
-
-    calls: ClassVar[list[tuple[int, ...]]] = []
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def prctl(self, *arguments: int) -> int:
-        self.calls.append(arguments)
-        return -1
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,145 @@ from tests.support.commits import RecordingStore, put_generation, put_manifest
 
 FURTHER = {f"{SHARED_PREFIX}a": torch.tensor([1.0, 2.0]), f"{SHARED_PREFIX}b": torch.tensor([3])}
 
+NOT_THE_COMMIT = "could not be read, which says nothing about the commit itself"
+
+REJECTING = {
+    "corrupt": (CorruptCommit("flipped"), "damaged", True),
+    "misplaced": (MisplacedCommit("of another step"), "damaged", False),
+    "refused": (RefusedCommit("not signed"), "refused", False),
+    "missing": (ObjectNotFound("gone"), "damaged", True),
+}
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "error": lambda: StoreError("truncated"),
+    "away": lambda: StoreUnavailable("503"),
+    "refused": lambda: RefusedCommit("not signed"),
+    "mismatch": lambda: CommitMismatch("another model"),
+    "misplaced": lambda: MisplacedCommit("of another step"),
+}
+
+ONE_REFUSES = "rank 1 on here refuses what the others accept: another key there?"
+
+
+class Job:
+    """A store with commits of steps 3, 2 and 1, newest first."""
+
+    def __init__(self) -> None:
+        self.store = RecordingStore()
+        self.generation = put_generation(self.store, 1)
+        self.refs = [put_state(self.store, self.generation, step) for step in (3, 2, 1)]
+        self.candidates = [ref.key for ref in self.refs]
+
+    def quarantined(self) -> list[str]:
+        return [meta.key for meta in self.store.list("quarantine")]
+
+
+class View(Store):
+    """How one rank sees a store: some manifests cannot be read, or bytes of data objects are
+    flipped.
+    """
+
+    def __init__(self, store: Store, *, flips: str = "") -> None:
+        self.__dict__.update(store.__dict__)
+        self.errors: dict[str, list[Exception]] = {}  # by key, one for each of the next reads
+        self._flips = flips
+
+    def get(self, key: str) -> bytes:
+        if left := self.errors.get(key):
+            raise left.pop(0)
+        return super().get(key)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        data = super().get_range(key, start, length)
+        if self._flips and self._flips in key:
+            return bytes([data[0] ^ 1]) + data[1:]
+        return data
+
+
+# Several ranks
+
+
+class Ranks:
+    """Ranks as threads of this process, whose all-gather is a meeting of the threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+        self._world_size = world_size
+        self._rows: dict[int, Tensor] = {}
+        self._meeting = threading.Barrier(world_size, timeout=20)
+        self._local = threading.local()
+        self.slept: dict[int, list[float]] = {rank: [] for rank in range(world_size)}
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+        monkeypatch.setattr(dist, "all_gather", self._all_gather)
+        monkeypatch.setattr(
+            time, "sleep", lambda seconds: self.slept[self._local.rank].append(seconds)
+        )
+
+    def _all_gather(self, gathered: list[Tensor], mine: Tensor) -> None:
+        assert (mine.numel(), mine.dtype, mine.device.type) == (4096, torch.uint8, "cpu")
+        self._rows[self._local.rank] = mine.clone()
+        self._meeting.wait()
+        for rank, row in self._rows.items():
+            gathered[rank].copy_(row)
+        self._meeting.wait()
+
+    def restore(
+        self,
+        stores: list[Store],
+        candidates: list[str],
+        nodes: list[int],
+        read_again: Callable[..., str],
+    ) -> list[RestoreResult | Exception]:
+        """Restore on each rank with its own view of the store.
+
+        Returns each rank's result or exception.
+
+        `read_again` is called with the rank that reads again, the commit's key, the object's key
+        and the chunk.
+        """
+        found: dict[int, RestoreResult | Exception] = {}
+
+        def work(rank: int) -> None:
+            self._local.rank = rank
+            try:
+                found[rank] = restore_newest(
+                    stores[rank],
+                    candidates,
+                    model_of(-1),
+                    None,
+                    rank,
+                    self._world_size,
+                    node=nodes[rank],
+                    read_again=lambda *part: read_again(rank, *part),
+                )
+            except Exception as error:
+                found[rank] = error
+
+        threads = [
+            threading.Thread(target=work, args=(rank,), daemon=True)
+            for rank in range(self._world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [found[rank] for rank in range(self._world_size)]
+
+
+class SecondReaders:
+    """Second readers with prepared answers, by rank: a problem, "" for none, or an exception."""
+
+    def __init__(self, **answers: str | Exception) -> None:
+        self._answers = answers
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, rank: int, *part: Any) -> str:
+        self.calls.append((rank, *part))
+        answer = self._answers[f"rank_{rank}"]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
 
 def model_of(value: float) -> nn.Module:
     model = nn.Linear(2, 2)
@@ -106,19 +245,6 @@ def put_state(store: Store, generation: Generation, step: int, **common: Any) ->
     return put_manifest(store, merge_indexes(save, [(index, index.to_bytes())]))
 
 
-class Job:
-    """A store with commits of steps 3, 2 and 1, newest first."""
-
-    def __init__(self) -> None:
-        self.store = RecordingStore()
-        self.generation = put_generation(self.store, 1)
-        self.refs = [put_state(self.store, self.generation, step) for step in (3, 2, 1)]
-        self.candidates = [ref.key for ref in self.refs]
-
-    def quarantined(self) -> list[str]:
-        return [meta.key for meta in self.store.list("quarantine")]
-
-
 @pytest.fixture
 def job() -> Job:
     return Job()
@@ -130,28 +256,6 @@ def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr(time, "sleep", found.append)
     return found
-
-
-class View(Store):
-    """How one rank sees a store: some manifests cannot be read, or bytes of data objects are
-    flipped.
-    """
-
-    def __init__(self, store: Store, *, flips: str = "") -> None:
-        self.__dict__.update(store.__dict__)
-        self.errors: dict[str, list[Exception]] = {}  # by key, one for each of the next reads
-        self._flips = flips
-
-    def get(self, key: str) -> bytes:
-        if left := self.errors.get(key):
-            raise left.pop(0)
-        return super().get(key)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = super().get_range(key, start, length)
-        if self._flips and self._flips in key:
-            return bytes([data[0] ^ 1]) + data[1:]
-        return data
 
 
 def failing(job: Job, *errors: Exception, times: int = 1) -> View:
@@ -258,9 +362,6 @@ def test_an_optimizer_keeps_its_settings_where_the_commit_has_none(job: Job) -> 
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
-NOT_THE_COMMIT = "could not be read, which says nothing about the commit itself"
-
-
 @pytest.mark.parametrize(
     ("error", "tries", "kind", "words"),
     [
@@ -308,14 +409,6 @@ def test_a_reason_is_ascii_on_one_line_of_at_most_250_characters(job: Job) -> No
 
 def torn(*_: Any) -> str:
     return "it is torn"
-
-
-REJECTING = {
-    "corrupt": (CorruptCommit("flipped"), "damaged", True),
-    "misplaced": (MisplacedCommit("of another step"), "damaged", False),
-    "refused": (RefusedCommit("not signed"), "refused", False),
-    "missing": (ObjectNotFound("gone"), "damaged", True),
-}
 
 
 @pytest.mark.parametrize("case", list(REJECTING))
@@ -518,85 +611,6 @@ def test_a_restore_without_measured_reads_counts_its_reading_as_loading(
     assert found.split == RestoreSeconds(list=0.0, download=0.0, verify=0.0, load=3.0, agree=0.0)
 
 
-# Several ranks
-
-
-class Ranks:
-    """Ranks as threads of this process, whose all-gather is a meeting of the threads."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-        self._world_size = world_size
-        self._rows: dict[int, Tensor] = {}
-        self._meeting = threading.Barrier(world_size, timeout=20)
-        self._local = threading.local()
-        self.slept: dict[int, list[float]] = {rank: [] for rank in range(world_size)}
-        monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-        monkeypatch.setattr(dist, "all_gather", self._all_gather)
-        monkeypatch.setattr(
-            time, "sleep", lambda seconds: self.slept[self._local.rank].append(seconds)
-        )
-
-    def _all_gather(self, gathered: list[Tensor], mine: Tensor) -> None:
-        assert (mine.numel(), mine.dtype, mine.device.type) == (4096, torch.uint8, "cpu")
-        self._rows[self._local.rank] = mine.clone()
-        self._meeting.wait()
-        for rank, row in self._rows.items():
-            gathered[rank].copy_(row)
-        self._meeting.wait()
-
-    def restore(
-        self,
-        stores: list[Store],
-        candidates: list[str],
-        nodes: list[int],
-        read_again: Callable[..., str],
-    ) -> list[RestoreResult | Exception]:
-        """Restore on each rank with its own view of the store.
-
-        Returns each rank's result or exception.
-
-        `read_again` is called with the rank that reads again, the commit's key, the object's key
-        and the chunk.
-        """
-        found: dict[int, RestoreResult | Exception] = {}
-
-        def work(rank: int) -> None:
-            self._local.rank = rank
-            try:
-                found[rank] = restore_newest(
-                    stores[rank],
-                    candidates,
-                    model_of(-1),
-                    None,
-                    rank,
-                    self._world_size,
-                    node=nodes[rank],
-                    read_again=lambda *part: read_again(rank, *part),
-                )
-            except Exception as error:
-                found[rank] = error
-
-        threads = [
-            threading.Thread(target=work, args=(rank,), daemon=True)
-            for rank in range(self._world_size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return [found[rank] for rank in range(self._world_size)]
-
-
-ERRORS: dict[str, Callable[[], Exception]] = {
-    "error": lambda: StoreError("truncated"),
-    "away": lambda: StoreUnavailable("503"),
-    "refused": lambda: RefusedCommit("not signed"),
-    "mismatch": lambda: CommitMismatch("another model"),
-    "misplaced": lambda: MisplacedCommit("of another step"),
-}
-
-
 def view_of(job: Job, kind: str) -> View:
     """What a rank sees that comes to the verdict `kind` about the newest commit."""
     if kind in ERRORS:
@@ -606,9 +620,6 @@ def view_of(job: Job, kind: str) -> View:
 
 def never(*_: Any) -> str:
     pytest.fail("a second reader was asked")
-
-
-ONE_REFUSES = "rank 1 on here refuses what the others accept: another key there?"
 
 
 @pytest.mark.parametrize(
@@ -691,21 +702,6 @@ def test_five_ranks_that_refuse_a_signature_are_named_with_their_hosts(
     found = Ranks(monkeypatch, len(kinds)).restore(views, job.candidates, [0] * len(kinds), never)
     assert f"{named.replace('HOST', 'h' * 64)} the others accept" in str(found[0])
     assert str(found[0]).endswith("fix: give all nodes the same key; not signed")
-
-
-class SecondReaders:
-    """Second readers with prepared answers, by rank: a problem, "" for none, or an exception."""
-
-    def __init__(self, **answers: str | Exception) -> None:
-        self._answers = answers
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __call__(self, rank: int, *part: Any) -> str:
-        self.calls.append((rank, *part))
-        answer = self._answers[f"rank_{rank}"]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
 
 def test_damage_that_a_second_node_confirms_is_quarantined(

@@ -57,12 +57,64 @@ from tests.support.commits import RecordingStore, put_generation, put_manifest, 
 
 DAY = 86_400.0
 
+DEFAULT_POLICY = RetentionPolicy(keep_last=3, orphan_seconds=DAY)
+
+METRICS = {60: 3.0, 50: 2.0, 40: None, 30: 1.0, 20: 5.0, 10: 4.0}
+
+
+# Orphans
+
+
+class FixedClock:
+    """A clock of the store that stands at `seconds`.
+
+    It records the dates that it is given as a replacement.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.newest: list[float] = []
+
+    def now(self, store: Store, newest: float) -> float:
+        self.newest.append(newest)
+        return self.seconds
+
+
+# The record of the running generation
+
+
+class Hidden(RecordingStore):
+    """A store that does not list generation records while `hides` is True."""
+
+    hides = False
+
+    def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
+        for page in super().pages(prefix, after=after):
+            yield [
+                meta for meta in page if not (self.hides and meta.key.startswith("generations/"))
+            ]
+
 
 # Choosing
 
 
 def whole(step: int, *, size: int = 10, **more: Any) -> WholeCommit:
     return WholeCommit(sha256=str(step), step=step, size=size, **more)
+
+
+# Kept without a cap: 80, 75, 70 (last), 5, 30, 20, 10 (best, in this order), 25, 50, 75 (every 25),
+# 5 (pinned).
+CAPPED = [
+    whole(80),
+    whole(75),
+    whole(70),
+    whole(50, metric=9.0),
+    whole(30, metric=1.0),
+    whole(25, size=20),
+    whole(20, metric=2.0),
+    whole(10, metric=3.0),
+    whole(5, pinned=True, metric=0.5),
+]
 
 
 def kept_steps(commits: list[WholeCommit], **policy: Any) -> list[int]:
@@ -74,9 +126,6 @@ def test_a_policy_keeps_at_least_the_last_commit(keep_last: int) -> None:
     with pytest.raises(ValueError, match=f"keep_last must be at least 1: {keep_last}"):
         RetentionPolicy(keep_last=keep_last)
     assert RetentionPolicy(keep_last=1).keep_last == 1
-
-
-DEFAULT_POLICY = RetentionPolicy(keep_last=3, orphan_seconds=DAY)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +148,6 @@ def test_each_setting_of_a_job_is_its_own_rule_of_the_policy(
 ) -> None:
     policy = retention_policy(CheckpointConfig.model_validate(settings))
     assert policy == replace(DEFAULT_POLICY, **changes)
-
-
-METRICS = {60: 3.0, 50: 2.0, 40: None, 30: 1.0, 20: 5.0, 10: 4.0}
 
 
 @pytest.mark.parametrize(
@@ -184,21 +230,6 @@ def test_a_kept_commit_has_each_of_its_reasons() -> None:
         "40": "last, every 20 steps",
         "30": "last, best",
     }
-
-
-# Kept without a cap: 80, 75, 70 (last), 5, 30, 20, 10 (best, in this order), 25, 50, 75 (every 25),
-# 5 (pinned).
-CAPPED = [
-    whole(80),
-    whole(75),
-    whole(70),
-    whole(50, metric=9.0),
-    whole(30, metric=1.0),
-    whole(25, size=20),
-    whole(20, metric=2.0),
-    whole(10, metric=3.0),
-    whole(5, pinned=True, metric=0.5),
-]
 
 
 @pytest.mark.parametrize(
@@ -478,24 +509,6 @@ def test_a_pin_stops_an_interrupted_deletion_while_the_manifest_is_there(
     assert keys(store, "tombstones") == set()
     assert keys(store, "commits") == {pinned.key}
     assert keys(store, "data", "index") == objects_of(generation, pinned.step)
-
-
-# Orphans
-
-
-class FixedClock:
-    """A clock of the store that stands at `seconds`.
-
-    It records the dates that it is given as a replacement.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.newest: list[float] = []
-
-    def now(self, store: Store, newest: float) -> float:
-        self.newest.append(newest)
-        return self.seconds
 
 
 def orphans(store: Store, *, now: float = 2000.0, older_than_seconds: float = 100.0) -> set[str]:
@@ -1004,21 +1017,6 @@ def test_the_listed_orphans_are_those_of_the_policys_limit(
     store.put(secret_key("run", 0), b"")
     store.now += age
     assert bool(Retention(RetentionPolicy(orphan_seconds=orphan_seconds)).orphans(store)) is found
-
-
-# The record of the running generation
-
-
-class Hidden(RecordingStore):
-    """A store that does not list generation records while `hides` is True."""
-
-    hides = False
-
-    def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
-        for page in super().pages(prefix, after=after):
-            yield [
-                meta for meta in page if not (self.hides and meta.key.startswith("generations/"))
-            ]
 
 
 def test_nothing_is_deleted_while_the_generations_record_is_not_listed(clock: list[float]) -> None:

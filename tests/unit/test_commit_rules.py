@@ -78,6 +78,46 @@ class RecordingStore(Store):
         return [request for request in self.requests if request.startswith(start)]
 
 
+class Clock:
+    """The process's clock, which only pauses move.
+
+    A pause is as long as its upper limit, or `pause_seconds`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+        self.pauses: list[float] = []
+        self.upper_limits: list[float] = []
+        self.pause_seconds: float | None = None
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.seconds += seconds
+
+    def draw(self, least: float, most: float) -> float:
+        self.upper_limits.append(most)
+        if self.pause_seconds is None:
+            return most
+        return self.pause_seconds
+
+
+class Waits:
+    """The waits of a rank above 0, by the clock.
+
+    Wait number `interrupted_at` ends with other work.
+    """
+
+    def __init__(self, clock: Clock, interrupted_at: int = 10**6) -> None:
+        self._clock = clock
+        self._interrupted_at = interrupted_at
+        self.seconds: list[float] = []
+
+    def __call__(self, seconds: float) -> bool:
+        self.seconds.append(seconds)
+        self._clock.seconds += seconds
+        return len(self.seconds) >= self._interrupted_at
+
+
 def save_of(world_size: int, step: int = 5) -> CheckpointId:
     return CheckpointId(job="job", generation="000001-x", step=step, world_size=world_size)
 
@@ -122,29 +162,6 @@ def store() -> RecordingStore:
 def signing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NAME_VARIABLE, "EBBFLOW_TEST_KEY")
     monkeypatch.setenv("EBBFLOW_TEST_KEY", "a key of these tests alone")
-
-
-class Clock:
-    """The process's clock, which only pauses move.
-
-    A pause is as long as its upper limit, or `pause_seconds`.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-        self.pauses: list[float] = []
-        self.upper_limits: list[float] = []
-        self.pause_seconds: float | None = None
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.seconds += seconds
-
-    def draw(self, least: float, most: float) -> float:
-        self.upper_limits.append(most)
-        if self.pause_seconds is None:
-            return most
-        return self.pause_seconds
 
 
 @pytest.fixture
@@ -506,23 +523,6 @@ def test_the_wait_for_a_commit_ends_when_it_is_given_up(
     with pytest.raises(CheckpointError, match="no index from rank 0"):
         await_commit(store, save_of(1), Deadline(60.0), given_up=lambda: answers.pop(0))
     assert len(clock.pauses) == 2 and answers == []
-
-
-class Waits:
-    """The waits of a rank above 0, by the clock.
-
-    Wait number `interrupted_at` ends with other work.
-    """
-
-    def __init__(self, clock: Clock, interrupted_at: int = 10**6) -> None:
-        self._clock = clock
-        self._interrupted_at = interrupted_at
-        self.seconds: list[float] = []
-
-    def __call__(self, seconds: float) -> bool:
-        self.seconds.append(seconds)
-        self._clock.seconds += seconds
-        return len(self.seconds) >= self._interrupted_at
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,31 @@ FUZZ = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        [
+            "auto",
+            "1e-3",
+            "yes",
+            "012",
+            "1:30",
+            "9" * 5000,
+            "*",
+            "${x}",
+            "2024-01-01",
+            ".nan",
+            "a: b",
+        ]
+    ),
+    st.lists(st.text(max_size=5), max_size=3),
+    st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
+)
+
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedConfig:
     (folder / "job.yaml").write_text(text)
@@ -133,32 +158,6 @@ def test_an_error_survives_a_process_boundary(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
     assert again.problems == caught.value.problems
-
-
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=20),
-    st.sampled_from(
-        [
-            "auto",
-            "1e-3",
-            "yes",
-            "012",
-            "1:30",
-            "9" * 5000,
-            "*",
-            "${x}",
-            "2024-01-01",
-            ".nan",
-            "a: b",
-        ]
-    ),
-    st.lists(st.text(max_size=5), max_size=3),
-    st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
-)
 
 
 @st.composite

@@ -14,6 +14,17 @@ import pytest
 from ebbflow.core.config import ConfigError, LoadedConfig, RunConfig, load_config
 from ebbflow.core.config.load import render_sources, value_text, values_with_sources
 
+# Paths
+
+PATHS = {
+    "store": ("folder", "s3://bucket/x"),
+    "script": ("train.py", None),
+    "data.path": ("texts", None),
+    "data.tokenizer": ("t.json", "bytes"),
+    "training.initial_weights": ("w.safetensors", None),
+    "cost.prices": ("p.json", "live"),
+}
+
 
 def load(folder: Path, text: str | bytes, *overrides: str, **environment: str) -> LoadedConfig:
     """Load job.yaml of a folder whose subfolder `project` is the project's root."""
@@ -291,18 +302,6 @@ def test_problems_are_in_the_order_of_file_environment_and_overrides(tmp_path: P
         "training.seed must be at least 0, not -1",
         "unknown key b",
     ]
-
-
-# Paths
-
-PATHS = {
-    "store": ("folder", "s3://bucket/x"),
-    "script": ("train.py", None),
-    "data.path": ("texts", None),
-    "data.tokenizer": ("t.json", "bytes"),
-    "training.initial_weights": ("w.safetensors", None),
-    "cost.prices": ("p.json", "live"),
-}
 
 
 @pytest.mark.parametrize("key", PATHS)

@@ -13,21 +13,6 @@ from ebbflow.core.errors import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 
-
-def load(folder: Path, text: str | bytes, *overrides: str) -> LoadedConfig:
-    """A file bad.yaml of that text, loaded by a user who stands in its folder."""
-    file = folder / "bad.yaml"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return load_config("bad.yaml", overrides, project_root=ROOT, cwd=folder)
-
-
-def complaint(folder: Path, text: str | bytes, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(folder, text, *overrides)
-    assert caught.value.outcome is Outcome.CONFIG
-    return str(caught.value)
-
-
 RENDERED = {
     "width not divisible by heads": (
         "model:\n  hidden_size: 770\n  num_heads: 12\n",
@@ -291,6 +276,20 @@ bad.yaml:1:20: model.num_heads has the tag !!python/name:os.system, which a conf
   hint: remove the tag""",
     ),
 }
+
+
+def load(folder: Path, text: str | bytes, *overrides: str) -> LoadedConfig:
+    """A file bad.yaml of that text, loaded by a user who stands in its folder."""
+    file = folder / "bad.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_config("bad.yaml", overrides, project_root=ROOT, cwd=folder)
+
+
+def complaint(folder: Path, text: str | bytes, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    assert caught.value.outcome is Outcome.CONFIG
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", RENDERED)

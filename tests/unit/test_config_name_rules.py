@@ -13,12 +13,6 @@ from ebbflow.core.config import RunConfig, violations
 from ebbflow.core.config.name_rules import zone_prefix
 from ebbflow.core.config.rule_base import Violation
 
-
-def broken(text: str) -> list[Violation]:
-    """The rules that a configuration written in YAML breaks."""
-    return violations(RunConfig.model_validate(yaml.safe_load(text)))
-
-
 # A configuration, the keys of the one rule that it breaks, the rule's message, and its hint.
 BREACHES = {
     "a key in the configuration": (
@@ -567,14 +561,18 @@ BREACHES = {
     ),
 }
 
+QUEUE_ARN = "arn:aws:batch:us-west-2:123456789012:job-queue/x"
+
+
+def broken(text: str) -> list[Violation]:
+    """The rules that a configuration written in YAML breaks."""
+    return violations(RunConfig.model_validate(yaml.safe_load(text)))
+
 
 @pytest.mark.parametrize("name", BREACHES)
 def test_a_rule_about_names_shows_its_keys_message_and_hint(name: str) -> None:
     text, keys, message, hint = BREACHES[name]
     assert broken(text) == [Violation(keys=tuple(keys.split()), message=message, hint=hint)]
-
-
-QUEUE_ARN = "arn:aws:batch:us-west-2:123456789012:job-queue/x"
 
 
 @pytest.mark.parametrize(

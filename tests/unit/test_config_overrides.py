@@ -11,6 +11,49 @@ from hypothesis import strategies as st
 
 from ebbflow.core.config import ConfigError, LoadedConfig, load_config
 
+OVERRIDES = {
+    "type": (
+        "model.num_heads=many",
+        """\
+--set model.num_heads=many:1:17: model.num_heads must be a whole number, not the text 'many'
+     1 | model.num_heads=many
+       |                 ^^^^""",
+    ),
+    "misspelt section": (
+        "modle.num_heads=8",
+        """\
+--set modle.num_heads=8:1:1: unknown key modle.num_heads
+     1 | modle.num_heads=8
+       | ^^^^^^^^^^^^^^^
+  hint: did you mean model.num_heads?""",
+    ),
+    "rule": (
+        "model.num_heads=7",
+        """\
+--set model.num_heads=7:1:17: model.hidden_size must be divisible by model.num_heads: 128 = 7 × 18 + 2
+     1 | model.num_heads=7
+       |                 ^
+  hint: set model.num_heads to 4 or 8, or model.hidden_size to 126 or 133""",
+    ),
+    "no equals sign": (
+        "model.num_heads",
+        """\
+--set model.num_heads:1:1: an override is written key=value
+     1 | model.num_heads
+       | ^^^^^^^^^^^^^^^
+  hint: for example model.num_heads=8""",
+    ),
+    "not YAML": (
+        "data.suffixes=[.py",
+        """\
+--set data.suffixes=[.py:1:19: not valid YAML: expected ',' or ']', but got '<stream end>' while parsing a flow \
+sequence
+     1 | data.suffixes=[.py
+       |                   ^
+  hint: a quote or bracket is not closed""",
+    ),
+}
+
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedConfig:
     (folder / "job.yaml").write_text(text)
@@ -66,50 +109,6 @@ def test_paths_count_from_the_project_in_a_file_and_from_here_on_the_command_lin
     for store in ("s3://bucket/prefix", "/absolute/folder"):
         assert load(tmp_path, f"store: {store}").config.store == store
     assert load(tmp_path, "store: file:///absolute/folder").config.store == "/absolute/folder"
-
-
-OVERRIDES = {
-    "type": (
-        "model.num_heads=many",
-        """\
---set model.num_heads=many:1:17: model.num_heads must be a whole number, not the text 'many'
-     1 | model.num_heads=many
-       |                 ^^^^""",
-    ),
-    "misspelt section": (
-        "modle.num_heads=8",
-        """\
---set modle.num_heads=8:1:1: unknown key modle.num_heads
-     1 | modle.num_heads=8
-       | ^^^^^^^^^^^^^^^
-  hint: did you mean model.num_heads?""",
-    ),
-    "rule": (
-        "model.num_heads=7",
-        """\
---set model.num_heads=7:1:17: model.hidden_size must be divisible by model.num_heads: 128 = 7 × 18 + 2
-     1 | model.num_heads=7
-       |                 ^
-  hint: set model.num_heads to 4 or 8, or model.hidden_size to 126 or 133""",
-    ),
-    "no equals sign": (
-        "model.num_heads",
-        """\
---set model.num_heads:1:1: an override is written key=value
-     1 | model.num_heads
-       | ^^^^^^^^^^^^^^^
-  hint: for example model.num_heads=8""",
-    ),
-    "not YAML": (
-        "data.suffixes=[.py",
-        """\
---set data.suffixes=[.py:1:19: not valid YAML: expected ',' or ']', but got '<stream end>' while parsing a flow \
-sequence
-     1 | data.suffixes=[.py
-       |                   ^
-  hint: a quote or bracket is not closed""",
-    ),
-}
 
 
 @pytest.mark.parametrize("name", OVERRIDES)

@@ -41,12 +41,6 @@ BATCH_MULTIPLE = (
     "training.gradient_accumulation_steps"
 )
 
-
-def broken(text: str) -> list[Violation]:
-    """The rules that a configuration written in YAML breaks."""
-    return violations(RunConfig.model_validate(yaml.safe_load(text) or {}))
-
-
 # A configuration, the keys of the one rule that it breaks, the rule's message, and its hint.
 BREACHES = {
     "width that heads do not divide": (
@@ -277,6 +271,11 @@ BREACHES = {
         "set cluster.min_nodes to 4, or cluster.max_nodes to 5",
     ),
 }
+
+
+def broken(text: str) -> list[Violation]:
+    """The rules that a configuration written in YAML breaks."""
+    return violations(RunConfig.model_validate(yaml.safe_load(text) or {}))
 
 
 @pytest.mark.parametrize("name", BREACHES)

@@ -26,6 +26,15 @@ from ebbflow.core.config.yaml_values import (
     parse,
 )
 
+LARGEST = 10**15
+
+NO_VALUE = "remove the line for the default"
+KNOWN = "known keys: name, count, kind"
+OCTAL = "a leading zero may mean an octal number"
+
+QUOTE = "put the value in quotes"
+NOT_CLOSED = "a quote or bracket is not closed"
+
 
 class Item(BaseModel):
     name: str
@@ -70,9 +79,6 @@ def read(kind: str, text: str) -> Any:
 )
 def test_the_values_of_a_type_are_described_in_words(kind: str, described: str) -> None:
     assert str(Expected.of(KINDS[kind])) == described
-
-
-LARGEST = 10**15
 
 
 @pytest.mark.parametrize(
@@ -134,11 +140,6 @@ LARGEST = 10**15
 def test_a_scalar_is_read_as_the_type_that_is_expected(kind: str, text: str, value: Any) -> None:
     assert read(kind, text) == value
     assert type(read(kind, text)) is type(value)
-
-
-NO_VALUE = "remove the line for the default"
-KNOWN = "known keys: name, count, kind"
-OCTAL = "a leading zero may mean an octal number"
 
 
 @pytest.mark.parametrize(
@@ -397,10 +398,6 @@ def test_a_separator_of_unicode_is_no_line_break_of_a_place(separator: str) -> N
     assert isinstance(node, MappingNode)
     for span in (source.span_of(node.value[1][1]), source.span_at(text.index("23"))):
         assert (span.line, span.column, span.text) == (2, 4, "b: 23")
-
-
-QUOTE = "put the value in quotes"
-NOT_CLOSED = "a quote or bracket is not closed"
 
 
 @pytest.mark.parametrize(

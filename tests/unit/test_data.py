@@ -35,6 +35,24 @@ from tests.support.s3.fixture import FailingServer, failing_s3
 
 __all__ = ["failing_s3"]
 
+NOISE = bytes(np.random.default_rng(0).integers(1, 256, 50_000, dtype=np.uint8))
+
+
+class RemoteStore:
+    """A store that keeps its place to itself, as an object store does."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+
+    def sub(self, prefix: str) -> RemoteStore:
+        return RemoteStore(self._inner.sub(prefix))
+
+    def local_path(self, key: str) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
 
 @settings(max_examples=60, deadline=None)
 @given(windows=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**20))
@@ -127,22 +145,6 @@ def test_a_truncated_shard_is_noticed(tmp_path: Path) -> None:
     store.put(key, store.get(key)[:-1])
     with pytest.raises(DataError, match=r"train\.bin is not the"):
         open_tokens(store, tokens.fingerprint)
-
-
-class RemoteStore:
-    """A store that keeps its place to itself, as an object store does."""
-
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-
-    def sub(self, prefix: str) -> RemoteStore:
-        return RemoteStore(self._inner.sub(prefix))
-
-    def local_path(self, key: str) -> None:
-        return None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def test_a_remote_shard_is_downloaded_once_and_verified(tmp_path: Path) -> None:
@@ -318,7 +320,6 @@ def sqlite_file() -> bytes:
     return connection.serialize()
 
 
-NOISE = bytes(np.random.default_rng(0).integers(1, 256, 50_000, dtype=np.uint8))
 BINARY = {
     "png": (b"\x89PNG\r\n\x1a\n" + NOISE, "a PNG image"),
     "parquet": (b"PAR1\x15\x00" + NOISE + b"PAR1", "a Parquet table"),

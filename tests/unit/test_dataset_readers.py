@@ -34,6 +34,9 @@ from tests.support.s3.fixture import FailingServer, failing_s3
 
 __all__ = ["failing_s3"]  # a fixture
 
+TEXTS = (".txt", ".md")
+ROWS = [f"row {number}, höhe" for number in range(9)]
+
 
 def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> None:
     with tarfile.open(path, mode) as archive:
@@ -240,10 +243,6 @@ def test_rows_of_parquet_files_are_found_by_index(tmp_path: Path) -> None:
     (tmp_path / "2.parquet").write_bytes(b"")
     with pytest.raises(DataError, match=r"2\.parquet: .*0 bytes; fix: copy it again"):
         ParquetRows(tmp_path, ["number"])
-
-
-TEXTS = (".txt", ".md")
-ROWS = [f"row {number}, höhe" for number in range(9)]
 
 
 def write_rows(path: Path, texts: Sequence[str]) -> None:

@@ -41,6 +41,74 @@ _OF_THE_GUIDES = {
 }
 MATCHER = load_matcher()
 
+SUPPORT = Path(__file__).parents[1] / "support" / "diagnosis"
+DEVELOPMENT = [
+    entry
+    for path in sorted(SUPPORT.glob("development/*.yaml"))
+    for entry in yaml.safe_load(path.read_text())
+]
+
+_WRITERS = {
+    "srun": lambda line: f" 3: {line}",
+    "torchrun": lambda line: f"[default3]:{line}",
+    "mpirun": lambda line: f"[1,3]<stderr>:{line}",
+    "ray": lambda line: f"(TrainWorker pid=123, ip=10.0.0.1) {line}",
+    "metaflow": lambda line: f"2026-01-01 12:00:00.123 [17/train/2 (pid 31)] {line}",
+    "aws logs tail": lambda line: f"2026-01-01T12:00:00.123000+00:00 train/default/0a1b2c {line}",
+    "docker": lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr"}),
+    "loki": lambda line: json.dumps({"labels": {"pod": "a"}, "line": line}),
+    "logs insights": lambda line: json.dumps({"@message": line, "@logStream": "a"}),
+    "cloud logging": lambda line: json.dumps({"jsonPayload": {"message": line}}),
+    "zap": lambda line: json.dumps({"level": "error", "msg": "step failed", "error": line}),
+    "csv": lambda line: '1767225600000,"' + line.replace('"', '""') + '"',
+}
+_FAILURE = [
+    'File "/env/torch/utils/data/_utils/collate.py", line 55, in default_collate',
+    "Sizes of tensors must match except in dimension 0",
+    "Killed",
+]
+# What schedulers and launchers write after a rank has failed.
+_AFTER = """
+torch/distributed/elastic/multiprocessing/api.py:897] Sending process 102 closing signal SIGTERM
+  File "/opt/conda/lib/python3.10/site-packages/torch/distributed/launcher/api.py", line 269, in launch_agent
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+  traceback : Signal 15 (SIGTERM) received by PID 102
+srun: error: node1: task 0: Exited with exit code 1
+slurmstepd: error: *** STEP 4711.0 ON node1 CANCELLED AT 2026-01-01T10:10:02 ***
+srun: error: node2: tasks 8-15: Terminated
+  Warning  BackOff    10s   kubelet            Back-off restarting failed container pytorch in pod worker-0
+"""
+
+_VLLM = "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput:"
+_RUNNABLE = [
+    f"[7/train/{task} (pid 9)] [b] Task is starting (status RUNNABLE)" for task in range(8)
+]
+_UNSCHEDULED = (
+    "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+)
+
+GONE = "Connection closed by peer [10.0.0.7]:24601"
+NO_INTERFACE = (
+    "RuntimeError: [enforce fail at tcp/device.cc:84] ifa != nullptr. Unable to find address "
+    "for: eth77"
+)
+NO_NAME = "socket.gaierror: [Errno -2] Name or service not known"
+NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+BEHIND = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective timeout. Last "
+    "enqueued NCCL work: {1}"
+)
+
+# The symptoms that the guides of the two workloads name: point-cloud completion, and reinforcement
+# fine-tuning.
+_OF_GUIDE = {
+    "pcdiff": """A06 A08 A20 A21 B01 B03 B04 B05 B06 B07 B08 C01 D01 D02 D03 D04 D05 D12 E01 E02 E04 E05 E07 H03 H04 H14
+        J07 J08""",
+    "LightRFT": """A01 A02 A04 A06 A07 A09 A10 A11 A14 A15 A17 A18 A22 C01 C03 C06 C07 C08 D01 E06 F01 F02 F03 F04 F06
+        F08 F09 F10 G01 G03 G04 G07 G08 G09 H10 H11 H12 J08""",
+}
+COVERAGE_PAGE = Path(__file__).parents[2] / "docs" / "symptom-coverage.md"
+
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_a_diagnosis_rule_matches_only_its_examples_and_has_a_fix(rule: SymptomRule) -> None:
@@ -84,14 +152,6 @@ def test_the_commands_answer_in_text_and_json(
     )
 
 
-SUPPORT = Path(__file__).parents[1] / "support" / "diagnosis"
-DEVELOPMENT = [
-    entry
-    for path in sorted(SUPPORT.glob("development/*.yaml"))
-    for entry in yaml.safe_load(path.read_text())
-]
-
-
 def roots(text: str) -> tuple[str | None, str | None]:
     """Family and id of the root that is found in a log's text."""
     lines = [
@@ -112,38 +172,6 @@ def roots(text: str) -> tuple[str | None, str | None]:
 )
 def test_a_quotation_of_the_development_set_has_its_family(entry: dict) -> None:
     assert roots(entry["text"])[0] == entry["family"]
-
-
-_WRITERS = {
-    "srun": lambda line: f" 3: {line}",
-    "torchrun": lambda line: f"[default3]:{line}",
-    "mpirun": lambda line: f"[1,3]<stderr>:{line}",
-    "ray": lambda line: f"(TrainWorker pid=123, ip=10.0.0.1) {line}",
-    "metaflow": lambda line: f"2026-01-01 12:00:00.123 [17/train/2 (pid 31)] {line}",
-    "aws logs tail": lambda line: f"2026-01-01T12:00:00.123000+00:00 train/default/0a1b2c {line}",
-    "docker": lambda line: json.dumps({"log": f"{line}\n", "stream": "stderr"}),
-    "loki": lambda line: json.dumps({"labels": {"pod": "a"}, "line": line}),
-    "logs insights": lambda line: json.dumps({"@message": line, "@logStream": "a"}),
-    "cloud logging": lambda line: json.dumps({"jsonPayload": {"message": line}}),
-    "zap": lambda line: json.dumps({"level": "error", "msg": "step failed", "error": line}),
-    "csv": lambda line: '1767225600000,"' + line.replace('"', '""') + '"',
-}
-_FAILURE = [
-    'File "/env/torch/utils/data/_utils/collate.py", line 55, in default_collate',
-    "Sizes of tensors must match except in dimension 0",
-    "Killed",
-]
-# What schedulers and launchers write after a rank has failed.
-_AFTER = """
-torch/distributed/elastic/multiprocessing/api.py:897] Sending process 102 closing signal SIGTERM
-  File "/opt/conda/lib/python3.10/site-packages/torch/distributed/launcher/api.py", line 269, in launch_agent
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-  traceback : Signal 15 (SIGTERM) received by PID 102
-srun: error: node1: task 0: Exited with exit code 1
-slurmstepd: error: *** STEP 4711.0 ON node1 CANCELLED AT 2026-01-01T10:10:02 ***
-srun: error: node2: tasks 8-15: Terminated
-  Warning  BackOff    10s   kubelet            Back-off restarting failed container pytorch in pod worker-0
-"""
 
 
 @pytest.mark.parametrize("writer", _WRITERS)
@@ -325,15 +353,6 @@ def test_the_collected_excerpts_are_still_recognised() -> None:
         and result["abstained"] < 0.1
         and result["false_alarms"] == 0
     )
-
-
-_VLLM = "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput:"
-_RUNNABLE = [
-    f"[7/train/{task} (pid 9)] [b] Task is starting (status RUNNABLE)" for task in range(8)
-]
-_UNSCHEDULED = (
-    "Warning FailedScheduling pod/worker-1 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
-)
 
 
 @pytest.mark.parametrize(
@@ -536,19 +555,6 @@ def test_an_error_of_ours_ends_with_a_symptom_that_is_explained(
         assert load_rules().find(name), name
 
 
-GONE = "Connection closed by peer [10.0.0.7]:24601"
-NO_INTERFACE = (
-    "RuntimeError: [enforce fail at tcp/device.cc:84] ifa != nullptr. Unable to find address "
-    "for: eth77"
-)
-NO_NAME = "socket.gaierror: [Errno -2] Name or service not known"
-NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-BEHIND = (
-    "[PG ID 0 PG GUID 0(default_pg) Rank {0}] Got a signal of a collective timeout. Last "
-    "enqueued NCCL work: {1}"
-)
-
-
 @pytest.mark.parametrize(
     ("logs", "suspects", "note"),
     [
@@ -630,17 +636,6 @@ def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> No
     assert found.rule.id in (INJECTIONS[name].symptom, *INJECTIONS[name].answers)
 
 
-# The symptoms that the guides of the two workloads name: point-cloud completion, and reinforcement
-# fine-tuning.
-_OF_GUIDE = {
-    "pcdiff": """A06 A08 A20 A21 B01 B03 B04 B05 B06 B07 B08 C01 D01 D02 D03 D04 D05 D12 E01 E02 E04 E05 E07 H03 H04 H14
-        J07 J08""",
-    "LightRFT": """A01 A02 A04 A06 A07 A09 A10 A11 A14 A15 A17 A18 A22 C01 C03 C06 C07 C08 D01 E06 F01 F02 F03 F04 F06
-        F08 F09 F10 G01 G03 G04 G07 G08 G09 H10 H11 H12 J08""",
-}
-COVERAGE_PAGE = Path(__file__).parents[2] / "docs" / "symptom-coverage.md"
-
-
 def test_the_documentation_lists_how_each_symptom_is_tested() -> None:
     """It is written with `python -m tests.unit.test_diagnosis`."""
     assert COVERAGE_PAGE.read_text(encoding="utf-8") == coverage_page()
@@ -685,10 +680,6 @@ The third column names the guides of the two [workloads](workloads.md) that have
     return head + "\n".join(rows) + "\n"
 
 
-if __name__ == "__main__":
-    COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("source", "symptoms"), [("signal", []), ("rehearsal", []), ("metadata", ["I01"])]
 )
@@ -721,3 +712,7 @@ def test_a_straggler_is_named_with_its_price() -> None:
     (finding,) = (result.to_json() for result in diagnose_job([*gang.events, guard], []).findings)
     assert (finding["symptom"], finding["ranks"]) == ("G03", [1])
     assert "in all 1.3 s and $0.0026" in finding["evidence"][0]["text"]
+
+
+if __name__ == "__main__":
+    COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")

@@ -20,6 +20,36 @@ from ebbflow.diagnose.rules import SymptomRule
 from ebbflow.diagnose.series import Series
 from ebbflow.diagnose.vocabulary import confidence_of, guess_family
 
+STORAGE = "/env/torch/serialization.py"
+DATA = "/env/torch/utils/data/dataloader.py"
+MONITORING = "/env/wandb/sdk.py"
+
+# Lines of which the words are as much in favour of storage as the numbers say.
+LEADS = {
+    2.5: "error: fqn",
+    2.9: "error: validation shards",
+    3.0: "error: kubernetes whence",
+    3.1: "error: shards fqns",
+}
+STRONG_LEADS = {
+    5.9: "error: async grain",
+    6.0: "error: orig grain",
+    6.1: "error: excluded acquire sharded",
+}
+PROGRAM_LEAD = "error: lora"
+
+OTHERS = "the lines above come from a rank that waits, and not from the one at fault"
+ALL = "the ranks differ, and no line tells which of them is wrong"
+ALIKE = "every rank wrote these lines, and no line tells of one that is at fault alone"
+
+# Texts that only a rule, only a series and only the list of severe words search for, and their
+# symptoms.
+SOUGHT = {
+    "ip-10-0-0-1   NotReady   <none>   5m": "B11",
+    "\n".join(f"{1.0 if at < 10 else 3.0}s/it" for at in range(20)): "G02",
+    "panic lists grain": "H19",
+}
+
 
 def make_rule(identifier: str = "R1", kind: str = "cause", **fields: Any) -> SymptomRule:
     """A specific cause of the family memory, unless said otherwise."""
@@ -35,6 +65,9 @@ def line(
     time: float | None = None,
 ) -> LogText:
     return LogText(file, number, text, rank, time)
+
+
+DONE = line(200, "training completed")
 
 
 def seen(rule: SymptomRule, *lines: LogText | int, **flags: Any) -> Seen:
@@ -328,9 +361,6 @@ def test_non_finite_losses_are_no_root_once_all_later_ones_are_finite() -> None:
     assert root_of(found, series=watch(*losses(1))) == "F01"
 
 
-DONE = line(200, "training completed")
-
-
 @pytest.mark.parametrize(
     ("rule", "at", "root"),
     [
@@ -490,11 +520,6 @@ def traceback(
     return line(at, f'  File "{path}", line 8, in {function}'), line(at + 1, error)
 
 
-STORAGE = "/env/torch/serialization.py"
-DATA = "/env/torch/utils/data/dataloader.py"
-MONITORING = "/env/wandb/sdk.py"
-
-
 @pytest.mark.parametrize(
     ("rule", "path", "error", "root"),
     [
@@ -535,21 +560,6 @@ def test_a_family_from_stack_frames_has_the_confidence_of_its_rule() -> None:
     root = diagnose(hinted, series=watch(frame, exception)).findings[0]
     assert (root.rule.id, root.evidence) == ("E17", (exception,))
     assert root.confidence == pytest.approx(0.9 * 0.65)  # the exception by itself is a rival
-
-
-# Lines of which the words are as much in favour of storage as the numbers say.
-LEADS = {
-    2.5: "error: fqn",
-    2.9: "error: validation shards",
-    3.0: "error: kubernetes whence",
-    3.1: "error: shards fqns",
-}
-STRONG_LEADS = {
-    5.9: "error: async grain",
-    6.0: "error: orig grain",
-    6.1: "error: excluded acquire sharded",
-}
-PROGRAM_LEAD = "error: lora"
 
 
 def test_the_words_of_these_tests_have_their_leads() -> None:
@@ -705,11 +715,6 @@ def accused(*found: Seen, ranks_of_files: int = 0) -> tuple[tuple[int, ...], str
     return finding.suspects, finding.note
 
 
-OTHERS = "the lines above come from a rank that waits, and not from the one at fault"
-ALL = "the ranks differ, and no line tells which of them is wrong"
-ALIKE = "every rank wrote these lines, and no line tells of one that is at fault alone"
-
-
 @pytest.mark.parametrize(
     ("rule", "verdict", "expected"),
     [
@@ -861,15 +866,6 @@ def test_a_series_shows_a_symptom_that_no_line_matches() -> None:
     matched = seen(make_rule("F01", family="quality"), 2)
     (finding,) = diagnose(matched, series=watch(*bad)).findings
     assert finding.count == 1
-
-
-# Texts that only a rule, only a series and only the list of severe words search for, and their
-# symptoms.
-SOUGHT = {
-    "ip-10-0-0-1   NotReady   <none>   5m": "B11",
-    "\n".join(f"{1.0 if at < 10 else 3.0}s/it" for at in range(20)): "G02",
-    "panic lists grain": "H19",
-}
 
 
 @pytest.mark.parametrize("text", SOUGHT)

@@ -22,6 +22,29 @@ from ebbflow.diagnose.matching import (
 from ebbflow.diagnose.reading import LogText
 from ebbflow.diagnose.rules import SymptomRule, load_rules
 
+WORDS = st.text("abxyz ", min_size=4, max_size=12).filter(lambda text: text.strip() == text)
+
+COMMON = (
+    "step",
+    "rank",
+    "info",
+    "train",
+    "torch",
+    "tensor",
+    "model",
+    "data",
+    "time",
+    "loss",
+    " the",
+    "with",
+    "epoch",
+)
+
+TASK = "[7/train/{0} (pid 1)] "
+JOB = "0123abcd-0123-0123-0123-0123456789ab"
+
+FRAME = '  File "a.py", line 3, in run'
+
 
 def make_rule(identifier: str, *look: str, **fields: Any) -> SymptomRule:
     return SymptomRule(
@@ -107,9 +130,6 @@ def test_every_rule_has_literals_in_its_examples() -> None:
     assert checked > 250
 
 
-WORDS = st.text("abxyz ", min_size=4, max_size=12).filter(lambda text: text.strip() == text)
-
-
 @given(literals=st.lists(WORDS, min_size=1, max_size=8, unique=True))
 def test_each_literal_has_a_trigger(literals: list[str]) -> None:
     triggers = choose_triggers(literals)
@@ -138,23 +158,6 @@ def test_triggers_are_the_longest_texts_that_most_literals_share(
         assert all(any(trigger in literal for trigger in chosen) for literal in literals)
     else:
         assert chosen == triggers[: len(chosen)] and len(chosen) >= 1
-
-
-COMMON = (
-    "step",
-    "rank",
-    "info",
-    "train",
-    "torch",
-    "tensor",
-    "model",
-    "data",
-    "time",
-    "loss",
-    " the",
-    "with",
-    "epoch",
-)
 
 
 @pytest.mark.parametrize("word", COMMON)
@@ -285,10 +288,6 @@ def test_a_match_keeps_the_first_line_of_each_rank_but_the_last_count_of_collect
     assert len(many.ranks) == 4096 and many.count == 4100
 
 
-TASK = "[7/train/{0} (pid 1)] "
-JOB = "0123abcd-0123-0123-0123-0123456789ab"
-
-
 @pytest.mark.parametrize(
     ("waits", "starts", "left"),
     [
@@ -370,9 +369,6 @@ def test_a_line_may_end_one_symptom_and_be_evidence_of_others() -> None:
     assert seen["R3"].needed
     for order in (rules[::-1], rules[1:] + rules[:1]):
         assert collect(order, "is waiting", "node has started").keys() == {"R1", "R3", "R4"}
-
-
-FRAME = '  File "a.py", line 3, in run'
 
 
 @pytest.mark.parametrize(

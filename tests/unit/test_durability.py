@@ -34,6 +34,23 @@ from tests.support.flow import ROOT
 
 preloads = pytest.mark.skipif(bool(why_not_preloaded()), reason=why_not_preloaded())
 
+PUTS = """
+import os, sys
+from ebbflow.core.store import Store
+exec(sys.argv[2])
+store = Store.open(sys.argv[1])
+store.put("a/object", b"content")
+store.create("a/claim", b"content")
+"""
+WITHOUT_FILE_SYNC = (
+    "fsync = os.fsync; os.fsync = lambda fd: fsync(fd) if os.path.isdir(f'/proc/self/fd/{fd}') "
+    "else None"
+)
+WITHOUT_FOLDER_SYNC = (
+    "fsync = os.fsync; os.fsync = lambda fd: None if os.path.isdir(f'/proc/self/fd/{fd}') else "
+    "fsync(fd)"
+)
+
 
 @pytest.mark.parametrize(
     ("calls", "at_risk", "early"),
@@ -124,24 +141,6 @@ def test_a_put_whose_sync_fails_is_no_success_though_its_bytes_can_be_read(
             put_verified(store, "object", b"content")
     assert [path.name for path in tmp_path.iterdir()] == ([] if failing == "file" else ["object"])
     put_verified(store, "object", b"content")
-
-
-PUTS = """
-import os, sys
-from ebbflow.core.store import Store
-exec(sys.argv[2])
-store = Store.open(sys.argv[1])
-store.put("a/object", b"content")
-store.create("a/claim", b"content")
-"""
-WITHOUT_FILE_SYNC = (
-    "fsync = os.fsync; os.fsync = lambda fd: fsync(fd) if os.path.isdir(f'/proc/self/fd/{fd}') "
-    "else None"
-)
-WITHOUT_FOLDER_SYNC = (
-    "fsync = os.fsync; os.fsync = lambda fd: None if os.path.isdir(f'/proc/self/fd/{fd}') else "
-    "fsync(fd)"
-)
 
 
 @pytest.fixture(scope="module")

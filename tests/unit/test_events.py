@@ -39,6 +39,33 @@ from tests.unit.test_report import interrupted_job
 ORIGIN = Origin(job="test", generation=1, rank=0)
 NEVER = 3600.0
 
+KINDS = ["lost", "emptied", "truncated", "without its seal", "overwritten", "joined", "copied"]
+ENTRIES = ["directory", "pipe", "socket", "loop"]
+
+WRONG = [
+    ("step", {"seconds": {"useful_step": "2"}}, "data.seconds.useful_step is '2'"),
+    ("step", {"seconds": {"coffee": 2.0}}, "data.seconds.coffee (key) is 'coffee'"),
+    ("phase", {"class": "startup"}, "data.seconds is missing"),
+    ("generation_started", {"nodes": "two"}, "data.nodes is 'two'"),
+    ("node_started", {"ranks": [0, "1"]}, "data.ranks[1] is '1'"),
+    (
+        "plan",
+        {"chosen": {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": "free"}},
+        "usd_per_hour",
+    ),
+    (
+        "prices",
+        {"pools": [{"instance_type": "a", "market": "spot", "changes": [[1, "x"]]}]},
+        "changes[0][1] is 'x'",
+    ),
+    ("outcome", {"outcome": "fine"}, "data.outcome is 'fine'"),
+    ("configured", {"settings": "none"}, "data.settings is 'none'"),
+    ("batch_attempt", {"job_id": "j", "nodes": None, "node_times": 3}, "data.node_times is 3"),
+    ("budget", {}, "data.threshold is missing"),
+    ("node_ended", {"seconds": True}, "data.seconds is True"),
+    ("node_ended", {"seconds": 1e300}, "data.seconds is 1e+300"),
+]
+
 
 class TroubledStore(Store):
     """A local store whose `put` asks `trouble`, which may raise or hang: before the bytes arrive,
@@ -498,10 +525,6 @@ def replaced_by(kind: str) -> Callable[[Path, Path], None]:
     return make
 
 
-KINDS = ["lost", "emptied", "truncated", "without its seal", "overwritten", "joined", "copied"]
-ENTRIES = ["directory", "pipe", "socket", "loop"]
-
-
 @pytest.mark.parametrize("kind", KINDS + ENTRIES)
 def test_a_changed_event_segment_is_reported(tmp_path: Path, kind: str) -> None:
     sealed_job(tmp_path / "sound")
@@ -535,31 +558,6 @@ def test_the_report_command_lists_damaged_segments_and_reports_the_rest(
     assert cost_main(["report", str(tmp_path), "--json"]) == 0
     damage = json.loads(capsys.readouterr().out)["events"]["damage"]
     assert {"segment", "line", "what"} == set(damage[0])
-
-
-WRONG = [
-    ("step", {"seconds": {"useful_step": "2"}}, "data.seconds.useful_step is '2'"),
-    ("step", {"seconds": {"coffee": 2.0}}, "data.seconds.coffee (key) is 'coffee'"),
-    ("phase", {"class": "startup"}, "data.seconds is missing"),
-    ("generation_started", {"nodes": "two"}, "data.nodes is 'two'"),
-    ("node_started", {"ranks": [0, "1"]}, "data.ranks[1] is '1'"),
-    (
-        "plan",
-        {"chosen": {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": "free"}},
-        "usd_per_hour",
-    ),
-    (
-        "prices",
-        {"pools": [{"instance_type": "a", "market": "spot", "changes": [[1, "x"]]}]},
-        "changes[0][1] is 'x'",
-    ),
-    ("outcome", {"outcome": "fine"}, "data.outcome is 'fine'"),
-    ("configured", {"settings": "none"}, "data.settings is 'none'"),
-    ("batch_attempt", {"job_id": "j", "nodes": None, "node_times": 3}, "data.node_times is 3"),
-    ("budget", {}, "data.threshold is missing"),
-    ("node_ended", {"seconds": True}, "data.seconds is True"),
-    ("node_ended", {"seconds": 1e300}, "data.seconds is 1e+300"),
-]
 
 
 @pytest.mark.parametrize(("name", "data", "said"), WRONG, ids=lambda value: str(value)[:30])

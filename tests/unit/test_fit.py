@@ -49,6 +49,39 @@ SHAPE = ModelShape(
     units=4,
 )
 
+# (model, length, GPUs, samples per GPU and micro-batch, micro-batches, recomputed, MiB per GPU) of
+# MPT models. Source: MosaicML, LLM-Foundry, scripts/train/benchmarking/README.md, commit 5e85bd62d
+# of 2024-01-06; widths, blocks, heads and the vocabulary of 50,368 from scripts/train/yamls. Of 51
+# rows that were tried, the estimate refuses 8 by 3 to 20 %: 12 bytes per logit and the allowance
+# are more than those runs took.
+MPT = {
+    "125m": (768, 12, 12),
+    "1b": (2048, 24, 16),
+    "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 48, 56),
+    "70b": (8192, 80, 64),
+}
+PUBLISHED = [
+    ("70b", 2048, 64, 8, 4, True, 81920),
+    ("70b", 2048, 32, 2, 16, True, 81920),
+    ("30b", 8192, 8, 1, 21, True, 81920),
+    ("30b", 2048, 8, 3, 21, True, 81920),
+    ("13b", 4096, 8, 10, 3, True, 81920),
+    ("13b", 2048, 8, 2, 1, False, 81920),
+    ("7b", 65536, 8, 1, 2, True, 81920),
+    ("7b", 4096, 8, 16, 2, True, 81920),
+    ("7b", 2048, 8, 6, 1, False, 81920),
+    ("3b", 4096, 8, 5, 6, False, 81920),
+    ("1b", 32768, 8, 1, 4, False, 81920),
+    ("1b", 2048, 8, 14, 1, False, 81920),
+    ("125m", 2048, 8, 32, 2, False, 81920),
+    ("13b", 4096, 8, 2, 16, True, 40960),
+    ("7b", 2048, 8, 12, 4, True, 40960),
+    ("3b", 8192, 8, 1, 8, False, 40960),
+]
+
 
 def config(
     mode: str = "fsdp2", mixed: bool = False, batch: int = 32, accumulation: int = 2
@@ -211,40 +244,6 @@ def test_the_peak_is_the_loss_or_the_last_block_or_the_end_of_backward():
     assert (end.gradients, end.logits, end.activations) == (4_000_004, 0, 1_000_000), (
         "one of two blocks"
     )
-
-
-# (model, length, GPUs, samples per GPU and micro-batch, micro-batches, recomputed, MiB per GPU) of
-# MPT models. Source: MosaicML, LLM-Foundry, scripts/train/benchmarking/README.md, commit 5e85bd62d
-# of 2024-01-06; widths, blocks, heads and the vocabulary of 50,368 from scripts/train/yamls. Of 51
-# rows that were tried, the estimate refuses 8 by 3 to 20 %: 12 bytes per logit and the allowance
-# are more than those runs took.
-MPT = {
-    "125m": (768, 12, 12),
-    "1b": (2048, 24, 16),
-    "3b": (2560, 32, 20),
-    "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "30b": (7168, 48, 56),
-    "70b": (8192, 80, 64),
-}
-PUBLISHED = [
-    ("70b", 2048, 64, 8, 4, True, 81920),
-    ("70b", 2048, 32, 2, 16, True, 81920),
-    ("30b", 8192, 8, 1, 21, True, 81920),
-    ("30b", 2048, 8, 3, 21, True, 81920),
-    ("13b", 4096, 8, 10, 3, True, 81920),
-    ("13b", 2048, 8, 2, 1, False, 81920),
-    ("7b", 65536, 8, 1, 2, True, 81920),
-    ("7b", 4096, 8, 16, 2, True, 81920),
-    ("7b", 2048, 8, 6, 1, False, 81920),
-    ("3b", 4096, 8, 5, 6, False, 81920),
-    ("1b", 32768, 8, 1, 4, False, 81920),
-    ("1b", 2048, 8, 14, 1, False, 81920),
-    ("125m", 2048, 8, 32, 2, False, 81920),
-    ("13b", 4096, 8, 2, 16, True, 40960),
-    ("7b", 2048, 8, 12, 4, True, 40960),
-    ("3b", 8192, 8, 1, 8, False, 40960),
-]
 
 
 def published(

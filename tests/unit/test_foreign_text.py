@@ -37,6 +37,50 @@ ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.text(
     "\x1b[]0;m\x07\r\n\x9b\u202e\ud800aK1", max_size=40
 )
 
+DOORS = {
+    "infra config": [
+        "-m",
+        "infra",
+        "config",
+        "configs/laptop.yaml",
+        "--set",
+        f"data.path={HOSTILE}",
+    ],
+    "infra config, refused": [
+        "-m",
+        "infra",
+        "config",
+        "configs/laptop.yaml",
+        "--set",
+        f"model.{HOSTILE}=1",
+    ],
+    "infra logs": ["-m", "infra", "logs", HOSTILE],
+    "cost plan": ["-m", "cost", "plan", f"{HOSTILE}.yaml"],
+    "cost report": ["-m", "cost", "report", HOSTILE],
+    "checkpoints": ["-m", "training", "checkpoints", "list", HOSTILE],
+    "run": ["flows/train_flow.py", "run", "--config", f"{HOSTILE}.yaml"],
+    "supervise": ["flows/supervise.py", f"{HOSTILE}.yaml"],
+    "an exception that is not caught": [
+        "-c",
+        "import sys\nfrom ebbflow.core.untrusted_text import guard_terminal\n"
+        "guard_terminal()\nraise OSError(sys.argv[1])",
+        HOSTILE + "\udcff",
+    ],
+}
+
+
+class Worker:
+    rank = 0
+
+    def __init__(self, log: Path) -> None:
+        self.log_path = log
+        self.beat = beat(3)
+
+
+class Group:
+    def __init__(self, *workers: Worker) -> None:
+        self.workers = workers
+
 
 @given(ANY_TEXT)
 def test_no_unsafe_character_is_left_and_nothing_else_is_changed(text: str) -> None:
@@ -92,38 +136,6 @@ def test_metaflows_colours_pass_and_nothing_that_hides_or_moves(
     )
 
 
-DOORS = {
-    "infra config": [
-        "-m",
-        "infra",
-        "config",
-        "configs/laptop.yaml",
-        "--set",
-        f"data.path={HOSTILE}",
-    ],
-    "infra config, refused": [
-        "-m",
-        "infra",
-        "config",
-        "configs/laptop.yaml",
-        "--set",
-        f"model.{HOSTILE}=1",
-    ],
-    "infra logs": ["-m", "infra", "logs", HOSTILE],
-    "cost plan": ["-m", "cost", "plan", f"{HOSTILE}.yaml"],
-    "cost report": ["-m", "cost", "report", HOSTILE],
-    "checkpoints": ["-m", "training", "checkpoints", "list", HOSTILE],
-    "run": ["flows/train_flow.py", "run", "--config", f"{HOSTILE}.yaml"],
-    "supervise": ["flows/supervise.py", f"{HOSTILE}.yaml"],
-    "an exception that is not caught": [
-        "-c",
-        "import sys\nfrom ebbflow.core.untrusted_text import guard_terminal\n"
-        "guard_terminal()\nraise OSError(sys.argv[1])",
-        HOSTILE + "\udcff",
-    ],
-}
-
-
 @pytest.mark.parametrize("door", DOORS)
 def test_no_door_lets_a_control_character_through(door: str, tmp_path: Path) -> None:
     done = subprocess.run(
@@ -177,19 +189,6 @@ def test_a_record_that_was_forged_in_the_store_makes_one_line() -> None:
         end=1,
     )
     assert "\n" not in line.render() and "\n" not in LogLine.from_json(line.to_json()).render()
-
-
-class Worker:
-    rank = 0
-
-    def __init__(self, log: Path) -> None:
-        self.log_path = log
-        self.beat = beat(3)
-
-
-class Group:
-    def __init__(self, *workers: Worker) -> None:
-        self.workers = workers
 
 
 def test_an_agent_shows_only_printable_text_of_its_ranks(

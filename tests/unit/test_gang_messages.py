@@ -68,6 +68,36 @@ START = GenerationStart(
     nodes=[0, 2, 3],
 )
 
+SETTINGS = RunConfig(
+    store="elsewhere",
+    model=ModelConfig(hidden_size=32),
+    training=TrainingConfig(seed=1),
+    data=DataConfig(path="text"),
+    workload="language",
+    workload_options={"rank": 8},
+)
+
+# A rule of `diagnose` calls it incurable
+DEADLOCK = "Expected to have finished reduction in the prior iteration"
+USER = "user/loss.py:9 in log"
+ENGINE = "training/engine/loop.py:73 in forward_backward"
+
+RESERVE = Fallback(
+    seconds=1800, restart_seconds=300, restart_usd=0.5, step_seconds=10, usd=1.0, step_usd=0.01
+)
+
+
+class Clock:
+    """The clock that orders are written by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 1000.0
+        monkeypatch.setattr(
+            messages,
+            "time",
+            SimpleNamespace(monotonic_ns=lambda: int(self.seconds * 1e9), time=time.time),
+        )
+
 
 def test_a_gangs_spec_gives_each_node_its_ranks_and_the_gang_its_name() -> None:
     spec = GangSpec(**LAUNCHED, node=2, nodes=4, processes_per_node=3)
@@ -112,18 +142,6 @@ def test_a_rank_reads_its_spec_from_the_file_that_the_agent_names(
         1,
         None,
     )
-
-
-class Clock:
-    """The clock that orders are written by."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seconds = 1000.0
-        monkeypatch.setattr(
-            messages,
-            "time",
-            SimpleNamespace(monotonic_ns=lambda: int(self.seconds * 1e9), time=time.time),
-        )
 
 
 @pytest.fixture
@@ -215,16 +233,6 @@ def test_an_order_survives_json(order: RankOrder) -> None:
 def test_a_node_shares_its_host_with_as_many_nodes_as_name_it() -> None:
     assert [START.colocated_nodes(place) for place in range(3)] == [2, 1, 2]
     assert (START.overrides, START.node_0) == ({}, {})
-
-
-SETTINGS = RunConfig(
-    store="elsewhere",
-    model=ModelConfig(hidden_size=32),
-    training=TrainingConfig(seed=1),
-    data=DataConfig(path="text"),
-    workload="language",
-    workload_options={"rank": 8},
-)
 
 
 def spec_with(config: RunConfig) -> GangSpec:
@@ -354,12 +362,6 @@ def test_a_node_that_is_left_out_ends_while_the_others_go_on(
     assert end_for_left_out_node(end, cause) == GenerationEnd(
         outcome=outcome, reason="agent_stopped"
     )
-
-
-# A rule of `diagnose` calls it incurable
-DEADLOCK = "Expected to have finished reduction in the prior iteration"
-USER = "user/loss.py:9 in log"
-ENGINE = "training/engine/loop.py:73 in forward_backward"
 
 
 def lost_peer(rank: int, **known: Any) -> WorkerFailure:
@@ -569,11 +571,6 @@ def test_ranks_that_end_unlike_are_a_failure_that_only_unequal_weights_may_not_r
         again=again,
         curable=again,
     )
-
-
-RESERVE = Fallback(
-    seconds=1800, restart_seconds=300, restart_usd=0.5, step_seconds=10, usd=1.0, step_usd=0.01
-)
 
 
 def terms(**known: Any) -> Terms:

@@ -72,65 +72,6 @@ class Library:
     nvmlClocksThrottleReasonHwThermalSlowdown = nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 64  # noqa: N815
 
 
-@pytest.fixture
-def counters() -> Iterator[GpuMonitor]:
-    counters = GpuMonitor()
-    yield counters
-    counters.close()
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    library = Library()
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    yield library
-    library.released.set()
-
-
-def test_gpu_counters_aggregate_extremes_and_sums(library: Library, counters: GpuMonitor) -> None:
-    wait_until("an answer", counters.sample, timeout=60)
-    assert counters.sample() == {
-        "gpus": 2,
-        "gpu_memory_used_bytes": 21 * GIB,
-        "gpu_memory_free_bytes": 69 * GIB,
-        "gpu_busy_percent": 40,
-        "gpu_celsius": 61,
-        "gpus_slowed": 0,
-        "gpu_watts": 504,
-    }
-
-
-def test_a_page_that_is_asked_for_rarely_waits_for_the_first_answer(
-    library: Library, counters: GpuMonitor
-) -> None:
-    assert counters.sample(wait_seconds=60.0)["gpus"] == 2
-
-
-def test_a_hanging_gpu_driver_delays_nothing(library: Library, counters: GpuMonitor) -> None:
-    """The agent's loop, which watches the ranks, asks this once a second."""
-    wait_until("an answer", counters.sample, timeout=60)
-    library.stuck = True
-    wait_until("silence", lambda: not counters.sample(), timeout=60)
-
-
-def test_a_driver_that_hangs_keeps_one_thread_however_many_generations_come(
-    library: Library, counters: GpuMonitor, tmp_path: Path
-) -> None:
-    library.stuck = True
-    deadlines = HangLimits(
-        floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0
-    )
-    before = set(threading.enumerate())  # the thread of a former test may end meanwhile
-    for _ in range(3):
-        watch = RankWatch([Here(tmp_path)], deadlines, tmp_path, gpus=counters)
-        assert "gpus" not in watch.sample()
-        watch.close()
-    assert [thread.name for thread in set(threading.enumerate()) - before] == ["gpu counters"]
-    library.stuck = False
-    library.released.set()
-    wait_until("an answer, once it comes to itself", counters.sample, timeout=60)
-
-
 class Here:
     """A worker that is watched: this process."""
 
@@ -146,16 +87,6 @@ class Here:
 
     def failure(self) -> None:
         return None
-
-
-def test_without_the_nvml_library_there_are_no_counters(
-    monkeypatch: pytest.MonkeyPatch, counters: GpuMonitor
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    before = set(threading.enumerate())
-    assert counters.sample() == {}
-    wait_until("the end of its thread", lambda: not set(threading.enumerate()) - before, timeout=60)
-    assert counters.sample() == {}
 
 
 class Faulty(Library):
@@ -217,6 +148,75 @@ class Faulty(Library):
             error.value = 15  # type: ignore[attr-defined]
             raise error
         return SimpleNamespace(used=self.used[device] * GIB, free=GIB)
+
+
+@pytest.fixture
+def counters() -> Iterator[GpuMonitor]:
+    counters = GpuMonitor()
+    yield counters
+    counters.close()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    library = Library()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    yield library
+    library.released.set()
+
+
+def test_gpu_counters_aggregate_extremes_and_sums(library: Library, counters: GpuMonitor) -> None:
+    wait_until("an answer", counters.sample, timeout=60)
+    assert counters.sample() == {
+        "gpus": 2,
+        "gpu_memory_used_bytes": 21 * GIB,
+        "gpu_memory_free_bytes": 69 * GIB,
+        "gpu_busy_percent": 40,
+        "gpu_celsius": 61,
+        "gpus_slowed": 0,
+        "gpu_watts": 504,
+    }
+
+
+def test_a_page_that_is_asked_for_rarely_waits_for_the_first_answer(
+    library: Library, counters: GpuMonitor
+) -> None:
+    assert counters.sample(wait_seconds=60.0)["gpus"] == 2
+
+
+def test_a_hanging_gpu_driver_delays_nothing(library: Library, counters: GpuMonitor) -> None:
+    """The agent's loop, which watches the ranks, asks this once a second."""
+    wait_until("an answer", counters.sample, timeout=60)
+    library.stuck = True
+    wait_until("silence", lambda: not counters.sample(), timeout=60)
+
+
+def test_a_driver_that_hangs_keeps_one_thread_however_many_generations_come(
+    library: Library, counters: GpuMonitor, tmp_path: Path
+) -> None:
+    library.stuck = True
+    deadlines = HangLimits(
+        floor_seconds=3.0, start_seconds=100.0, store_seconds=130.0, longest_seconds=300.0
+    )
+    before = set(threading.enumerate())  # the thread of a former test may end meanwhile
+    for _ in range(3):
+        watch = RankWatch([Here(tmp_path)], deadlines, tmp_path, gpus=counters)
+        assert "gpus" not in watch.sample()
+        watch.close()
+    assert [thread.name for thread in set(threading.enumerate()) - before] == ["gpu counters"]
+    library.stuck = False
+    library.released.set()
+    wait_until("an answer, once it comes to itself", counters.sample, timeout=60)
+
+
+def test_without_the_nvml_library_there_are_no_counters(
+    monkeypatch: pytest.MonkeyPatch, counters: GpuMonitor
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    before = set(threading.enumerate())
+    assert counters.sample() == {}
+    wait_until("the end of its thread", lambda: not set(threading.enumerate()) - before, timeout=60)
+    assert counters.sample() == {}
 
 
 @pytest.fixture

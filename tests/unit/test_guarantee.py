@@ -31,6 +31,14 @@ from tests.support.virtual_batch import BEGAN_UTC, HOUR, VirtualBatch
 
 WORK_HOURS = planned(batch_config(), WALL).ranked[0].case.work_hours
 
+SLOW_COMMITS = (
+    "checkpoint.interval=seconds",
+    "checkpoint.interval_seconds=900",
+    "batch.runnable_minutes=20",
+)
+
+BOTH_STATES = (queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand", ["g5"]))
+
 
 def first_plan(*overrides: str):
     return make_plan(batch_config(*overrides), now_utc=WALL)
@@ -58,13 +66,6 @@ def test_a_budget_that_on_demand_exceeds_is_refused_if_there_is_a_deadline() -> 
     refused = first_plan(low).refusal
     assert refused is not None and refused.outcome is Outcome.BUDGET
     assert first_plan(low, "cost.deadline_hours=null").refusal is None
-
-
-SLOW_COMMITS = (
-    "checkpoint.interval=seconds",
-    "checkpoint.interval_seconds=900",
-    "batch.runnable_minutes=20",
-)
 
 
 def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
@@ -173,9 +174,6 @@ def test_a_decision_never_uses_a_time_before_the_last_one_that_batch_reported() 
         config, plan=plan, history=history, queues=queues(*BOTH_STATES), now_utc=WALL + at - 1800
     )
     assert back.market == "on_demand"
-
-
-BOTH_STATES = (queue("spot-g5", "spot", ["g5"]), queue("on-demand-g5", "on_demand", ["g5"]))
 
 
 def test_a_rank_and_its_agent_leave_spot_before_the_reserve_is_used_up() -> None:

@@ -47,6 +47,9 @@ BASE = {
     "step_usd": 0.016,
 }
 
+PLAIN = on_demand_pool()  # 5.125 h and $18.59375 to finish
+DEAR = on_demand_pool(work_hours=3.0, paid_hours=3.25, usd_per_hour=4.0)  # 4.125 h and $29.09375
+
 
 def figures(
     config: RunConfig, spot: Candidate, last: Candidate, steps: int = 1000
@@ -283,10 +286,6 @@ def test_the_saving_of_a_move_to_a_reservation_follows_from_its_work(
     assert usd_saved_by_moving(make_config(), spot_pool(**changes), held, 3600.0) == pytest.approx(
         saved, rel=1e-12
     )
-
-
-PLAIN = on_demand_pool()  # 5.125 h and $18.59375 to finish
-DEAR = on_demand_pool(work_hours=3.0, paid_hours=3.25, usd_per_hour=4.0)  # 4.125 h and $29.09375
 
 
 @pytest.mark.parametrize(

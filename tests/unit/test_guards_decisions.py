@@ -45,6 +45,15 @@ BATCH = 8
 AT = Position(6, 48)
 HALF = {"fsdp": {"use_mixed_precision": True, "param_dtype": "float16"}}
 
+NAN = {"loss_sum": math.nan}
+OVERFLOW = {"square_sum": math.inf}
+GOOD: dict[str, float] = {}
+
+EQUAL = "after step 6; they were equal after step 4, to where the job goes back"
+
+FULL = torch.OutOfMemoryError("CUDA out\n of memory." + " x" * 200)
+FULL_TEXT = ("CUDA out of memory." + " x" * 200)[:200]
+
 
 class Rank:
     """Guards of one rank with their recorded events."""
@@ -89,14 +98,35 @@ class Rank:
         return self.guards.judge(at, sync_of(*rows), settle)
 
 
+class Sized:
+    """A workload of one sample per row, of which `largest` rows fit into memory."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.cursors: list[Cursor] = []
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Rows:
+        self.cursors.append(cursor)
+        return Rows(torch.ones(cursor.count, 2))
+
+    def loss(self, model: nn.Module, batch: Rows) -> Loss:
+        if len(batch.rows) > self.largest:
+            raise torch.OutOfMemoryError("planted")
+        return Loss(model(batch.rows).sum(), batch.weight)
+
+
+class Rows:
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.weight = float(len(rows))
+
+    def split(self, parts: int) -> list[Rows]:
+        return [Rows(rows) for rows in self.rows.chunk(parts)]
+
+
 def sync_of(*changes: dict[str, float]) -> StepSync:
     values = dict.fromkeys(Row._fields[:9], 1.0) | {"stop": 0.0}
     return StepSync([Row(**(values | change)) for change in changes])
-
-
-NAN = {"loss_sum": math.nan}
-OVERFLOW = {"square_sum": math.inf}
-GOOD: dict[str, float] = {}
 
 
 def test_a_commit_has_the_state_of_the_guards() -> None:
@@ -202,9 +232,6 @@ def test_a_step_without_checksums_compares_nothing() -> None:
         Action.STEP
     )
     assert rank.guards.agreed_step == 6
-
-
-EQUAL = "after step 6; they were equal after step 4, to where the job goes back"
 
 
 @pytest.mark.parametrize(
@@ -469,10 +496,6 @@ def test_the_first_memory_that_runs_out_is_recorded(flushed: FlushedOutput) -> N
     assert flushed.text == "rank 1: full in 10 s; saved, to go on in new processes\n"
 
 
-FULL = torch.OutOfMemoryError("CUDA out\n of memory." + " x" * 200)
-FULL_TEXT = ("CUDA out of memory." + " x" * 200)[:200]
-
-
 def test_memory_that_runs_out_orders_a_split(tmp_path: Path) -> None:
     rank = Rank(gang=Gang(rank=1, world_size=2), store=Store.open(str(tmp_path)))
     reason = (
@@ -617,32 +640,6 @@ def test_growth_of_host_and_gpu_memory_is_watched(
     assert host._held() > 2**20 and host._left() > 0
     assert gpu._held() == 0 and gpu._held() == 100 * gib
     assert gpu._left() == (3 + 2) * gib
-
-
-class Sized:
-    """A workload of one sample per row, of which `largest` rows fit into memory."""
-
-    def __init__(self, largest: int) -> None:
-        self.largest = largest
-        self.cursors: list[Cursor] = []
-
-    def next_batch(self, model: nn.Module, cursor: Cursor) -> Rows:
-        self.cursors.append(cursor)
-        return Rows(torch.ones(cursor.count, 2))
-
-    def loss(self, model: nn.Module, batch: Rows) -> Loss:
-        if len(batch.rows) > self.largest:
-            raise torch.OutOfMemoryError("planted")
-        return Loss(model(batch.rows).sum(), batch.weight)
-
-
-class Rows:
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
-        self.weight = float(len(rows))
-
-    def split(self, parts: int) -> list[Rows]:
-        return [Rows(rows) for rows in self.rows.chunk(parts)]
 
 
 def fit(rank: Rank, workload: Any, *, optimizer_state: dict[str, Any] | None = None) -> int:

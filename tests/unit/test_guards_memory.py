@@ -58,6 +58,38 @@ class Memory:
         return warnings
 
 
+class Samples:
+    """A batch whose micro-batches have the given weights."""
+
+    def __init__(self, weights: list[float]) -> None:
+        self.weights = weights
+        self.weight = sum(weights)
+
+    def split(self, parts: int) -> list[Samples]:
+        assert parts == len(self.weights)
+        return [Samples([weight]) for weight in self.weights]
+
+
+class Task:
+    """A workload that keeps the weight of the batch whose loss it took, and fails with `error`."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.taken = list[float]()
+        self.activations: weakref.ref[Tensor] | None = None
+
+    def loss(self, model: nn.Module, batch: Samples) -> Loss:
+        self.taken.append(batch.weight)
+        inputs = torch.ones(4, 3)
+        self.activations = weakref.ref(inputs)
+        cycle: list[Any] = [inputs]
+        cycle.append(cycle)
+        result = model(inputs).sum()
+        if self.error is not None:
+            raise self.error
+        return Loss(result, batch.weight)
+
+
 def test_the_monitor_samples_once_per_second() -> None:
     memory = Memory(lambda number: 0.0, left=1.0)
     sampled = []
@@ -273,38 +305,6 @@ def test_micro_batches_are_never_fewer_than_configured() -> None:
         fitting_accumulation(config_of(48, accumulation=4), Gang(), lambda parts: parts >= 5) == 6
     )
     assert fitting_accumulation(config_of(48, accumulation=4), Gang(), lambda parts: True) == 4
-
-
-class Samples:
-    """A batch whose micro-batches have the given weights."""
-
-    def __init__(self, weights: list[float]) -> None:
-        self.weights = weights
-        self.weight = sum(weights)
-
-    def split(self, parts: int) -> list[Samples]:
-        assert parts == len(self.weights)
-        return [Samples([weight]) for weight in self.weights]
-
-
-class Task:
-    """A workload that keeps the weight of the batch whose loss it took, and fails with `error`."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self.taken = list[float]()
-        self.activations: weakref.ref[Tensor] | None = None
-
-    def loss(self, model: nn.Module, batch: Samples) -> Loss:
-        self.taken.append(batch.weight)
-        inputs = torch.ones(4, 3)
-        self.activations = weakref.ref(inputs)
-        cycle: list[Any] = [inputs]
-        cycle.append(cycle)
-        result = model(inputs).sum()
-        if self.error is not None:
-            raise self.error
-        return Loss(result, batch.weight)
 
 
 def frozen_and_trained() -> nn.Module:

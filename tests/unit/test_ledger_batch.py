@@ -44,12 +44,6 @@ def told(
     )
 
 
-def _wall(seconds: float | None) -> float | None:
-    if seconds is None:
-        return None
-    return WALL + seconds
-
-
 def gang(
     job_id: str | None, *, start: float = 0.0, number: int = 1, ends: bool = False, **machine
 ) -> GangLog:
@@ -319,3 +313,9 @@ def expected_micros(ledger: Ledger, words: list[Event]) -> int:
     for bills in spoke.values():  # beyond the nodes that Batch knows of: as one that it does know
         total += sum(extra.micros * len(bill.node.ranks) for bill in bills for extra in bill.extras)
     return total
+
+
+def _wall(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    return WALL + seconds

@@ -34,6 +34,8 @@ from ebbflow.cost.ledger.ledger import (
 )
 from tests.support.timelines import WALL, GangLog, event, plan_event
 
+ALL = ("startup", "restore", "data_wait", "evaluation", "checkpoint_stall", "shutdown")
+
 
 def phases_log(
     number: int, start: float, reason: str, *kinds: str, ranks: int = 1, **machine: Any
@@ -48,9 +50,6 @@ def phases_log(
 
 def causes_of(ledger: Ledger) -> dict[str, float]:
     return {line.cause: line.rank_microseconds / 1e6 for line in ledger.causes}
-
-
-ALL = ("startup", "restore", "data_wait", "evaluation", "checkpoint_stall", "shutdown")
 
 
 def test_each_class_of_a_planned_generation_has_its_cause() -> None:

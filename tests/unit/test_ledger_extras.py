@@ -28,6 +28,8 @@ from tests.support.timelines import WALL, event, paid_node
 
 BOOTED = {"instance_id": "i-1", "uptime_seconds": 600.0}
 
+_seconds = st.integers(0, 200).map(float)
+
 
 def on(start: float, seconds: float, node: int = 0, **machine: Any) -> NodeTime:
     """A node on the instance i-1, which was booted long ago unless `machine` says otherwise."""
@@ -446,9 +448,6 @@ def test_nodes_without_events_are_those_of_each_job_that_were_paid_for() -> None
     reported = {"a": [paid_node(0.0, 40.0, node=1)], "b": [paid_node(0.0, 40.0, node=0)], "c": []}
     found = [(job.job_id, node) for job, node in find_unreported_nodes(reported, jobs)]
     assert found == [("a", 0), ("b", 1)]
-
-
-_seconds = st.integers(0, 200).map(float)
 
 
 @given(

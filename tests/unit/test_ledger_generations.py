@@ -66,6 +66,9 @@ def outcome(generation: int, text: str, t: float = 0.0, rank: int = 0) -> Event:
     return of(generation, OUTCOME, t, rank=rank, outcome=text)
 
 
+DONE, REFUSED, BUDGET = (outcome(2, text, t=50.0) for text in ("completed", "preflight", "budget"))
+
+
 def ended(generation: int, reason: str | None, **data: Any) -> Event:
     return of(generation, GENERATION_ENDED, reason=reason, **data)
 
@@ -306,9 +309,6 @@ def test_find_last_is_the_last_event_of_a_name() -> None:
     events = [committed(1, 3), committed(1, 4), outcome(1, "budget")]
     assert find_last(events, COMMIT) is events[1]
     assert find_last(events, RESTORE) is None
-
-
-DONE, REFUSED, BUDGET = (outcome(2, text, t=50.0) for text in ("completed", "preflight", "budget"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,21 @@ from tests.support.timelines import GangLog, plan_event, prices_event, timelines
 
 SPOT = {"instance_type": "g5.xlarge", "market": "spot"}
 
+_changes = st.lists(
+    st.tuples(
+        st.integers(-5000, 60_000).map(lambda hundredths: hundredths / 100), st.floats(0.01, 90)
+    ),
+    max_size=6,
+    unique_by=lambda change: change[0],
+)
+
+OTHER = {
+    "instance_id": "i-1",
+    "instance_type": "g6.4xlarge",
+    "market": "spot",
+    "uptime_seconds": 90.0,
+}
+
 
 def gang(
     machines: list[dict], *, number: int = 1, start: float = 0.0, seconds: float = 100.0
@@ -130,15 +145,6 @@ def exact_usd(events: list[Event], changes: list[tuple[float, float]], first: fl
     return total
 
 
-_changes = st.lists(
-    st.tuples(
-        st.integers(-5000, 60_000).map(lambda hundredths: hundredths / 100), st.floats(0.01, 90)
-    ),
-    max_size=6,
-    unique_by=lambda change: change[0],
-)
-
-
 @settings(max_examples=100, deadline=None)
 @given(timelines(), _changes, st.integers(0, 10**6))
 def test_shared_instances_are_paid_once_at_the_price_of_each_moment(
@@ -184,14 +190,6 @@ def test_waiting_for_ranks_that_are_still_to_come_or_never_came_is_start_up() ->
     for log, running in ((waiting, True), (refused, False)):
         [line] = fold([real_plan(), *log.events], running=running).lines
         assert (line.ledger_class, line.rank_seconds) == ("startup", 60.0)
-
-
-OTHER = {
-    "instance_id": "i-1",
-    "instance_type": "g6.4xlarge",
-    "market": "spot",
-    "uptime_seconds": 90.0,
-}
 
 
 def usd_and_kind(machine: dict, *events: Event) -> tuple[Decimal, str]:

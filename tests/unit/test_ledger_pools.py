@@ -24,6 +24,11 @@ CHOSEN: dict[str, Any] = {
     "on_demand_usd_per_hour": 3.0,
     "price_kind": "planned",
 }
+G6 = {"instance_type": "g6.xlarge"}
+ON_DEMAND = "on-demand in use1-az1"
+PLANNED = "g5.xlarge spot in use1-az1"
+
+POOL = {"instance_type": "g5.xlarge", "market": "spot", "changes": [[WALL, "1"]]}
 
 
 def plan(
@@ -43,6 +48,18 @@ def plan(
 
 def candidate(usd: str, **pool: Any) -> dict[str, Any]:
     return CHOSEN | {"quoted_usd_per_hour": usd, "price_kind": f"quote of {usd}"} | pool
+
+
+AZ1 = candidate("5", zone="use1-az1")
+AZ2 = candidate("6", zone="use1-az2")
+G6_AZ1 = candidate("7", instance_type="g6.xlarge", zone="use1-az1")
+G6_AZ2 = candidate("8", instance_type="g6.xlarge", zone="use1-az2")
+G6_NAMED = candidate("9", instance_type="g6.xlarge", zone="us-east-1c")
+G6_ON_DEMAND = candidate("10", instance_type="g6.xlarge", market="on_demand", zone="use1-az1")
+G6_FAR = candidate("11", instance_type="g6.xlarge", region="us-west-2", zone="use1-az1")
+AZ2_FAR = candidate("12", region="us-west-2", zone="use1-az2")
+AZ2_ON_DEMAND = candidate("13", market="on_demand", zone="use1-az2")
+NO_AZ2 = [AZ1, AZ2_FAR, AZ2_ON_DEMAND, G6_AZ2]
 
 
 def price(
@@ -128,21 +145,6 @@ def test_a_simulated_run_has_the_planned_price_wherever_it_runs() -> None:
         "simulated",
         "g5.xlarge spot in use1-az1",
     )
-
-
-AZ1 = candidate("5", zone="use1-az1")
-AZ2 = candidate("6", zone="use1-az2")
-G6_AZ1 = candidate("7", instance_type="g6.xlarge", zone="use1-az1")
-G6_AZ2 = candidate("8", instance_type="g6.xlarge", zone="use1-az2")
-G6_NAMED = candidate("9", instance_type="g6.xlarge", zone="us-east-1c")
-G6_ON_DEMAND = candidate("10", instance_type="g6.xlarge", market="on_demand", zone="use1-az1")
-G6_FAR = candidate("11", instance_type="g6.xlarge", region="us-west-2", zone="use1-az1")
-AZ2_FAR = candidate("12", region="us-west-2", zone="use1-az2")
-AZ2_ON_DEMAND = candidate("13", market="on_demand", zone="use1-az2")
-NO_AZ2 = [AZ1, AZ2_FAR, AZ2_ON_DEMAND, G6_AZ2]
-G6 = {"instance_type": "g6.xlarge"}
-ON_DEMAND = "on-demand in use1-az1"
-PLANNED = "g5.xlarge spot in use1-az1"
 
 
 @pytest.mark.parametrize(
@@ -389,9 +391,6 @@ def test_a_pool_is_named_by_its_zone_or_its_region(
 def test_a_quote_is_exact_where_the_plan_has_it_as_text() -> None:
     assert str(parse_usd({"quoted_usd_per_hour": "0.410400", "usd_per_hour": 0.41})) == "0.410400"
     assert str(parse_usd({"usd_per_hour": 0.1})) == "0.1"
-
-
-POOL = {"instance_type": "g5.xlarge", "market": "spot", "changes": [[WALL, "1"]]}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,11 @@ from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.ledger.pricing import PriceCurve
 from tests.support.timelines import WALL, GangLog, event, plan_event, prices_event, timelines
 
+_moments = st.integers(-5000, 90_000).map(lambda hundredths: hundredths / 100)
+_changes = st.lists(
+    st.tuples(_moments, st.floats(0.01, 90)), max_size=8, unique_by=lambda change: change[0]
+)
+
 
 def usd_of(events: list[Event]) -> dict[str, Decimal]:
     return {str(line.ledger_class): line.usd for line in fold(events).lines}
@@ -149,12 +154,6 @@ def exact_usd(events: list[Event], changes: list[tuple[float, float]], first: fl
             held = [usd for at, usd in sorted(changes, key=lambda change: change[0]) if at <= left]
             total += Fraction(str(held[-1] if held else first)) * Fraction(right - left) / 3600
     return total
-
-
-_moments = st.integers(-5000, 90_000).map(lambda hundredths: hundredths / 100)
-_changes = st.lists(
-    st.tuples(_moments, st.floats(0.01, 90)), max_size=8, unique_by=lambda change: change[0]
-)
 
 
 @settings(max_examples=150, deadline=None)

@@ -36,6 +36,17 @@ STARTED = NODE_STARTED
 ENDED = NODE_ENDED
 BEAT = NODE_HEARTBEAT
 
+WORK = {
+    "useful_step": 4.0,
+    "data_wait": 2.0,
+    "evaluation": 1.0,
+    "checkpoint_stall": 0.5,
+    "startup": 0.25,
+}
+
+_kinds = st.sampled_from(["startup", "useful_step", "data_wait", "evaluation", "shutdown"])
+_intervals = st.lists(st.tuples(_kinds, st.integers(0, 5000), st.integers(0, 2000)), max_size=6)
+
 
 def of_node(name: str, t: float, node: int = 0, **data: Any) -> Event:
     return event(name, t, generation=1, node=node, **data)
@@ -383,15 +394,6 @@ def test_time_of_ranks_is_computed_once_for_each_reading_of_the_generation() -> 
     assert "rank_times" not in repr(node)
 
 
-WORK = {
-    "useful_step": 4.0,
-    "data_wait": 2.0,
-    "evaluation": 1.0,
-    "checkpoint_stall": 0.5,
-    "startup": 0.25,
-}
-
-
 @pytest.mark.parametrize(
     ("number", "skipped", "kept", "waste"),
     [
@@ -565,10 +567,6 @@ def test_rate_of_a_step_is_per_second_of_work_and_waits_for_data(
     data: dict[str, Any], rate: float | None
 ) -> None:
     assert compute_rate(event(STEP, 0.0, rank=0, step=1, **data), "tokens") == rate
-
-
-_kinds = st.sampled_from(["startup", "useful_step", "data_wait", "evaluation", "shutdown"])
-_intervals = st.lists(st.tuples(_kinds, st.integers(0, 5000), st.integers(0, 2000)), max_size=6)
 
 
 @given(

@@ -21,6 +21,15 @@ from ebbflow.training.limits import Limits, LoopResult, Position, Stop
 
 NOW = 1_000_000.0
 
+TERMS = Terms(usd_per_rank_second=0.25, budget_usd=100.0, reserve_usd=20.0)
+
+RESERVE = Fallback(
+    seconds=100.0, restart_seconds=0.0, restart_usd=0.0, step_seconds=2.0, usd=1.0, step_usd=0.5
+)
+ON_SPOT = Terms(
+    usd_per_rank_second=0.25, deadline_utc=NOW + 120, step_seconds=1.0, fallback=RESERVE
+)
+
 
 class Clock:
     """The clocks of a rank, set by hand. It stands for the module `time`."""
@@ -41,13 +50,6 @@ class Clock:
         self.at += seconds
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(limits_module, "time", clock)
-    return clock
-
-
 class Elapsed:
     """Seconds since the start of an attempt."""
 
@@ -56,6 +58,13 @@ class Elapsed:
 
     def __call__(self) -> float:
         return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(limits_module, "time", clock)
+    return clock
 
 
 def make_limits(terms: Terms | None, elapsed: Elapsed | None = None, **more: Any) -> Limits:
@@ -71,9 +80,6 @@ def take_steps(
         elapsed.seconds += seconds
         stop = limits.stop(steps_left)
     return stop
-
-
-TERMS = Terms(usd_per_rank_second=0.25, budget_usd=100.0, reserve_usd=20.0)
 
 
 def test_a_position_counts_steps_and_samples() -> None:
@@ -137,14 +143,6 @@ def test_a_rank_stops_before_its_deadline_with_time_for_a_last_save(clock: Clock
     assert make_limits(None).stop() is Stop.NONE
     dear = replace(terms, budget_usd=0.0, usd_per_rank_second=1.0)
     assert make_limits(dear).stop() is Stop.BUDGET, "the more urgent reason"
-
-
-RESERVE = Fallback(
-    seconds=100.0, restart_seconds=0.0, restart_usd=0.0, step_seconds=2.0, usd=1.0, step_usd=0.5
-)
-ON_SPOT = Terms(
-    usd_per_rank_second=0.25, deadline_utc=NOW + 120, step_seconds=1.0, fallback=RESERVE
-)
 
 
 def test_a_rank_leaves_spot_when_the_steps_after_this_one_need_the_reserve(clock: Clock) -> None:

@@ -25,6 +25,35 @@ from tests.support.rank_logs import beat, rank_log, texts, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
+FOLLOWER = """
+import sys
+from pathlib import Path
+from ebbflow.training.launch.heartbeat import HeartbeatReading
+from ebbflow.training.launch.logs import RankLog
+log = RankLog(Path(sys.argv[1]), job="job", generation=1, node=0, rank=0, limit_bytes=2**26)
+while True:
+    log.follow(HeartbeatReading(1, 3, "forward", 0.0))
+"""
+
+MIB = 2**20
+
+
+class FlakyStore:
+    """A store that fails, or keeps what it is given and then says that it failed, as often as it is
+    told to.
+    """
+
+    def __init__(self, store: Store, *, lost_answers: int) -> None:
+        self._store = store
+        self._lost_answers = lost_answers
+        self.uri = store.uri
+
+    def put(self, key: str, data: bytes) -> None:
+        self._store.put(key, data)
+        if self._lost_answers > 0:
+            self._lost_answers -= 1
+            raise StoreError("no answer")
+
 
 @given(
     pieces=st.lists(
@@ -103,17 +132,6 @@ def test_lines_of_a_killed_agent_are_read_from_the_raw_log(tmp_path: Path) -> No
     assert texts(tmp_path) == ["first", "second", "third", "last words"]
 
 
-FOLLOWER = """
-import sys
-from pathlib import Path
-from ebbflow.training.launch.heartbeat import HeartbeatReading
-from ebbflow.training.launch.logs import RankLog
-log = RankLog(Path(sys.argv[1]), job="job", generation=1, node=0, rank=0, limit_bytes=2**26)
-while True:
-    log.follow(HeartbeatReading(1, 3, "forward", 0.0))
-"""
-
-
 @pytest.mark.parametrize("records_before_the_kill", [1, 500, 3000])
 def test_an_agent_killed_in_the_midst_of_writing_loses_and_doubles_nothing(
     records_before_the_kill: int, tmp_path: Path
@@ -169,9 +187,6 @@ def test_a_rank_that_floods_its_log_keeps_head_and_tail(tmp_path: Path) -> None:
         f"[{10_000 - kept} bytes are left out here: the rank printed more than "
         "survival.rank_log_mib keeps]"
     )
-
-
-MIB = 2**20
 
 
 @pytest.mark.parametrize("agent_dies", [False, True])
@@ -258,23 +273,6 @@ def test_a_colourful_progress_bar_is_shown_as_it_stood_last() -> None:
         == "red and \\u001b]0;title\\u0007plain\\u0007"
     )
     assert escape_controls("10%|#   |\r90%|### |\r\r\n") == "[1 overwritten] 90%|### |"
-
-
-class FlakyStore:
-    """A store that fails, or keeps what it is given and then says that it failed, as often as it is
-    told to.
-    """
-
-    def __init__(self, store: Store, *, lost_answers: int) -> None:
-        self._store = store
-        self._lost_answers = lost_answers
-        self.uri = store.uri
-
-    def put(self, key: str, data: bytes) -> None:
-        self._store.put(key, data)
-        if self._lost_answers > 0:
-            self._lost_answers -= 1
-            raise StoreError("no answer")
 
 
 def test_segments_of_the_store_and_records_of_the_disk_are_one_log(tmp_path: Path) -> None:

@@ -49,9 +49,41 @@ DEADLINE_SECONDS = 60.0
 INTERRUPTED = RankResult(outcome=Outcome.INTERRUPTED, step=7)
 COMPLETED = RankResult(outcome=Outcome.COMPLETED, step=9)
 
-
-def never() -> bool:
-    return False
+# For each case: least nodes, orders (node, cause), what happens, and the verdict: again, nodes that
+# are left out.
+GOINGS_ON: dict[str, tuple[int | None, list[tuple[int, str]], Any, bool, list[int]]] = {
+    "enough others go on": (2, [(1, NOTICE)], INTERRUPTED, True, [1]),
+    "two leave, and one is enough": (1, [(2, NOTICE), (1, NOTICE)], INTERRUPTED, True, [1, 2]),
+    "too few others": (3, [(1, NOTICE)], INTERRUPTED, False, []),
+    "no least number": (None, [(1, NOTICE)], INTERRUPTED, False, []),
+    "no order": (2, [], INTERRUPTED, False, []),
+    "node 0 leaves": (1, [(0, NOTICE), (1, NOTICE)], INTERRUPTED, False, []),
+    "a signal to another node": (1, [(1, NOTICE), (2, SIGTERM)], INTERRUPTED, False, []),
+    "a signal after the notice of a node": (2, [(1, NOTICE), (1, SIGTERM)], INTERRUPTED, True, [1]),
+    "the work is done": (2, [(1, NOTICE)], COMPLETED, False, []),
+    "a failure that may be tried again": (
+        2,
+        [(1, NOTICE)],
+        failed(0, error="ValueError"),
+        True,
+        [1],
+    ),
+    "a failure that may not": (2, [(1, NOTICE)], failed(0, error="DataError"), False, []),
+    "a lost node": (2, [(1, NOTICE)], "lost", True, [1]),
+    "a lost node without a notice": (2, [], "lost", True, []),
+    "a lost node that all others follow": (3, [(1, SIGTERM)], "lost", True, []),
+    "a lost node and too few others": (3, [], "lost", False, []),
+    "a bad reader": (2, [], failed(2, error="UnreliableReader"), True, [2]),
+    "a bad reader and too few others": (3, [], failed(2, error="UnreliableReader"), True, []),
+    "a bad reader on node 0": (2, [], failed(0, error="UnreliableReader"), True, []),
+    "a bad reader beside a node that leaves": (
+        1,
+        [(1, NOTICE)],
+        failed(2, error="UnreliableReader"),
+        True,
+        [1],
+    ),
+}
 
 
 class Gang:
@@ -169,6 +201,10 @@ class Gang:
         for follower in self._all:
             follower.close()
         self.coordinator.close()
+
+
+def never() -> bool:
+    return False
 
 
 @pytest.fixture
@@ -717,43 +753,6 @@ def test_a_generation_ends_when_all_nodes_have_finished(gang: Gang) -> None:
     assert end.outcome is not None
     assert (end.outcome.outcome, end.outcome.step, end.outcome.generation) == ("completed", 9, 1)
     assert (end.again, list(end.left_out)) == (False, [])
-
-
-# For each case: least nodes, orders (node, cause), what happens, and the verdict: again, nodes that
-# are left out.
-GOINGS_ON: dict[str, tuple[int | None, list[tuple[int, str]], Any, bool, list[int]]] = {
-    "enough others go on": (2, [(1, NOTICE)], INTERRUPTED, True, [1]),
-    "two leave, and one is enough": (1, [(2, NOTICE), (1, NOTICE)], INTERRUPTED, True, [1, 2]),
-    "too few others": (3, [(1, NOTICE)], INTERRUPTED, False, []),
-    "no least number": (None, [(1, NOTICE)], INTERRUPTED, False, []),
-    "no order": (2, [], INTERRUPTED, False, []),
-    "node 0 leaves": (1, [(0, NOTICE), (1, NOTICE)], INTERRUPTED, False, []),
-    "a signal to another node": (1, [(1, NOTICE), (2, SIGTERM)], INTERRUPTED, False, []),
-    "a signal after the notice of a node": (2, [(1, NOTICE), (1, SIGTERM)], INTERRUPTED, True, [1]),
-    "the work is done": (2, [(1, NOTICE)], COMPLETED, False, []),
-    "a failure that may be tried again": (
-        2,
-        [(1, NOTICE)],
-        failed(0, error="ValueError"),
-        True,
-        [1],
-    ),
-    "a failure that may not": (2, [(1, NOTICE)], failed(0, error="DataError"), False, []),
-    "a lost node": (2, [(1, NOTICE)], "lost", True, [1]),
-    "a lost node without a notice": (2, [], "lost", True, []),
-    "a lost node that all others follow": (3, [(1, SIGTERM)], "lost", True, []),
-    "a lost node and too few others": (3, [], "lost", False, []),
-    "a bad reader": (2, [], failed(2, error="UnreliableReader"), True, [2]),
-    "a bad reader and too few others": (3, [], failed(2, error="UnreliableReader"), True, []),
-    "a bad reader on node 0": (2, [], failed(0, error="UnreliableReader"), True, []),
-    "a bad reader beside a node that leaves": (
-        1,
-        [(1, NOTICE)],
-        failed(2, error="UnreliableReader"),
-        True,
-        [1],
-    ),
-}
 
 
 @pytest.mark.parametrize("name", GOINGS_ON)

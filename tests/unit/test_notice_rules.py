@@ -32,46 +32,27 @@ from tests.support.clock import StandingClock
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
-    return StandingClock(monkeypatch, notices)
-
-
-def notice_of(
-    ends_at: float, *, action: str = "terminate", source: NoticeSource = NoticeSource.METADATA
-) -> Notice:
-    return Notice(source=source, action=action, ends_at=ends_at)
-
-
-@pytest.mark.parametrize(
-    ("action", "reclaims"),
-    [
-        ("terminate", True),
-        ("stop", True),
-        ("hibernate", True),
-        ("rebalance", False),
-        ("leave", False),
-    ],
-)
-def test_a_notice_reclaims_the_machine_by_three_actions(
-    action: str, reclaims: bool, clock: StandingClock
-) -> None:
-    assert notice_of(clock.seconds + 9.5, action=action).reclaims is reclaims
-
-
-def test_a_notice_has_no_seconds_left_after_its_time(clock: StandingClock) -> None:
-    notice = notice_of(clock.seconds + 9.5)
-    assert (notice.seconds_left, notice.detail) == (9.5, "")
-    clock.seconds += 9.5
-    assert notice.seconds_left == 0.0
-    clock.seconds += 0.5
-    assert notice.seconds_left == 0.0
-
-
 # The thread. Its waits move the clock, so that it polls as fast as it can.
 
 Script = list[list[Notice] | Exception]
+
+BROKEN = OSError("no answer")
+
+# The metadata service.
+
+INTERRUPTION = "meta-data/spot/instance-action"
+REBALANCE = "meta-data/events/recommendations/rebalance"
+Answer = tuple[int, str] | Exception
+
+ADDRESS = "http://127.0.0.1:1"
+
+FAILURES: list[Answer] = [
+    (500, ""),
+    TimeoutError("x"),
+    ConnectionError("x"),
+    http.client.BadStatusLine("x"),
+    ValueError("x"),
+]
 
 
 class Scripted:
@@ -135,6 +116,79 @@ class Watching:
             watcher.close()
 
 
+class Service:
+    """EC2's metadata service as its client sees it: `tokens` and `answers` come next, the last of
+    them forever.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens: list[Answer] = [(200, "a-token")]
+        self.answers: dict[str, list[Answer]] = {INTERRUPTION: [(404, "")], REBALANCE: [(404, "")]}
+        self.asked: list[tuple[str, str, float]] = []  # what, token or time to live, deadline
+        monkeypatch.setattr(MetadataService, "token", self.give_token)
+        monkeypatch.setattr(MetadataService, "get", self.give)
+
+    def give_token(self, *, ttl_seconds: int, seconds: float) -> tuple[int, str]:
+        self.asked.append(("token", str(ttl_seconds), seconds))
+        return self._next(self.tokens)
+
+    def give(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
+        self.asked.append((path, token, seconds))
+        return self._next(self.answers[path])
+
+    def _next(self, coming: list[Answer]) -> tuple[int, str]:
+        if len(coming) > 1:
+            answer = coming.pop(0)
+        else:
+            answer = coming[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def interrupt(self, document: object) -> None:
+        if isinstance(document, str):
+            text = document
+        else:
+            text = json.dumps(document)
+        self.answers[INTERRUPTION] = [(200, text)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
+    return StandingClock(monkeypatch, notices)
+
+
+def notice_of(
+    ends_at: float, *, action: str = "terminate", source: NoticeSource = NoticeSource.METADATA
+) -> Notice:
+    return Notice(source=source, action=action, ends_at=ends_at)
+
+
+@pytest.mark.parametrize(
+    ("action", "reclaims"),
+    [
+        ("terminate", True),
+        ("stop", True),
+        ("hibernate", True),
+        ("rebalance", False),
+        ("leave", False),
+    ],
+)
+def test_a_notice_reclaims_the_machine_by_three_actions(
+    action: str, reclaims: bool, clock: StandingClock
+) -> None:
+    assert notice_of(clock.seconds + 9.5, action=action).reclaims is reclaims
+
+
+def test_a_notice_has_no_seconds_left_after_its_time(clock: StandingClock) -> None:
+    notice = notice_of(clock.seconds + 9.5)
+    assert (notice.seconds_left, notice.detail) == (9.5, "")
+    clock.seconds += 9.5
+    assert notice.seconds_left == 0.0
+    clock.seconds += 0.5
+    assert notice.seconds_left == 0.0
+
+
 @pytest.fixture
 def watching(clock: StandingClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
     class Event(threading.Event):
@@ -148,9 +202,6 @@ def watching(clock: StandingClock, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     watching = Watching(clock)
     yield watching
     watching.close()
-
-
-BROKEN = OSError("no answer")
 
 
 def test_a_healthy_source_is_polled_at_its_interval(watching: Watching) -> None:
@@ -422,56 +473,9 @@ def test_a_rehearsed_notice_is_taken_from_its_file(clock: StandingClock, tmp_pat
         source.look()
 
 
-# The metadata service.
-
-INTERRUPTION = "meta-data/spot/instance-action"
-REBALANCE = "meta-data/events/recommendations/rebalance"
-Answer = tuple[int, str] | Exception
-
-
-class Service:
-    """EC2's metadata service as its client sees it: `tokens` and `answers` come next, the last of
-    them forever.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tokens: list[Answer] = [(200, "a-token")]
-        self.answers: dict[str, list[Answer]] = {INTERRUPTION: [(404, "")], REBALANCE: [(404, "")]}
-        self.asked: list[tuple[str, str, float]] = []  # what, token or time to live, deadline
-        monkeypatch.setattr(MetadataService, "token", self.give_token)
-        monkeypatch.setattr(MetadataService, "get", self.give)
-
-    def give_token(self, *, ttl_seconds: int, seconds: float) -> tuple[int, str]:
-        self.asked.append(("token", str(ttl_seconds), seconds))
-        return self._next(self.tokens)
-
-    def give(self, path: str, token: str, *, seconds: float) -> tuple[int, str]:
-        self.asked.append((path, token, seconds))
-        return self._next(self.answers[path])
-
-    def _next(self, coming: list[Answer]) -> tuple[int, str]:
-        if len(coming) > 1:
-            answer = coming.pop(0)
-        else:
-            answer = coming[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def interrupt(self, document: object) -> None:
-        if isinstance(document, str):
-            text = document
-        else:
-            text = json.dumps(document)
-        self.answers[INTERRUPTION] = [(200, text)]
-
-
 @pytest.fixture
 def service(clock: StandingClock, monkeypatch: pytest.MonkeyPatch) -> Service:
     return Service(monkeypatch)
-
-
-ADDRESS = "http://127.0.0.1:1"
 
 
 def open_source() -> MetadataSource:
@@ -613,15 +617,6 @@ def test_version_1_has_no_token_to_renew(service: Service) -> None:
     with pytest.raises(OSError, match=f"{INTERRUPTION} answers 401"):
         source.look()
     assert kinds(service) == [INTERRUPTION]
-
-
-FAILURES: list[Answer] = [
-    (500, ""),
-    TimeoutError("x"),
-    ConnectionError("x"),
-    http.client.BadStatusLine("x"),
-    ValueError("x"),
-]
 
 
 @pytest.mark.parametrize("answer", FAILURES)

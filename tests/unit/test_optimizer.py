@@ -27,6 +27,8 @@ from ebbflow.training.engine.optimizer import (
 )
 from tests.support.rank_threads import call_in_process_group
 
+SETTINGS = {"learning_rate": 0.25, "weight_decay": 0.125}
+
 
 class Network(nn.Module):
     """An embedding table, a convolution, hidden layers (two of them tied), and an output layer."""
@@ -53,9 +55,6 @@ def test_hidden_matrices_are_linear_weights_but_the_last_and_no_tables() -> None
     module = Network()
     assert names_of(module, hidden_matrices(module)) == ["first.weight", "second.weight"]
     assert hidden_matrices(nn.Linear(3, 2)) == []
-
-
-SETTINGS = {"learning_rate": 0.25, "weight_decay": 0.125}
 
 
 def test_adamw_decays_whatever_has_two_dimensions() -> None:

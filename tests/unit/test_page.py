@@ -43,6 +43,34 @@ SETTINGS = [
 ]
 
 
+class Clock:
+    """A job's log that a test extends event by event."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store.open(str(folder)).sub(job_prefix("demo"))
+        self.log = EventLog(
+            self.store, Origin(job="demo", run="run-1", process="test"), flush_seconds=0.01
+        )
+
+    def write(self, events: list[Event]) -> None:
+        for recorded in events:
+            fields = {
+                name: getattr(recorded, name)
+                for name in ("generation", "node", "rank", "run", "attempt")
+            }
+            if recorded.rank < 0:
+                process = "agent"
+            else:
+                process = "rank"
+            with EventLog(self.store, Origin(job="demo", process=process, **fields)) as log:
+                log.emit(
+                    recorded.name,
+                    step=recorded.step,
+                    at=(recorded.t_wall, recorded.t_mono),
+                    **recorded.data,
+                )
+
+
 def job_with_settings(length: int | None = None) -> list[Event]:
     return [event(CONFIGURED, 0.5, settings=SETTINGS), *interrupted_job()][:length]
 
@@ -168,34 +196,6 @@ def test_an_old_report_and_a_job_without_steps_have_a_page() -> None:
     assert "no step has been recorded yet" in render(
         build_report([event(CONFIGURED, 0.0, settings=[])])
     )
-
-
-class Clock:
-    """A job's log that a test extends event by event."""
-
-    def __init__(self, folder: Path) -> None:
-        self.store = Store.open(str(folder)).sub(job_prefix("demo"))
-        self.log = EventLog(
-            self.store, Origin(job="demo", run="run-1", process="test"), flush_seconds=0.01
-        )
-
-    def write(self, events: list[Event]) -> None:
-        for recorded in events:
-            fields = {
-                name: getattr(recorded, name)
-                for name in ("generation", "node", "rank", "run", "attempt")
-            }
-            if recorded.rank < 0:
-                process = "agent"
-            else:
-                process = "rank"
-            with EventLog(self.store, Origin(job="demo", process=process, **fields)) as log:
-                log.emit(
-                    recorded.name,
-                    step=recorded.step,
-                    at=(recorded.t_wall, recorded.t_mono),
-                    **recorded.data,
-                )
 
 
 def test_the_live_page_grows_with_the_log_and_ends_as_the_report(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ from tests.support.timelines import WALL
 HELD_QUEUE = queue("held", "on_demand", reservation="cr-1")
 ALL = queues(SPOT_QUEUE, ON_DEMAND_QUEUE, HELD_QUEUE)
 
+# On demand, the job needs 5.125 h; a wait for a reservation must leave that, and 5 min to place it.
+LATEST_HOURS = 5.125 + DECIDE_HOURS
+
 
 def held_pool(**values: Any) -> Candidate:
     """Make a reservation of two nodes: 4 h of work, a start of 1/2 h, and no dearer than Spot."""
@@ -97,10 +100,6 @@ def test_another_reservation_is_tried_if_the_first_one_was_full() -> None:
         ).queue
         == "second"
     )
-
-
-# On demand, the job needs 5.125 h; a wait for a reservation must leave that, and 5 min to place it.
-LATEST_HOURS = 5.125 + DECIDE_HOURS
 
 
 @pytest.mark.parametrize(

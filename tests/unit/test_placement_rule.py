@@ -37,6 +37,15 @@ from tests.support.placing import (
 from tests.support.pools import make_config, on_demand_pool, spot_pool
 from tests.support.timelines import WALL
 
+FAST = on_demand_pool(
+    instance_type="g6.xlarge", work_hours=1.0, paid_hours=1.0, fixed_lost_hours=0.25
+)
+QUICK_SPOT = spot_pool(work_hours=1.0)
+
+THREE = queues(*(queue(name, "spot", multi_node=True) for name in ("a", "b", "c")), ON_DEMAND_QUEUE)
+
+TWO = queues(SPOT_QUEUE, queue("one", "on_demand"), queue("two", "on_demand"))
+
 
 def test_a_start_on_spot_is_safe_up_to_the_last_hour_that_on_demand_needs() -> None:
     """It must also leave the time of a wait that is worth it: 5 min, or all of `runnable_minutes`
@@ -122,12 +131,6 @@ def test_without_a_spot_pool_it_is_on_demand_also_without_a_deadline() -> None:
         assert found.reason == "on-demand: no usable queue runs a Spot pool of the plan"
 
 
-FAST = on_demand_pool(
-    instance_type="g6.xlarge", work_hours=1.0, paid_hours=1.0, fixed_lost_hours=0.25
-)
-QUICK_SPOT = spot_pool(work_hours=1.0)
-
-
 def test_a_faster_last_resort_may_cost_a_quarter_more_if_only_it_makes_spot_safe() -> None:
     pools = [QUICK_SPOT, on_demand_pool(), FAST]
     # With the fast one; with the usual one, 3.25 h more
@@ -162,9 +165,6 @@ def test_one_safe_spot_pool_suffices_and_an_unsafe_one_before_it_is_passed_over(
     )
 
 
-THREE = queues(*(queue(name, "spot", multi_node=True) for name in ("a", "b", "c")), ON_DEMAND_QUEUE)
-
-
 @pytest.mark.parametrize(
     ("past", "chosen"),
     [
@@ -194,9 +194,6 @@ def test_spot_pools_that_lacked_capacity_or_were_reclaimed_come_last_the_oldest_
         for number, (cause, name) in enumerate(past)
     ]
     assert place(where=THREE, past=attempts, now_utc=WALL + HOUR).queue == chosen
-
-
-TWO = queues(SPOT_QUEUE, queue("one", "on_demand"), queue("two", "on_demand"))
 
 
 @pytest.mark.parametrize(

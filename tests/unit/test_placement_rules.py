@@ -54,12 +54,6 @@ from tests.support.timelines import WALL, GangLog, event, plan_event
 NAME = AttemptName(run="1733", step="train_node", task="5", attempt=2)
 
 
-@pytest.fixture(scope="module")
-def _service() -> Iterator[JobService]:
-    with serve_jobs() as running:
-        yield running
-
-
 @pytest.fixture
 def service(_service: JobService, monkeypatch: pytest.MonkeyPatch) -> JobService:
     _service.jobs = {}
@@ -695,3 +689,9 @@ def test_the_message_has_the_causes_and_batchs_last_reason() -> None:
         found is not None
         and found[1] == f"5 attempts in a row failed ({spot}: user code), and another would too"
     )
+
+
+@pytest.fixture(scope="module")
+def _service() -> Iterator[JobService]:
+    with serve_jobs() as running:
+        yield running

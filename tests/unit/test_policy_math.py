@@ -19,6 +19,11 @@ GROUP = 3
 # two tokens.
 LENGTHS = [3, 1, 4, 2, 2, 3]
 
+MASK = torch.tensor(
+    [[0.0] + [1.0] * length + [0.0] * (4 - length) for length in LENGTHS], dtype=torch.float64
+)
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 1.0], dtype=torch.float64)
+
 
 def table(seed: int, *, low: float = -2.0, high: float = -0.1) -> Tensor:
     """Return log-probabilities, or other numbers of tokens: `[6, 5]`, of which the first is the
@@ -27,12 +32,6 @@ def table(seed: int, *, low: float = -2.0, high: float = -0.1) -> Tensor:
     return torch.empty(6, 5, dtype=torch.float64).uniform_(
         low, high, generator=torch.Generator().manual_seed(seed)
     )
-
-
-MASK = torch.tensor(
-    [[0.0] + [1.0] * length + [0.0] * (4 - length) for length in LENGTHS], dtype=torch.float64
-)
-REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 1.0], dtype=torch.float64)
 
 
 def draw(seed: int, low: float, high: float, count: int) -> list[float]:

@@ -50,6 +50,50 @@ SHAPE = {
 }
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12], [13, 14]]
 
+HERE = "tests.unit.test_policy_optimization"
+
+ATTACKS = """
+import ctypes, fcntl, os, resource, signal, socket, subprocess, threading
+from pathlib import Path
+
+Path("own").write_text("own")
+def refused(attack):
+    try:
+        attack()
+    except (PermissionError, ValueError):  # setrlimit raises the second
+        return True
+    return False
+def raise_limit():
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
+attacks = {
+    "fork": os.fork, "program": lambda: subprocess.run(["/bin/true"]), "exec": lambda: os.execv("/bin/true", ["true"]),
+    "network": lambda: socket.socket(), "local socket": lambda: socket.socket(socket.AF_UNIX),
+    "signal": lambda: os.kill(os.getppid(), 0), "session": os.setsid, "limit": raise_limit,
+    "read": lambda: open("/etc/passwd"), "read ours": lambda: open("SECRET"), "list": lambda: os.listdir("/"),
+    "memory": lambda: open(f"/proc/{os.getppid()}/mem", "rb"), "write": lambda: open("/tmp/from-a-test", "w"),
+    "remove": lambda: os.unlink("SECRET"), "empty": lambda: os.truncate("SECRET", 0),
+    "signal of a file": lambda: fcntl.fcntl(0, 8, os.getppid()), "which signal": lambda: fcntl.fcntl(0, 10, 9),
+    "signal of a terminal": lambda: fcntl.ioctl(0, 0x8901, os.getppid().to_bytes(4, "little")),
+    "schedule": lambda: os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0)),
+}
+os.chmod("SECRET", 0o777)  # does nothing
+passed = sorted(name for name, attack in attacks.items() if not refused(attack))
+thread = threading.Thread(target=passed.sort)
+thread.start(); thread.join(); resource.getrlimit(resource.RLIMIT_AS); socket.socketpair()
+"""
+HARMLESS = """
+import decimal, fcntl, mimetypes, numpy, os, shutil, signal, sqlite3
+from concurrent.futures import ThreadPoolExecutor
+
+assert sorted(os.listdir()) == ["completion.py", "test.py"] and numpy.arange(3).sum() == 3
+os.mkdir("folder"); open("folder/a.txt", "w").write("a")
+shutil.copytree("folder", "copy"); shutil.copy2("copy/a.txt", "b")
+assert open("b").read() == "a" and mimetypes.guess_type("a.txt")[0] == "text/plain"
+caught = []
+signal.signal(signal.SIGUSR1, lambda *given: caught.append(given)); signal.raise_signal(signal.SIGUSR1)
+assert caught and list(ThreadPoolExecutor(2).map(abs, [-1, 2])) == [1, 2] and fcntl.fcntl(0, fcntl.F_GETFD) >= 0
+"""
+
 
 def policy_of(**changes: Any) -> Policy:
     with torch.device("meta"):
@@ -208,9 +252,6 @@ def reward_of(written: str, *, seconds: float = 10.0, memory_mib: int = 512) -> 
     return Reward(written, seconds=seconds, memory_mib=memory_mib)
 
 
-HERE = "tests.unit.test_policy_optimization"
-
-
 def test_rewards_add_up_with_their_weights() -> None:
     prompt = Prompt("1+1=", {"answer": "275"})
     assert [reward_of("exact_match")(prompt, text) for text in ("275", " 275\n", "27", "")] == [
@@ -282,49 +323,6 @@ def test_a_unit_test_has_limits_of_time_and_memory() -> None:
     assert time.monotonic() - begun < 30
     with pytest.raises(TrainingError, match="has no test"):
         judge(Prompt("double", {}), "")
-
-
-ATTACKS = """
-import ctypes, fcntl, os, resource, signal, socket, subprocess, threading
-from pathlib import Path
-
-Path("own").write_text("own")
-def refused(attack):
-    try:
-        attack()
-    except (PermissionError, ValueError):  # setrlimit raises the second
-        return True
-    return False
-def raise_limit():
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
-attacks = {
-    "fork": os.fork, "program": lambda: subprocess.run(["/bin/true"]), "exec": lambda: os.execv("/bin/true", ["true"]),
-    "network": lambda: socket.socket(), "local socket": lambda: socket.socket(socket.AF_UNIX),
-    "signal": lambda: os.kill(os.getppid(), 0), "session": os.setsid, "limit": raise_limit,
-    "read": lambda: open("/etc/passwd"), "read ours": lambda: open("SECRET"), "list": lambda: os.listdir("/"),
-    "memory": lambda: open(f"/proc/{os.getppid()}/mem", "rb"), "write": lambda: open("/tmp/from-a-test", "w"),
-    "remove": lambda: os.unlink("SECRET"), "empty": lambda: os.truncate("SECRET", 0),
-    "signal of a file": lambda: fcntl.fcntl(0, 8, os.getppid()), "which signal": lambda: fcntl.fcntl(0, 10, 9),
-    "signal of a terminal": lambda: fcntl.ioctl(0, 0x8901, os.getppid().to_bytes(4, "little")),
-    "schedule": lambda: os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0)),
-}
-os.chmod("SECRET", 0o777)  # does nothing
-passed = sorted(name for name, attack in attacks.items() if not refused(attack))
-thread = threading.Thread(target=passed.sort)
-thread.start(); thread.join(); resource.getrlimit(resource.RLIMIT_AS); socket.socketpair()
-"""
-HARMLESS = """
-import decimal, fcntl, mimetypes, numpy, os, shutil, signal, sqlite3
-from concurrent.futures import ThreadPoolExecutor
-
-assert sorted(os.listdir()) == ["completion.py", "test.py"] and numpy.arange(3).sum() == 3
-os.mkdir("folder"); open("folder/a.txt", "w").write("a")
-shutil.copytree("folder", "copy"); shutil.copy2("copy/a.txt", "b")
-assert open("b").read() == "a" and mimetypes.guess_type("a.txt")[0] == "text/plain"
-caught = []
-signal.signal(signal.SIGUSR1, lambda *given: caught.append(given)); signal.raise_signal(signal.SIGUSR1)
-assert caught and list(ThreadPoolExecutor(2).map(abs, [-1, 2])) == [1, 2] and fcntl.fcntl(0, fcntl.F_GETFD) >= 0
-"""
 
 
 def test_a_unit_test_cannot_harm_the_machine(

@@ -24,15 +24,53 @@ TAKEN = {**INSTANCE, INTERRUPTION_PATH: '{"action": "terminate"}'}
 ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 
 
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        ENDPOINT,
-        "AWS_EC2_METADATA_DISABLED",
-        "CUDA_VISIBLE_DEVICES",
-        "TORCH_DISTRIBUTED_DEBUG",
-    ):
-        monkeypatch.delenv(name, raising=False)
+class FakeGpu:
+    """A machine with a driver and a torch that say what they are told to: what a driver really does
+    is not shown.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tools = folder / "tools"
+        self.project = folder / "project"
+        self.tools.mkdir()
+        (self.project / "torch").mkdir(parents=True)
+
+    def driver(self, script: str) -> None:
+        tool = self.tools / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+
+    def torch(
+        self,
+        cuda: str | None,
+        arches: list[str],
+        capability: tuple[int, int] = (8, 0),
+        error: str = "",
+        init: str = "",
+    ) -> None:
+        """error: of the first kernel. init: of torch.cuda.init()."""
+        fake = (
+            "class version: cuda = {cuda!r}\n"
+            "class cuda:\n"
+            "    @staticmethod\n"
+            "    def init():\n"
+            "        if {init!r}: raise RuntimeError({init!r})\n"
+            "    device_count = staticmethod(lambda: 1)\n"
+            "    get_arch_list = staticmethod(lambda: {arches!r})\n"
+            "    get_device_name = staticmethod(lambda index: 'NVIDIA A100')\n"
+            "    get_device_capability = staticmethod(lambda index: {capability!r})\n"
+            "class Sum:\n"
+            "    def __add__(self, other): return self\n"
+            "    def sum(self): return self\n"
+            "    def item(self): return 4\n"
+            "def ones(size, device):\n"
+            "    if {error!r}: raise RuntimeError({error!r})\n"
+            "    return Sum()\n"
+            "__version__ = '2.13.0'\n"
+        )
+        text = fake.format(cuda=cuda, arches=arches, capability=capability, error=error, init=init)
+        (self.project / "torch" / "__init__.py").write_text(text)
 
 
 @pytest.mark.parametrize(
@@ -193,55 +231,6 @@ def test_machine_code_runs_on_its_own_generation_and_portable_code_on_later_ones
     assert not has_kernels_for(91, ["sm_90a"])
 
 
-class FakeGpu:
-    """A machine with a driver and a torch that say what they are told to: what a driver really does
-    is not shown.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.tools = folder / "tools"
-        self.project = folder / "project"
-        self.tools.mkdir()
-        (self.project / "torch").mkdir(parents=True)
-
-    def driver(self, script: str) -> None:
-        tool = self.tools / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\n{script}\n")
-        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-
-    def torch(
-        self,
-        cuda: str | None,
-        arches: list[str],
-        capability: tuple[int, int] = (8, 0),
-        error: str = "",
-        init: str = "",
-    ) -> None:
-        """error: of the first kernel. init: of torch.cuda.init()."""
-        fake = (
-            "class version: cuda = {cuda!r}\n"
-            "class cuda:\n"
-            "    @staticmethod\n"
-            "    def init():\n"
-            "        if {init!r}: raise RuntimeError({init!r})\n"
-            "    device_count = staticmethod(lambda: 1)\n"
-            "    get_arch_list = staticmethod(lambda: {arches!r})\n"
-            "    get_device_name = staticmethod(lambda index: 'NVIDIA A100')\n"
-            "    get_device_capability = staticmethod(lambda index: {capability!r})\n"
-            "class Sum:\n"
-            "    def __add__(self, other): return self\n"
-            "    def sum(self): return self\n"
-            "    def item(self): return 4\n"
-            "def ones(size, device):\n"
-            "    if {error!r}: raise RuntimeError({error!r})\n"
-            "    return Sum()\n"
-            "__version__ = '2.13.0'\n"
-        )
-        text = fake.format(cuda=cuda, arches=arches, capability=capability, error=error, init=init)
-        (self.project / "torch" / "__init__.py").write_text(text)
-
-
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     machine = FakeGpu(tmp_path)
@@ -355,3 +344,14 @@ def test_a_node_that_was_chosen_for_its_gpus_and_has_none(
     )
     assert "--gpus all" in str(finding.fix)
     assert may_have_gpus(promised=8) and may_have_gpus(wanted=True) and not may_have_gpus()
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        ENDPOINT,
+        "AWS_EC2_METADATA_DISABLED",
+        "CUDA_VISIBLE_DEVICES",
+        "TORCH_DISTRIBUTED_DEBUG",
+    ):
+        monkeypatch.delenv(name, raising=False)

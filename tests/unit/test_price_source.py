@@ -41,6 +41,8 @@ ZONES = {
     ]
 }
 
+PLAN = {"made_utc": NOW, "chosen": {"instance_type": "g5.xlarge", "region": "us-east-1"}}
+
 
 def entry(
     usd: str, at: float = NOW, zone: str = "us-east-1a", kind: str = "g5.xlarge", **more: str
@@ -53,6 +55,18 @@ def entry(
         "Timestamp": when,
         **more,
     }
+
+
+CHANGES = [
+    entry("0.7", NOW + 1.0, zone="us-east-1b"),
+    entry("0.1", NOW - 9.0),
+    entry("0.2", NOW),
+    entry("0.300", NOW + 5.0),
+    entry("0.4", NOW + 10.0),
+    entry("0.5", NOW + 10.25),
+    entry("0.6", NOW - 5.0),
+    entry("0.8", NOW + 1.0, kind="g6.xlarge"),
+]
 
 
 def history(*entries: dict[str, Any]) -> list[dict[str, Any]]:
@@ -337,19 +351,6 @@ def test_without_any_live_answer_the_table_gives_each_reason_once() -> None:
     config = configuration(prices="live", regions=["us-east-1", "us-west-2", "eu-west-1"])
     prices = open_prices(config, NOW, client=make)
     assert prices == StaticPrices(because="RuntimeError: us is closed; RuntimeError: eu is closed")
-
-
-PLAN = {"made_utc": NOW, "chosen": {"instance_type": "g5.xlarge", "region": "us-east-1"}}
-CHANGES = [
-    entry("0.7", NOW + 1.0, zone="us-east-1b"),
-    entry("0.1", NOW - 9.0),
-    entry("0.2", NOW),
-    entry("0.300", NOW + 5.0),
-    entry("0.4", NOW + 10.0),
-    entry("0.5", NOW + 10.25),
-    entry("0.6", NOW - 5.0),
-    entry("0.8", NOW + 1.0, kind="g6.xlarge"),
-]
 
 
 def cost_config(**cost: Any) -> CostConfig:

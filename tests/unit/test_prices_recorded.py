@@ -46,6 +46,43 @@ RECORD = {
     "Timestamp": "2026-09-21T07:00:00Z",
 }
 
+_changes = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from("ab"), st.integers(1, 9)), min_size=1, max_size=30
+)
+
+BAD_JSON: dict[str, tuple[Any, str]] = {
+    "no list": ({"SpotPrices": []}, 'no list "SpotPriceHistory"'),
+    "no record": ([RECORD, 3], "record 2: 3 is not a record"),
+    "no price": ([{**RECORD, "SpotPrice": ""}], "record 1: SpotPrice: is missing"),
+    "words": (
+        [{**RECORD, "SpotPrice": "free"}],
+        "record 1: SpotPrice: 'free' is not dollars per hour",
+    ),
+    "not a number": (
+        [RECORD, {**RECORD, "SpotPrice": "NaN"}],
+        "record 2: SpotPrice: 'NaN' is not dollars per hour",
+    ),
+    "nothing": ([{**RECORD, "SpotPrice": "0"}], "record 1: SpotPrice: '0' is not dollars per hour"),
+    "a float": ([{**RECORD, "SpotPrice": 0.41}], "record 1: SpotPrice: 0.41 is not text"),
+    "no zone": (
+        [{**RECORD, "AvailabilityZone": "us-east-1"}],
+        "AvailabilityZone: 'us-east-1' is no zone's name",
+    ),
+    "no time": (
+        [{**RECORD, "Timestamp": "yesterday"}],
+        "record 1: Timestamp: 'yesterday' is not a time",
+    ),
+    "no hour": ({"SpotPriceHistory": [RECORD], "RecordedAt": 7}, "RecordedAt: 7 is not a time"),
+    "later": (
+        {"SpotPriceHistory": [RECORD], "RecordedAt": "2026-09-20T00:00:00Z"},
+        "record 1: Timestamp: '2026-09-21T07:00:00Z' is after the file's RecordedAt",
+    ),
+    "no ids": (
+        {"SpotPriceHistory": [], "AvailabilityZones": {"us-east-1": 3}},
+        "AvailabilityZones.us-east-1: not zone",
+    ),
+}
+
 
 def quotes(path: Path, region: str = "us-east-1", now: float = NOW) -> list[Quote]:
     return list(RecordedPrices.read(path, now).spot(load_catalogue()["g5.xlarge"], region))
@@ -67,11 +104,6 @@ def test_json_as_the_command_line_prints_it_and_csv_gzipped_or_not(packed: bool,
     assert quotes(path)[0].at == quotes(path)[0].observed, (
         "without more, a price was last seen when it last changed"
     )
-
-
-_changes = st.lists(
-    st.tuples(st.integers(0, 40), st.sampled_from("ab"), st.integers(1, 9)), min_size=1, max_size=30
-)
 
 
 @settings(deadline=None)  # a loaded machine is no failure
@@ -111,40 +143,6 @@ def test_a_recording_comes_back_as_it_was_written(tmp_path: Path):
         assert (again.recorded_at, again.zone_ids) == (recording.recorded_at, recording.zone_ids)
         assert all(isinstance(record, SpotRecord) and record.zone_id for record in again.records)
     assert isinstance(again, Recording)
-
-
-BAD_JSON: dict[str, tuple[Any, str]] = {
-    "no list": ({"SpotPrices": []}, 'no list "SpotPriceHistory"'),
-    "no record": ([RECORD, 3], "record 2: 3 is not a record"),
-    "no price": ([{**RECORD, "SpotPrice": ""}], "record 1: SpotPrice: is missing"),
-    "words": (
-        [{**RECORD, "SpotPrice": "free"}],
-        "record 1: SpotPrice: 'free' is not dollars per hour",
-    ),
-    "not a number": (
-        [RECORD, {**RECORD, "SpotPrice": "NaN"}],
-        "record 2: SpotPrice: 'NaN' is not dollars per hour",
-    ),
-    "nothing": ([{**RECORD, "SpotPrice": "0"}], "record 1: SpotPrice: '0' is not dollars per hour"),
-    "a float": ([{**RECORD, "SpotPrice": 0.41}], "record 1: SpotPrice: 0.41 is not text"),
-    "no zone": (
-        [{**RECORD, "AvailabilityZone": "us-east-1"}],
-        "AvailabilityZone: 'us-east-1' is no zone's name",
-    ),
-    "no time": (
-        [{**RECORD, "Timestamp": "yesterday"}],
-        "record 1: Timestamp: 'yesterday' is not a time",
-    ),
-    "no hour": ({"SpotPriceHistory": [RECORD], "RecordedAt": 7}, "RecordedAt: 7 is not a time"),
-    "later": (
-        {"SpotPriceHistory": [RECORD], "RecordedAt": "2026-09-20T00:00:00Z"},
-        "record 1: Timestamp: '2026-09-21T07:00:00Z' is after the file's RecordedAt",
-    ),
-    "no ids": (
-        {"SpotPriceHistory": [], "AvailabilityZones": {"us-east-1": 3}},
-        "AvailabilityZones.us-east-1: not zone",
-    ),
-}
 
 
 @pytest.mark.parametrize("name", BAD_JSON)

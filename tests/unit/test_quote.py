@@ -52,6 +52,12 @@ QUOTE = Quote(
 )
 KIND = load_catalogue()["g5.xlarge"]
 
+DEAR = replace(
+    KIND,
+    on_demand={"us-east-1": OnDemandPrice(usd_per_hour=Decimal("1.234567"), recorded="2026-07-20")},
+    advice={"us-east-1": SpotAdvice(savings_percent=33.5, interruption_band=1)},
+)
+
 
 def utc(year: int, month: int, day: int = 1) -> float:
     return datetime(year, month, day, tzinfo=UTC).timestamp()
@@ -164,13 +170,6 @@ def test_a_zone_id_belongs_to_the_region_with_its_prefix(
     zone: str, region: str, belongs: bool
 ) -> None:
     assert is_zone_of(zone, region) is belongs
-
-
-DEAR = replace(
-    KIND,
-    on_demand={"us-east-1": OnDemandPrice(usd_per_hour=Decimal("1.234567"), recorded="2026-07-20")},
-    advice={"us-east-1": SpotAdvice(savings_percent=33.5, interruption_band=1)},
-)
 
 
 def test_the_static_spot_price_is_the_on_demand_price_less_the_advisors_savings() -> None:

@@ -28,6 +28,25 @@ MACHINE = {
 }
 
 
+@dataclass
+class Month:
+    """What the job recorded, how long its instances really lived, and what is done to the lines of
+    the bill.
+    """
+
+    events: list[Event]
+    lives: list[Instance]
+    others: list[list[Event]] = field(default_factory=list)
+    edit: Callable[[list[dict]], list[dict]] = lambda rows: rows
+
+    def reconciled(self, folder: Path) -> Reconciliation:
+        rows = []
+        for life in self.lives:
+            rows.extend(rows_of(life, tick=20.0))
+        report = write_report(folder / "cur.csv", self.edit(rows))
+        return reconcile(self.events, read_bill(report), others=self.others)
+
+
 def price(at: float) -> float:
     held = [usd for since, usd in CHANGES if since <= at - WALL]
     if held:
@@ -51,25 +70,6 @@ def node(
 def life(name: str, start: float, end: float, **known) -> Instance:
     given = {"tags": TAG, "usd_per_hour": price, **known}
     return Instance(instance_id=name, start=WALL + start, end=WALL + end, **given)
-
-
-@dataclass
-class Month:
-    """What the job recorded, how long its instances really lived, and what is done to the lines of
-    the bill.
-    """
-
-    events: list[Event]
-    lives: list[Instance]
-    others: list[list[Event]] = field(default_factory=list)
-    edit: Callable[[list[dict]], list[dict]] = lambda rows: rows
-
-    def reconciled(self, folder: Path) -> Reconciliation:
-        rows = []
-        for life in self.lives:
-            rows.extend(rows_of(life, tick=20.0))
-        report = write_report(folder / "cur.csv", self.edit(rows))
-        return reconcile(self.events, read_bill(report), others=self.others)
 
 
 def plain(

@@ -42,6 +42,47 @@ MACHINE = {
 TAG = {"ebbflowjob": "demo"}
 _generation = iter(range(1, 10**6))
 
+AT_PRICE = "3,000 s billed at $3.600000/h, metered at $3.600000/h"
+
+NO_AGENT = (
+    "no agent of the job was there: is it still running, or did another job use it (--also JOB)?"
+)
+
+EVERYTHING = """\
+reconciliation of job demo with the synthetic bill
+  forecast  $0.90  (estimated by the plan)
+  metered   $10.90  (from the job's events)
+    of it $0.10 on 1 nodes whose instance is unknown
+  billed    $8.60  (2 of 3 instances found)
+  gap       -$2.20  billed less metered on joined instances, of which
+    price                     $1.40  (1 instance)
+    unexplained              -$3.60  (1 instance)
+  unexplained: 41.86 % of the bill, more than 1 %
+  · i-a: price $1.40: 3,600 s billed at $5.000000/h, metered at $3.600000/h
+  · i-c: unexplained -$3.60: metered and not billed
+  ! wrong price: i-a ($5.00): $5.0000 billed for 3,600 s in 1 hour from 2027-01-15 08:00 UTC; at the
+    prices on record it would be $3.6000
+  ! not billed: i-c ($3.60): not in this bill: another account's, or daily?
+  · i-a: $3.60 more at other times, not for this job
+  · i-b: its clock was about 60 s ahead of the bill's
+  · i-a: nodes of the job ran on it at once and divided its price
+  · 1 line was given twice, as deliveries of one report repeat them, and counted once
+  · storage: $0.25 in lines with the job's tag, which the ledger does not count
+  · transfer: $0.50 in lines with the job's tag, which the ledger does not count
+  ! unknown instances cannot be joined with a bill; fix: let containers reach the metadata service
+    (HttpPutResponseHopLimit 2), or set EBBFLOW_INSTANCE_ID, EBBFLOW_INSTANCE_TYPE and EBBFLOW_ZONE"""
+
+HELP = [
+    "[--store URI] [--tag KEY] [--also RUN] [--json] RUN FILE [FILE ...]",
+    "RUN a job's name, 'latest', or the folder or s3:// URI of a job",
+    "FILE Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON "
+    "or CSV)",
+    "--store URI the job's store, if not known to this machine",
+    "--tag KEY cost allocation tag of a job (ebbflow-job)",
+    "--also RUN another job that may have used the same instances; repeatable",
+    "--json as JSON, dollars as exact strings",
+]
+
 
 def node(
     name: str | None, start: float, end: float, *, uptime: float = 0.0, ended: bool = True, **known
@@ -97,9 +138,6 @@ def findings(found: Reconciliation) -> list[tuple[str, str, Decimal, str]]:
 
 def kinds(found: Reconciliation) -> list[str]:
     return [finding.kind for finding in found.findings]
-
-
-AT_PRICE = "3,000 s billed at $3.600000/h, metered at $3.600000/h"
 
 
 def test_the_gap_of_an_hour_is_split_by_price_boot_and_end() -> None:
@@ -383,11 +421,6 @@ def test_an_hour_that_is_billed_twice_has_its_reasons() -> None:
     assert [words.partition(":")[0] for *_, words in findings(within)] == [
         "1 of its hours are in two files that differ"
     ]
-
-
-NO_AGENT = (
-    "no agent of the job was there: is it still running, or did another job use it (--also JOB)?"
-)
 
 
 @pytest.mark.parametrize(("missing", "found"), [(60, []), (61, ["hour not billed"])])
@@ -820,31 +853,6 @@ def everything() -> Reconciliation:
     )
 
 
-EVERYTHING = """\
-reconciliation of job demo with the synthetic bill
-  forecast  $0.90  (estimated by the plan)
-  metered   $10.90  (from the job's events)
-    of it $0.10 on 1 nodes whose instance is unknown
-  billed    $8.60  (2 of 3 instances found)
-  gap       -$2.20  billed less metered on joined instances, of which
-    price                     $1.40  (1 instance)
-    unexplained              -$3.60  (1 instance)
-  unexplained: 41.86 % of the bill, more than 1 %
-  · i-a: price $1.40: 3,600 s billed at $5.000000/h, metered at $3.600000/h
-  · i-c: unexplained -$3.60: metered and not billed
-  ! wrong price: i-a ($5.00): $5.0000 billed for 3,600 s in 1 hour from 2027-01-15 08:00 UTC; at the
-    prices on record it would be $3.6000
-  ! not billed: i-c ($3.60): not in this bill: another account's, or daily?
-  · i-a: $3.60 more at other times, not for this job
-  · i-b: its clock was about 60 s ahead of the bill's
-  · i-a: nodes of the job ran on it at once and divided its price
-  · 1 line was given twice, as deliveries of one report repeat them, and counted once
-  · storage: $0.25 in lines with the job's tag, which the ledger does not count
-  · transfer: $0.50 in lines with the job's tag, which the ledger does not count
-  ! unknown instances cannot be joined with a bill; fix: let containers reach the metadata service
-    (HttpPutResponseHopLimit 2), or set EBBFLOW_INSTANCE_ID, EBBFLOW_INSTANCE_TYPE and EBBFLOW_ZONE"""
-
-
 def test_a_reconciliation_is_rendered_line_by_line() -> None:
     assert render(everything()).splitlines() == EVERYTHING.splitlines()
 
@@ -1061,18 +1069,6 @@ def test_the_command_has_a_help(
     assert "reconcile compare a job's forecast and ledger with what was billed" in " ".join(
         parser.format_help().split()
     )
-
-
-HELP = [
-    "[--store URI] [--tag KEY] [--also RUN] [--json] RUN FILE [FILE ...]",
-    "RUN a job's name, 'latest', or the folder or s3:// URI of a job",
-    "FILE Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON "
-    "or CSV)",
-    "--store URI the job's store, if not known to this machine",
-    "--tag KEY cost allocation tag of a job (ebbflow-job)",
-    "--also RUN another job that may have used the same instances; repeatable",
-    "--json as JSON, dollars as exact strings",
-]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,10 @@ from ebbflow.core.reliability import (
     expected_loss,
 )
 
+# The plan is right with probability 1/2 (as if 8 interruptions were seen), or wrong by 3 or 10 (as
+# if 2 were seen).
+GUESSES = ((1 / 2, 1, 8), (1 / 8, 1 / 10, 2), (1 / 8, 1 / 3, 2), (1 / 8, 3, 2), (1 / 8, 10, 2))
+
 
 def time_lost(interval: float, save: float, mean: float, *, work: float, seed: int) -> float:
     """Share of the time not spent on `work` seconds of training: saves, and what each interruption
@@ -201,11 +205,6 @@ def test_a_prior_counts_as_the_interruptions_of_its_weight() -> None:
     assert GammaHazard.from_prior(0.25, weight=0.5).hours == 2.0
     with pytest.raises(FrozenInstanceError):
         prior.shape = 1.0  # type: ignore[misc]
-
-
-# The plan is right with probability 1/2 (as if 8 interruptions were seen), or wrong by 3 or 10 (as
-# if 2 were seen).
-GUESSES = ((1 / 2, 1, 8), (1 / 8, 1 / 10, 2), (1 / 8, 1 / 3, 2), (1 / 8, 3, 2), (1 / 8, 10, 2))
 
 
 @pytest.mark.parametrize("planned", [0.2, 3.0])

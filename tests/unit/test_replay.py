@@ -19,6 +19,8 @@ from ebbflow.cost.finance.replay import render, replay
 from ebbflow.cost.ledger.ledger import fold
 from tests.support.timelines import GangLog, plan_event, prices_event
 
+KILLS = [200.0, 333.0, 150.0]
+
 
 class Trained:
     """A run by its own small simulation: steps of a wavering length, saves each `interval`, kills
@@ -81,9 +83,6 @@ class Trained:
     @property
     def usd(self) -> float:
         return float(fold(self.events).total_usd)
-
-
-KILLS = [200.0, 333.0, 150.0]
 
 
 @pytest.mark.parametrize("kills", [[], KILLS, [100.0] * 5])

@@ -76,6 +76,18 @@ FIELDS = [
 ]
 
 
+class Page(HTMLParser):
+    """What a browser would act on: tags and attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
 def interrupted_job(*, completed: bool = True) -> list[Event]:
     """Prepared, killed at step 6 after a commit of step 4, then either completed at step 8 or
     failed again.
@@ -248,18 +260,6 @@ def assert_displayed_rows_add_up(report: RunReport) -> str:
 def test_displayed_lines_sum_to_the_displayed_total_to_the_cent(timeline):
     assert_displayed_rows_add_up(build_report(timeline[0]))
     assert len(assert_displayed_rows_add_up(build_report(expensive())).partition(".")[2]) == 2
-
-
-class Page(HTMLParser):
-    """What a browser would act on: tags and attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
 
 
 def test_foreign_text_stays_text():

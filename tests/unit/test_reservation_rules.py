@@ -29,9 +29,51 @@ DECLARED = {
     "zone": "use1-az4",
 }
 
+ON_DEMAND = Quote(
+    instance_type="g5.xlarge",
+    region="us-east-1",
+    zone=None,
+    zone_name=None,
+    usd_per_hour=Decimal("1.006"),
+    at=None,
+    observed=NOW - HOUR,
+    kind="recorded",
+    source="2026-07-20",
+)
+
+FOUND = {
+    "InstanceType": "g5.2xlarge",
+    "TotalInstanceCount": 8,
+    "AvailableInstanceCount": 5,
+    "State": "active",
+}
+
+BLOCK_TYPES = (
+    "p4d.24xlarge",
+    "p4de.24xlarge",
+    "p5.48xlarge",
+    "p5e.48xlarge",
+    "p5en.48xlarge",
+    "p6-b200.48xlarge",
+)
+
+THREE = ("g5.xlarge", "g5.2xlarge", "g6.xlarge")
+
 
 def utc(hours: float) -> datetime:
     return datetime.fromtimestamp(NOW + hours * HOUR, UTC)
+
+
+OFFER = {
+    "CapacityBlockOfferingId": "cbo-1",
+    "InstanceType": "p5.48xlarge",
+    "InstanceCount": 2,
+    "AvailabilityZone": "us-east-1a",
+    "StartDate": utc(10),
+    "EndDate": utc(34),
+    "CapacityBlockDurationHours": 24,
+    "UpfrontFee": "1440.00",
+}
 
 
 def test_a_configured_reservation_is_read_field_by_field() -> None:
@@ -71,19 +113,6 @@ def test_an_unusable_reservation_has_a_reason(
     changes: dict[str, Any], nodes: int, why: str
 ) -> None:
     assert replace(HELD, **changes).why_unusable(nodes, NOW) == why
-
-
-ON_DEMAND = Quote(
-    instance_type="g5.xlarge",
-    region="us-east-1",
-    zone=None,
-    zone_name=None,
-    usd_per_hour=Decimal("1.006"),
-    at=None,
-    observed=NOW - HOUR,
-    kind="recorded",
-    source="2026-07-20",
-)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +180,6 @@ def configuration(
     for name, value in options.items():
         (cluster if name in ("nodes", "market") else cost)[name] = value
     return RunConfig.model_validate({"cluster": cluster, "cost": cost})
-
-
-FOUND = {
-    "InstanceType": "g5.2xlarge",
-    "TotalInstanceCount": 8,
-    "AvailableInstanceCount": 5,
-    "State": "active",
-}
 
 
 def described(**found: Any) -> Reservation:
@@ -265,18 +286,6 @@ def test_ec2_is_asked_only_for_live_prices_of_a_cloud_and_with_the_network(
     assert evidence == CapacityEvidence(held=(HELD,))
 
 
-OFFER = {
-    "CapacityBlockOfferingId": "cbo-1",
-    "InstanceType": "p5.48xlarge",
-    "InstanceCount": 2,
-    "AvailabilityZone": "us-east-1a",
-    "StartDate": utc(10),
-    "EndDate": utc(34),
-    "CapacityBlockDurationHours": 24,
-    "UpfrontFee": "1440.00",
-}
-
-
 @pytest.mark.parametrize(("nodes", "count", "days"), [(4, 4, 1), ("auto", 1, 3)])
 def test_capacity_blocks_are_asked_for_all_nodes_and_days(
     nodes: int | str, count: int, days: int
@@ -319,16 +328,6 @@ def test_capacity_blocks_are_asked_for_all_nodes_and_days(
     assert client.requests == [asked, (asked[0], wanted | {"NextToken": "more"})]
 
 
-BLOCK_TYPES = (
-    "p4d.24xlarge",
-    "p4de.24xlarge",
-    "p5.48xlarge",
-    "p5e.48xlarge",
-    "p5en.48xlarge",
-    "p6-b200.48xlarge",
-)
-
-
 @pytest.mark.parametrize("name", [*BLOCK_TYPES, "g5.xlarge", "p3.16xlarge"])
 def test_capacity_blocks_are_sold_of_some_families_in_each_region(name: str) -> None:
     regions = ["us-east-1", "us-west-2"]
@@ -360,9 +359,6 @@ def test_capacity_blocks_are_not_asked_for_without_their_days_and_a_refusal_is_a
     assert evidence.notes[0].startswith(
         "Capacity Blocks of p5.48xlarge in us-east-1 unknown: ec2:DescribeCapacity"
     )
-
-
-THREE = ("g5.xlarge", "g5.2xlarge", "g6.xlarge")
 
 
 @pytest.mark.parametrize(("nodes", "capacity"), [(2, 2), ("auto", 1)])

@@ -41,6 +41,40 @@ QUEUES = (
 )
 WHERE = queues(*BOTH.values(), queue("held", "on_demand", ["g5"], reservation="cr-1"))
 
+SPOT_AND_HELD = queues(BOTH["spot-g5"], WHERE["held"])
+
+LIVE = ("cost.prices=live", "cluster.market=on_demand")
+
+TWO_REGIONS = (
+    "batch.queues=[{name: spot-g5, market: spot}, {name: on-demand-g5, market: on_demand}, "
+    "{name: far-spot, market: spot, region: us-west-2}]"
+)
+
+
+class TwoRegions(StaticPrices):
+    """The table of us-east-1 for both regions, at half the Spot price in us-west-2."""
+
+    def _there(self, quote: Quote | None, region: str, factor: Decimal) -> Quote | None:
+        return quote and replace(quote, region=region, usd_per_hour=quote.usd_per_hour * factor)
+
+    def spot(self, kind: Any, region: str) -> Any:
+        if region == "us-west-2":
+            half = Decimal("0.5")
+        else:
+            half = Decimal(1)
+        return tuple(
+            filter(
+                None,
+                (
+                    self._there(spot_price, region, half)
+                    for spot_price in super().spot(kind, "us-east-1")
+                ),
+            )
+        )
+
+    def on_demand(self, kind: Any, region: str) -> Any:
+        return self._there(super().on_demand(kind, "us-east-1"), region, Decimal(1))
+
 
 def utc(hours: float) -> str:
     return (NOW + timedelta(hours=hours)).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -185,9 +219,6 @@ def test_an_attempt_on_spot_moves_when_a_paid_block_begins_that_was_too_far_to_w
         assert found.market == "spot" and found.fallback["move_utc"] is None, (
             "dearer, or after the end of the job"
         )
-
-
-SPOT_AND_HELD = queues(BOTH["spot-g5"], WHERE["held"])
 
 
 def held_only(*more: str, reservation: str = HELD) -> tuple[RunConfig, Plan]:
@@ -357,9 +388,6 @@ def ec2(*answers: tuple[str, dict[str, Any]], error: str = "") -> Any:
     return client
 
 
-LIVE = ("cost.prices=live", "cluster.market=on_demand")
-
-
 def test_ec2_corrects_the_configured_reservation() -> None:
     block = {
         "InstanceType": "g5.xlarge",
@@ -441,37 +469,6 @@ def test_a_low_placement_score_delays_the_first_start_and_a_denied_one_is_report
     assert open_evidence(few, client=lambda _: ec2()).scores == {}, (
         "always low for fewer than 3 types"
     )
-
-
-TWO_REGIONS = (
-    "batch.queues=[{name: spot-g5, market: spot}, {name: on-demand-g5, market: on_demand}, "
-    "{name: far-spot, market: spot, region: us-west-2}]"
-)
-
-
-class TwoRegions(StaticPrices):
-    """The table of us-east-1 for both regions, at half the Spot price in us-west-2."""
-
-    def _there(self, quote: Quote | None, region: str, factor: Decimal) -> Quote | None:
-        return quote and replace(quote, region=region, usd_per_hour=quote.usd_per_hour * factor)
-
-    def spot(self, kind: Any, region: str) -> Any:
-        if region == "us-west-2":
-            half = Decimal("0.5")
-        else:
-            half = Decimal(1)
-        return tuple(
-            filter(
-                None,
-                (
-                    self._there(spot_price, region, half)
-                    for spot_price in super().spot(kind, "us-east-1")
-                ),
-            )
-        )
-
-    def on_demand(self, kind: Any, region: str) -> Any:
-        return self._there(super().on_demand(kind, "us-east-1"), region, Decimal(1))
 
 
 def two_regions(*more: str) -> RunConfig:

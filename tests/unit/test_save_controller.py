@@ -25,6 +25,11 @@ __all__ = ["flushed"]
 
 DRAINED = float(Stop.INTERRUPTED)
 
+BUSY = {"saving": 1.0}
+DUE = {"save_due": 1.0}
+RENEW = {"renew": 1.0}
+LIMIT = {"least_seconds": 120.0}
+
 
 class Saver:
     """A checkpointer that records its calls.
@@ -111,6 +116,18 @@ class Bench:
         return [data for event, data in self.events if event == name]
 
 
+@dataclass
+class Pauses:
+    """A clock that only sleeping moves, by 1/64 s each time."""
+
+    now: float = 1000.0
+    seconds: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.now += 2**-6
+
+
 def sync_of(*changes: dict[str, float]) -> StepSync:
     fields = Row._fields[:9]
     return StepSync([Row(**(dict.fromkeys(fields, 0.0) | change)) for change in changes])
@@ -166,12 +183,6 @@ def test_a_capped_upload_leaves_the_time_of_the_last_save_unknown() -> None:
         bench = Bench(upload_mib_per_second=cap)
         bench.saver.expected_seconds = 40.0
         assert bench.controller.last_save_seconds == expected
-
-
-BUSY = {"saving": 1.0}
-DUE = {"save_due": 1.0}
-RENEW = {"renew": 1.0}
-LIMIT = {"least_seconds": 120.0}
 
 
 @pytest.mark.parametrize(
@@ -247,18 +258,6 @@ def test_a_job_that_stops_for_another_reason_saves_without_haste(stop: Stop) -> 
     bench = Bench(deadline_seconds=120.0)
     bench.controller.save_if_due(Position(5), sync_of({"stop": float(stop)}), last=True)
     assert bench.saves() == [(5, LIMIT)] and "hurry" not in bench.saver.calls
-
-
-@dataclass
-class Pauses:
-    """A clock that only sleeping moves, by 1/64 s each time."""
-
-    now: float = 1000.0
-    seconds: list[float] = field(default_factory=list)
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds.append(seconds)
-        self.now += 2**-6
 
 
 @pytest.fixture

@@ -15,6 +15,19 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.store import Store
 from ebbflow.training.attach.script_folder import ScriptFolderError, find_script, pack_script
 
+_RUN = """
+import json, sys, traceback
+from types import SimpleNamespace
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.training.attach.script import run_script
+prepared = {"script": sys.argv[1], "words": []}
+try:
+    own = {"heartbeat_path": None, "config": RunConfig()}
+    run_script(SimpleNamespace(prepared=prepared, store_uri=sys.argv[2], result_path=None, **own))
+except BaseException as error:
+    print(json.dumps([type(error).__name__, str(error), traceback.extract_tb(error.__traceback__)[-1].lineno]))
+"""
+
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -61,20 +74,6 @@ def test_a_script_folder_with_a_possible_secret_is_refused(project: Path, name: 
     (project / name).write_text("secret")
     with pytest.raises(ScriptFolderError, match="looks like a secret"):
         packed(project)
-
-
-_RUN = """
-import json, sys, traceback
-from types import SimpleNamespace
-from ebbflow.core.config.schema import RunConfig
-from ebbflow.training.attach.script import run_script
-prepared = {"script": sys.argv[1], "words": []}
-try:
-    own = {"heartbeat_path": None, "config": RunConfig()}
-    run_script(SimpleNamespace(prepared=prepared, store_uri=sys.argv[2], result_path=None, **own))
-except BaseException as error:
-    print(json.dumps([type(error).__name__, str(error), traceback.extract_tb(error.__traceback__)[-1].lineno]))
-"""
 
 
 @pytest.mark.parametrize(

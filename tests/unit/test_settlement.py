@@ -74,27 +74,8 @@ TIMELESS = {"status": "FAILED", "startedAt": 1000, "statusReason": HOST}
 REASONLESS = {"status": "FAILED", "startedAt": 1000, "stoppedAt": 9000}
 RECLAIMED = {**REASONLESS, "statusReason": HOST}
 
-
-@pytest.fixture(scope="module")
-def _service() -> Iterator[JobService]:
-    with serve_jobs() as running:
-        yield running
-
-
-@pytest.fixture
-def service(_service: JobService, monkeypatch: pytest.MonkeyPatch) -> JobService:
-    _service.jobs = {}
-    _service.owners = {}
-    _service.requests = []
-    _service.refused = _service.away = False
-    for name, value in (
-        ("ACCESS_KEY_ID", "local"),
-        ("SECRET_ACCESS_KEY", "local"),
-        ("DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", _service.endpoint)
-    return _service
+OWNER = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/space/jobsets/js-1"
+POD_ATTEMPT = "space/jobsets/js-1"
 
 
 @dataclass
@@ -115,6 +96,22 @@ class Clock:
 
     def set_behind(self, seconds: float) -> None:
         self.now = self.real() - seconds
+
+
+@pytest.fixture
+def service(_service: JobService, monkeypatch: pytest.MonkeyPatch) -> JobService:
+    _service.jobs = {}
+    _service.owners = {}
+    _service.requests = []
+    _service.refused = _service.away = False
+    for name, value in (
+        ("ACCESS_KEY_ID", "local"),
+        ("SECRET_ACCESS_KEY", "local"),
+        ("DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", _service.endpoint)
+    return _service
 
 
 @pytest.fixture
@@ -529,10 +526,6 @@ def test_leftover_jobs_of_an_unavailable_batch_are_reported(
     assert len(said) == 2 and said[1].startswith("cannot check for jobs left behind: ")
 
 
-OWNER = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/space/jobsets/js-1"
-POD_ATTEMPT = "space/jobsets/js-1"
-
-
 @pytest.fixture
 def cluster(service: JobService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobService:
     kubernetes = pytest.importorskip("kubernetes")
@@ -596,3 +589,9 @@ def test_an_incomplete_attempt_in_a_cluster_is_asked_for_there(
         )
     settle_for_report(job)
     assert ("GET", OWNER) in cluster.requests and cluster.looks() == 0
+
+
+@pytest.fixture(scope="module")
+def _service() -> Iterator[JobService]:
+    with serve_jobs() as running:
+        yield running

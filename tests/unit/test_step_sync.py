@@ -34,6 +34,10 @@ STEP = {
     "stop": 0.0,
 }
 
+FIX = "fix: restart from the last commit, and give every rank the same configuration and code"
+
+EVEN = [0.0, 0.0]
+
 
 def row(**changes: float) -> Row:
     return Row(**(STEP | changes))
@@ -161,9 +165,6 @@ def test_a_sync_names_the_ranks_with_a_non_finite_loss_or_gradient(
     assert sync_of(*changes).non_finite == message
 
 
-FIX = "fix: restart from the last commit, and give every rank the same configuration and code"
-
-
 @pytest.mark.parametrize(
     ("places", "message"),
     [
@@ -240,9 +241,6 @@ def reported(monitor: PaceMonitor, steps: int, *step: Any) -> list[tuple[int, Sl
     for number in range(1, steps + 1):
         found += [(number, slowdown) for slowdown in monitor.note(*step)]
     return found
-
-
-EVEN = [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ RENEW = "renew them (aws sso login), or let a role renew them"
 QUOTA = "fix: delete old jobs, or raise the quota"
 REGION = "bucket 'bucket' is in another region; fix: set "
 
+LOCAL = "/store/k"
+
 
 def raised(
     error: Exception,
@@ -354,9 +356,6 @@ def test_an_unknown_store_error_is_one_line_without_source_code() -> None:
     error = raised(GenericError(f"first\n  second {'x' * 400} Debug source: third"))
     assert type(error) is StoreError
     assert words_of(error) == f"first second {'x' * 287}", "300 characters"
-
-
-LOCAL = "/store/k"
 
 
 def local(error: Exception, otherwise: type[StoreError] = StoreError) -> StoreError:

@@ -45,6 +45,22 @@ ec2 =
 """
 
 
+class Credentials:
+    """Credentials that are read again each time, or that cannot be read."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.times_read = 0
+
+    def get_frozen_credentials(self) -> SimpleNamespace:
+        if self.error is not None:
+            raise self.error
+        self.times_read += 1
+        return SimpleNamespace(
+            access_key="id", secret_key="secret", token=f"token {self.times_read}"
+        )
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home without an .aws folder, on a machine that is no instance."""
@@ -205,22 +221,6 @@ def test_credentials_that_are_missing_are_refused(
     set_all(monkeypatch, variables)
     with pytest.raises(StoreForbidden, match="no AWS credentials"):
         credential_provider(5.0)
-
-
-class Credentials:
-    """Credentials that are read again each time, or that cannot be read."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.times_read = 0
-
-    def get_frozen_credentials(self) -> SimpleNamespace:
-        if self.error is not None:
-            raise self.error
-        self.times_read += 1
-        return SimpleNamespace(
-            access_key="id", secret_key="secret", token=f"token {self.times_read}"
-        )
 
 
 def use_credentials(monkeypatch: pytest.MonkeyPatch, credentials: Credentials | None) -> None:

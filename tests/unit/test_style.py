@@ -33,18 +33,16 @@ AT_MOST = {
     ("product", "named-lambda"): 8,
     ("product", "argument-dict"): 44,
     ("product", "empty-loop-name"): 97,
-    ("product", "constants-first"): 362,
-    ("product", "public-first"): 716,
+    ("product", "constants-first"): 44,
+    ("product", "public-first"): 77,
     ("product", "any"): 1111,
     ("tests", "walrus-in-expression"): 16,
     ("tests", "named-lambda"): 4,
     ("tests", "argument-dict"): 145,
     ("tests", "empty-loop-name"): 9,
-    ("tests", "constants-first"): 231,
-    ("tests", "public-first"): 368,
+    ("tests", "constants-first"): 12,
+    ("tests", "public-first"): 9,
     ("other", "argument-dict"): 3,
-    ("other", "constants-first"): 4,
-    ("other", "public-first"): 20,
 }
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

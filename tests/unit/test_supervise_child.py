@@ -19,16 +19,6 @@ from tests.support.programs import Programs
 PID = Programs.pid
 
 
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """A supervisor handles its process's signals, which here is pytest's."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     started = Programs()
@@ -240,3 +230,13 @@ def test_a_program_of_an_installed_supervisor_adds_no_folder_to_the_path(tmp_pat
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """A supervisor handles its process's signals, which here is pytest's."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

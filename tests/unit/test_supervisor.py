@@ -50,16 +50,6 @@ UNKNOWN = "its cost is unknown: nothing was recorded"
 FREE = "it has cost $0.0000"
 
 
-@pytest.fixture(autouse=True)
-def _handlers() -> Iterator[None]:
-    """The supervisor handles its process's signals, which here is pytest's."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @dataclass
 class Desk:
     """A supervisor whose programs, pauses and clock a test sets.
@@ -123,6 +113,15 @@ class Desk:
 
     def events(self, name: str) -> list[Event]:
         return [event for event in read_events(self.job().store) if event.name == name]
+
+
+class Output(io.StringIO):
+    """An output that records what has been flushed."""
+
+    flushed = ""
+
+    def flush(self) -> None:
+        self.flushed = self.getvalue()
 
 
 @pytest.fixture
@@ -625,15 +624,6 @@ def test_batch_jobs_left_behind_are_ended_without_a_claim_too(
     assert ended == ["run-1", "run-1"], "before the first run and after it"
 
 
-class Output(io.StringIO):
-    """An output that records what has been flushed."""
-
-    flushed = ""
-
-    def flush(self) -> None:
-        self.flushed = self.getvalue()
-
-
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command line replaces its process's streams, which here are pytest's."""
@@ -689,3 +679,13 @@ def test_the_command_line_prints_the_job_that_it_supervises(
     ]
     assert main([CONFIG, "--job", "no/name"]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """The supervisor handles its process's signals, which here is pytest's."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

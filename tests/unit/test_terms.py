@@ -25,6 +25,9 @@ RESERVE = Fallback(
 SECONDS = 1800.0
 USD = 1.0 + 100 / 64
 
+# Room for the reserve and 900 s more: a save, and a placement that may find the reservation full.
+MOVE = SECONDS + 900
+
 
 def guarded(fallback: Fallback | None = RESERVE, **values: Any) -> Terms:
     return Terms(usd_per_rank_second=0.0, fallback=fallback, **values)
@@ -124,10 +127,6 @@ def test_an_attempt_in_a_reservation_leaves_it_with_time_for_a_last_save() -> No
     assert leaves(terms, now_utc=NOW + 179) == ""
     assert leaves(terms, now_utc=NOW + 180) == "leaves its reservation, which ends in 120 s"
     assert leaves(terms, now_utc=NOW + 301) == "leaves its reservation, which ends in 0 s"
-
-
-# Room for the reserve and 900 s more: a save, and a placement that may find the reservation full.
-MOVE = SECONDS + 900
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ from ebbflow.training.data.build import (
 )
 from ebbflow.training.errors import DataError
 
+NAMES = ["a.txt", "b.txt", "c.txt", "d.txt", "e.txt"]
+
+FIX = "fix: convert it into UTF-8 text, or leave it out by data.path or data.suffixes"
+
 
 def put(path: Path, content: bytes = b"text\n") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,9 +132,6 @@ def test_a_file_is_held_out_by_its_name_alone() -> None:
     assert not is_held_out("a.txt", share) and is_held_out("a.txt", math.nextafter(share, 1.0))
 
 
-NAMES = ["a.txt", "b.txt", "c.txt", "d.txt", "e.txt"]
-
-
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("fraction", [0.0001, 0.25, 0.5, 0.75, 0.9999])
 def test_neither_side_of_a_split_is_empty(count: int, fraction: float) -> None:
@@ -223,9 +224,6 @@ def test_a_missing_file_or_a_folder_is_refused(tmp_path: Path) -> None:
             str(caught.value)
             == f"{path} cannot be read: {reason}; fix: its permissions, or data.path"
         )
-
-
-FIX = "fix: convert it into UTF-8 text, or leave it out by data.path or data.suffixes"
 
 
 def refusal_of(pieces: list[bytes], *, start: int = 0) -> str:

@@ -35,6 +35,55 @@ from ebbflow.training.data.tokens import (
 )
 from ebbflow.training.errors import DataError
 
+TRAIN = np.arange(1000, dtype="<u2") % 300
+HELD_OUT = np.arange(600, dtype="<u2")[::-1] % 300
+
+BIG = b"0123456789abcdef" * 2**20 + b"12345"
+
+WINDOW = 4
+ROWS = 10
+ROW_TOKENS = np.arange(WINDOW * ROWS + 1, dtype="<u2") * 1000
+ROW_BYTES = 2 * (WINDOW + 1)
+
+
+@dataclass
+class Remote:
+    """A store that cannot be mapped into memory, with the keys of its requests for parts."""
+
+    inner: Store
+    requests: list[tuple[str, int, int]]
+
+    @property
+    def uri(self) -> str:
+        return self.inner.uri
+
+    def sub(self, prefix: str) -> Remote:
+        return Remote(self.inner.sub(prefix), self.requests)
+
+    def local_path(self, key: str) -> None:
+        return None
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self.requests.append((key, start, length))
+        return self.inner.get_range(key, start, length)
+
+
+class Shards:
+    """A store with one shard."""
+
+    uri = "s3://bucket/tokens/f"
+
+    def __init__(self, content: bytes = BIG) -> None:
+        self.content = content
+        self.requests: list[tuple[str, int, int]] = []
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self.requests.append((key, start, length))
+        return self.content[start : start + length]
+
 
 def mix(value: int) -> int:
     value = (value + 0x9E3779B97F4A7C15) % 2**64
@@ -120,10 +169,6 @@ def test_the_entropy_of_counts_is_in_nats(counts: list[int], entropy: float) -> 
     assert found == pytest.approx(entropy, rel=1e-12) and not str(found).startswith("-")
 
 
-TRAIN = np.arange(1000, dtype="<u2") % 300
-HELD_OUT = np.arange(600, dtype="<u2")[::-1] % 300
-
-
 def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -146,31 +191,6 @@ def put_shards(store: Store, *, held_out: np.ndarray = HELD_OUT) -> Tokens:
         store.put(f"tokens/f/{name}.bin", content)
     store.put("tokens/f/tokens.json", json.dumps(about.to_json()).encode())
     return about
-
-
-@dataclass
-class Remote:
-    """A store that cannot be mapped into memory, with the keys of its requests for parts."""
-
-    inner: Store
-    requests: list[tuple[str, int, int]]
-
-    @property
-    def uri(self) -> str:
-        return self.inner.uri
-
-    def sub(self, prefix: str) -> Remote:
-        return Remote(self.inner.sub(prefix), self.requests)
-
-    def local_path(self, key: str) -> None:
-        return None
-
-    def get(self, key: str) -> bytes:
-        return self.inner.get(key)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self.requests.append((key, start, length))
-        return self.inner.get_range(key, start, length)
 
 
 @pytest.fixture
@@ -317,23 +337,6 @@ def test_a_damaged_description_is_named(local: Store, content: bytes) -> None:
         read_description(shards)
 
 
-BIG = b"0123456789abcdef" * 2**20 + b"12345"
-
-
-class Shards:
-    """A store with one shard."""
-
-    uri = "s3://bucket/tokens/f"
-
-    def __init__(self, content: bytes = BIG) -> None:
-        self.content = content
-        self.requests: list[tuple[str, int, int]] = []
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self.requests.append((key, start, length))
-        return self.content[start : start + length]
-
-
 def test_a_shard_is_downloaded_in_pieces_and_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,12 +403,6 @@ def test_a_rank_waits_for_the_one_that_downloads(
     assert signs == ([0, 1, 2] if finished else [0, 1, 2, 3]) and len(shards.requests) == (
         0 if finished else 1
     )
-
-
-WINDOW = 4
-ROWS = 10
-ROW_TOKENS = np.arange(WINDOW * ROWS + 1, dtype="<u2") * 1000
-ROW_BYTES = 2 * (WINDOW + 1)
 
 
 def offsets_of(*numbers: int) -> np.ndarray:

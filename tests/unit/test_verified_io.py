@@ -48,6 +48,52 @@ from ebbflow.training.errors import CheckpointError, CorruptCommit
 CHECK = b"123456789"
 CHECK_CRC = 0xAE8B14860A799888  # CRC-64/NVME, catalogue of parametrised CRC algorithms
 
+DOCUMENTS = [{"a": 1, "z": "x"}, {"a": 1}, {"z": [1, {"seal": "x"}]}]
+
+AWAY = StoreUnavailable("the answer was lost")
+
+
+class Clock:
+    """The process's clock, which only pauses move. A pause is as long as its upper limit."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+        self.pauses: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.seconds += seconds
+
+
+class Answers(Store):
+    """A remote store that gives these answers in turn to every get, and counts them."""
+
+    def __init__(self, *answers: bytes) -> None:
+        super().__init__(MemoryStore(), "s3://bucket", None)
+        self._answers = answers
+        self.asked: list[str] = []
+
+    def get(self, key: str) -> bytes:
+        self.asked.append(key)
+        return self._answers[len(self.asked) - 1]
+
+
+class LosingStore(Store):
+    """A remote store whose puts store `stored` (None: nothing), and then fail if there is an
+    `error`.
+    """
+
+    def __init__(self, stored: bytes | None, error: StoreError | None) -> None:
+        super().__init__(MemoryStore(), "s3://bucket", None)
+        self._stored = stored
+        self._error = error
+
+    def put(self, key: str, data: Any, **options: Any) -> None:
+        if self._stored is not None:
+            super().put(key, self._stored, **options)
+        if self._error is not None:
+            raise self._error
+
 
 def test_the_checksum_is_the_one_of_the_catalogue() -> None:
     assert crc_text(CHECK) == "ae8b14860a799888"
@@ -101,9 +147,6 @@ def test_json_has_one_spelling() -> None:
     for number in (float("nan"), float("inf"), -float("inf")):
         with pytest.raises(ValueError, match="JSON"):
             canonical_json({"a": number})
-
-
-DOCUMENTS = [{"a": 1, "z": "x"}, {"a": 1}, {"z": [1, {"seal": "x"}]}]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -171,18 +214,6 @@ def test_a_seal_of_other_content_is_refused() -> None:
     stated = json.loads(seal({"a": 1}))["seal"]
     with pytest.raises(CorruptCommit, match=f"^what: its seal says {stated}, its content is "):
         unseal(canonical_json({"a": 2, "seal": stated}), "what")
-
-
-class Clock:
-    """The process's clock, which only pauses move. A pause is as long as its upper limit."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-        self.pauses: list[float] = []
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.seconds += seconds
 
 
 @pytest.fixture
@@ -264,19 +295,6 @@ def test_a_permanent_failure_is_tried_once_and_names_the_key(clock: Clock) -> No
     )
 
 
-class Answers(Store):
-    """A remote store that gives these answers in turn to every get, and counts them."""
-
-    def __init__(self, *answers: bytes) -> None:
-        super().__init__(MemoryStore(), "s3://bucket", None)
-        self._answers = answers
-        self.asked: list[str] = []
-
-    def get(self, key: str) -> bytes:
-        self.asked.append(key)
-        return self._answers[len(self.asked) - 1]
-
-
 def parse_good(data: bytes, what: str) -> str:
     if not data.startswith(b"good"):
         raise CorruptCommit(f"{what}: {data!r}")
@@ -313,26 +331,6 @@ def test_damage_in_the_store_is_confirmed_by_equal_bytes_or_six_reads(
     with pytest.raises(CorruptCommit, match=f"^k: {last!r}$"):
         fetch_verified(store, "k", parse_good)
     assert len(store.asked) == len(answers)
-
-
-class LosingStore(Store):
-    """A remote store whose puts store `stored` (None: nothing), and then fail if there is an
-    `error`.
-    """
-
-    def __init__(self, stored: bytes | None, error: StoreError | None) -> None:
-        super().__init__(MemoryStore(), "s3://bucket", None)
-        self._stored = stored
-        self._error = error
-
-    def put(self, key: str, data: Any, **options: Any) -> None:
-        if self._stored is not None:
-            super().put(key, self._stored, **options)
-        if self._error is not None:
-            raise self._error
-
-
-AWAY = StoreUnavailable("the answer was lost")
 
 
 @pytest.mark.parametrize("error", [None, AWAY])

@@ -34,6 +34,10 @@ FLOOR_SECONDS = 20.0
 STORE_SECONDS = 130.0
 COLLECTIVE = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
+TRACEBACK = '  File "/a/user/loss.py", line 9, in log\n    x()\n'
+
+KILLED = "Killed process 17 (python) total-vm:1kB"
+
 
 class Node:
     """Ranks that only sleep, and their watch; the test beats for them and moves the clock of both."""
@@ -242,9 +246,6 @@ def write_error(node: Node, record: object) -> None:
     )
 
 
-TRACEBACK = '  File "/a/user/loss.py", line 9, in log\n    x()\n'
-
-
 def test_an_exception_has_its_place_and_no_crash(node: Node) -> None:
     watch = node.start(command=("sh", "-c", "exit 1"))
     node.write_log(0, [(COLLECTIVE, "wait")], reason="of another process")
@@ -390,9 +391,6 @@ def test_a_cgroup_that_a_process_enters_later_counts_from_then(node: Node) -> No
     assert not kills.happened()
     count_kills(node, "later/memory.events", 6)
     assert kills.happened()
-
-
-KILLED = "Killed process 17 (python) total-vm:1kB"
 
 
 @pytest.mark.parametrize(

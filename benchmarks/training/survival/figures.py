@@ -42,6 +42,14 @@ def survival_figures(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
+def survival_text(figures: dict[str, Any]) -> str:
+    """Render the table, at most 100 columns wide."""
+    heads = ["kind", "n", "verdict s", "p95", "worst", "guilty", "place", "reason"]
+    heads += ["back s", "worst", "false"]
+    rows = [_row(kind, summary) for kind, summary in figures["kinds"].items()]
+    return table(heads, [*rows, _row("all", figures["all"])], text_columns=1)
+
+
 def _summary(findings: Sequence[Finding]) -> dict[str, Any]:
     return {
         "injections": len(findings),
@@ -57,14 +65,6 @@ def _summary(findings: Sequence[Finding]) -> dict[str, Any]:
         "false_kills": sum(finding.false_kill for finding in findings),
         "overdue": sum(finding.overdue for finding in findings),
     }
-
-
-def survival_text(figures: dict[str, Any]) -> str:
-    """Render the table, at most 100 columns wide."""
-    heads = ["kind", "n", "verdict s", "p95", "worst", "guilty", "place", "reason"]
-    heads += ["back s", "worst", "false"]
-    rows = [_row(kind, summary) for kind, summary in figures["kinds"].items()]
-    return table(heads, [*rows, _row("all", figures["all"])], text_columns=1)
 
 
 def _row(kind: str, summary: dict[str, Any]) -> tuple[str, ...]:

@@ -27,6 +27,10 @@ Origin = Literal["file", "environment", "set"]
 
 OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
+# EBBFLOW__MODEL__NUM_LAYERS=6: two underscores stand for the dot, because keys contain single ones.
+PREFIX = "EBBFLOW__"
+ENVIRONMENT = f"environment {PREFIX}"  # prefix of sources and messages
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -48,61 +52,6 @@ class Entry:
         if part is None:
             return self.place
         return self.source.span_of(part)
-
-
-@cache
-def leaf_fields() -> dict[str, FieldInfo]:
-    """Map each dotted key that holds a value, rather than a section, to its schema field, in the
-    schema's order.
-    """
-    return dict(_walk(RunConfig, ""))
-
-
-@cache
-def free_mappings() -> frozenset[str]:
-    """Return the keys of the free mappings: those in which the user chooses the names, such as
-    workload_options.
-    """
-    return frozenset(
-        key for key, field in leaf_fields().items() if get_origin(field.annotation) is dict
-    )
-
-
-def mapping_of(key: str) -> str | None:
-    """Return the mapping with user-chosen keys (see `free_mappings`) that contains a dotted key, or
-    None.
-
-    For example, workload_options contains workload_options.width.
-    """
-    parent, dot, name = key.rpartition(".")
-    if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name):
-        return parent
-    return None
-
-
-def annotation_of(key: str) -> Any:
-    mapping = mapping_of(key)
-    if mapping is None:
-        return leaf_fields()[key].annotation
-    return get_args(leaf_fields()[mapping].annotation)[1]
-
-
-@cache
-def sections() -> dict[str, type[BaseModel]]:
-    """Map the dotted name of each section to its pydantic model; "" is the whole configuration."""
-    found: dict[str, type[BaseModel]] = {"": RunConfig}
-    pending = [""]
-    while pending:
-        parent = pending.pop()
-        for name, info in found[parent].model_fields.items():
-            if section := _section_of(info):
-                if parent:
-                    key = f"{parent}.{name}"
-                else:
-                    key = name
-                found[key] = section
-                pending.append(key)
-    return found
 
 
 @dataclass
@@ -224,6 +173,72 @@ class Given:
         return None
 
 
+@cache
+def leaf_fields() -> dict[str, FieldInfo]:
+    """Map each dotted key that holds a value, rather than a section, to its schema field, in the
+    schema's order.
+    """
+    return dict(_walk(RunConfig, ""))
+
+
+@cache
+def free_mappings() -> frozenset[str]:
+    """Return the keys of the free mappings: those in which the user chooses the names, such as
+    workload_options.
+    """
+    return frozenset(
+        key for key, field in leaf_fields().items() if get_origin(field.annotation) is dict
+    )
+
+
+def mapping_of(key: str) -> str | None:
+    """Return the mapping with user-chosen keys (see `free_mappings`) that contains a dotted key, or
+    None.
+
+    For example, workload_options contains workload_options.width.
+    """
+    parent, dot, name = key.rpartition(".")
+    if dot and parent in free_mappings() and OPTION_NAME.fullmatch(name):
+        return parent
+    return None
+
+
+def annotation_of(key: str) -> Any:
+    mapping = mapping_of(key)
+    if mapping is None:
+        return leaf_fields()[key].annotation
+    return get_args(leaf_fields()[mapping].annotation)[1]
+
+
+@cache
+def sections() -> dict[str, type[BaseModel]]:
+    """Map the dotted name of each section to its pydantic model; "" is the whole configuration."""
+    found: dict[str, type[BaseModel]] = {"": RunConfig}
+    pending = [""]
+    while pending:
+        parent = pending.pop()
+        for name, info in found[parent].model_fields.items():
+            if section := _section_of(info):
+                if parent:
+                    key = f"{parent}.{name}"
+                else:
+                    key = name
+                found[key] = section
+                pending.append(key)
+    return found
+
+
+def environment_source(key: str) -> str:
+    return ENVIRONMENT + key.replace(".", "__").upper()
+
+
+def override_name(override: str) -> str:
+    """Return how messages name an override: "--set key=value", with unprintable characters escaped."""
+    if override.isprintable():
+        return f"--set {override}"
+    return f"--set {override!r}"
+
+
 def _what_goes_into(section: str) -> str:
     if section in free_mappings():
         texts = get_args(leaf_fields()[section].annotation)[1] is str
@@ -295,22 +310,6 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return None
-
-
-# EBBFLOW__MODEL__NUM_LAYERS=6: two underscores stand for the dot, because keys contain single ones.
-PREFIX = "EBBFLOW__"
-ENVIRONMENT = f"environment {PREFIX}"  # prefix of sources and messages
-
-
-def environment_source(key: str) -> str:
-    return ENVIRONMENT + key.replace(".", "__").upper()
-
-
-def override_name(override: str) -> str:
-    """Return how messages name an override: "--set key=value", with unprintable characters escaped."""
-    if override.isprintable():
-        return f"--set {override}"
-    return f"--set {override!r}"
 
 
 def _place(name: str, written: str, text: str) -> SourceSpan:

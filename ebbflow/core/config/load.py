@@ -35,6 +35,50 @@ from ebbflow.core.config.yaml_values import Expected, MismatchError, SourceText,
 
 _RULES = (*shape_rules.RULES, *name_rules.RULES)
 
+_BLAME: dict[Origin, int] = {"file": 1, "environment": 2, "set": 3}
+
+_LARGEST_FILE_BYTES = 1 << 20
+# Keys whose value is a path, and special words that are valid instead.
+_PATHS: dict[str, tuple[str, ...]] = {
+    "store": (),
+    "script": (),
+    "data.path": (),
+    "data.tokenizer": ("bytes",),
+    "training.initial_weights": (),
+    "cost.prices": (),
+}
+_WIDEST_COLUMN = 60  # of a key or value in a list of all keys
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A validated configuration, and the source of each value."""
+
+    config: RunConfig  # values of all keys, with absolute paths
+    # Source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
+    sources: dict[str, str]
+    path: Path  # absolute path of the configuration file; the current directory without one
+
+    def script_settings(self) -> dict[str, Any]:
+        """Return the configuration of a user's script as JSON.
+
+        Its save interval is "auto" unless the user chose one.
+
+        A default in steps would be arbitrary, because the steps of an unknown script may take
+        microseconds or minutes.
+        """
+        settings = self.config.model_dump(mode="json")
+        intervals = (
+            "checkpoint.interval",
+            "checkpoint.interval_steps",
+            "checkpoint.interval_seconds",
+        )
+        if all(self.sources.get(key, "default") == "default" for key in intervals):
+            settings["checkpoint"]["interval"] = "auto"
+        return settings
+
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
     """Return all rules that a configuration breaks.
@@ -51,7 +95,115 @@ def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Viol
     return broken
 
 
-_BLAME: dict[Origin, int] = {"file": 1, "environment": 2, "set": 3}
+def load_config(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    project_root: Path,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> LoadedConfig:
+    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources
+    win.
+
+    Args:
+        path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers": 8}}',
+            or None.
+        overrides: values of the --set options, such as "model.num_heads=8".
+        project_root: base of relative paths that are written in the file.
+        cwd: base of all other relative paths, including `path`; None for the current directory.
+        environment: environment variables; None for os.environ.
+
+    Raises:
+        ConfigError: the configuration has problems; the error lists all of them.
+    """
+    cwd = Path.cwd() if cwd is None else Path(cwd)
+    is_inline = isinstance(path, str) and path.lstrip().startswith("{")
+    inline = str(path) if is_inline else None
+    file = cwd
+    if path is not None and not is_inline:
+        file = Path(os.path.abspath(cwd / Path(path).expanduser()))
+    given = Given()
+    entries = given.entries
+    problems = given.problems
+    try:
+        if path is not None:
+            if inline:
+                where = "--config"
+            else:
+                where = _display(file, cwd)
+            source = SourceText(where, inline or _read(file, path, project_root, cwd))
+            given.add_section(parse(source), "", source, "file")
+    except ConfigError as error:
+        problems += error.problems
+    readable = all(problem.key for problem in problems)
+    given.add_environment(os.environ if environment is None else environment)
+    for override in overrides:
+        given.add_override(override)
+    values = _convert(given)
+    _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
+    # Values that could not be read are unknown: rules about them would judge defaults that the user
+    # did not choose.
+    unknown = {key for key in leaf_fields() if not readable and key not in entries}
+    for problem in problems:
+        unknown |= {key for key in leaf_fields() if _hides(problem.key, key, values)}
+    config = _validate(values, given, unknown)
+    if problems:
+        raise ConfigError(_in_reading_order(problems, overrides))
+    for entry in entries.values():
+        if entry.given_key != entry.key:
+            _warn(f"warning: {entry.place}: {entry.given_key} has a new name: write {entry.key}")
+    return LoadedConfig(config, sources_of(entries), file)
+
+
+def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the source of each key's value, in the schema's order.
+
+    A mapping whose names the user chooses, such as workload_options, has one source per name.
+    """
+    sources: dict[str, str] = {}
+    for key in leaf_fields():
+        names = [name for name in entries if mapping_of(name) == key]
+        sources |= {name: _source(entries.get(name)) for name in names or [key]}
+    return sources
+
+
+def values_with_sources(
+    config: Mapping[str, Any], sources: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return a row {"key", "value", "source"} for each key in `sources`.
+
+    config: the configuration as nested JSON objects.
+    """
+    return [
+        {"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()
+    ]
+
+
+def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
+    """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys
+    that were not set.
+    """
+    shown = [row for row in rows if defaults or row["source"] != DEFAULT]
+    keys = [row["key"] for row in shown]
+    values = [value_text(row["value"]) for row in shown]
+    key_width = _column_width(keys)
+    value_width = _column_width(values)
+    lines = [
+        f"{key:<{key_width}}  {value:<{value_width}}  {row['source']}"
+        for key, value, row in zip(keys, values, shown, strict=True)
+    ]
+    left_out = len(rows) - len(shown)
+    if left_out:
+        lines.append(f"… and {left_out} defaults")
+    return "\n".join(lines)
+
+
+def value_text(value: Any) -> str:
+    """Render a value as YAML, such as null, true or 0.001."""
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _convert(given: Given) -> dict[str, Any]:
@@ -150,108 +302,6 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             branch = branch.setdefault(parent, {})
         branch[leaf] = value
     return tree
-
-
-_LARGEST_FILE_BYTES = 1 << 20
-# Keys whose value is a path, and special words that are valid instead.
-_PATHS: dict[str, tuple[str, ...]] = {
-    "store": (),
-    "script": (),
-    "data.path": (),
-    "data.tokenizer": ("bytes",),
-    "training.initial_weights": (),
-    "cost.prices": (),
-}
-_WIDEST_COLUMN = 60  # of a key or value in a list of all keys
-
-
-@dataclass(frozen=True)
-class LoadedConfig:
-    """A validated configuration, and the source of each value."""
-
-    config: RunConfig  # values of all keys, with absolute paths
-    # Source of each key: "default", "configs/x.yaml:3", "environment EBBFLOW__…" or "--set"
-    sources: dict[str, str]
-    path: Path  # absolute path of the configuration file; the current directory without one
-
-    def script_settings(self) -> dict[str, Any]:
-        """Return the configuration of a user's script as JSON.
-
-        Its save interval is "auto" unless the user chose one.
-
-        A default in steps would be arbitrary, because the steps of an unknown script may take
-        microseconds or minutes.
-        """
-        settings = self.config.model_dump(mode="json")
-        intervals = (
-            "checkpoint.interval",
-            "checkpoint.interval_steps",
-            "checkpoint.interval_seconds",
-        )
-        if all(self.sources.get(key, "default") == "default" for key in intervals):
-            settings["checkpoint"]["interval"] = "auto"
-        return settings
-
-
-def load_config(
-    path: Path | str | None,
-    overrides: Sequence[str] = (),
-    *,
-    project_root: Path,
-    cwd: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> LoadedConfig:
-    """Load the configuration from a YAML file, EBBFLOW__… variables and overrides; later sources
-    win.
-
-    Args:
-        path: the YAML file, or its content as a JSON object such as '{"model": {"num_layers": 8}}',
-            or None.
-        overrides: values of the --set options, such as "model.num_heads=8".
-        project_root: base of relative paths that are written in the file.
-        cwd: base of all other relative paths, including `path`; None for the current directory.
-        environment: environment variables; None for os.environ.
-
-    Raises:
-        ConfigError: the configuration has problems; the error lists all of them.
-    """
-    cwd = Path.cwd() if cwd is None else Path(cwd)
-    is_inline = isinstance(path, str) and path.lstrip().startswith("{")
-    inline = str(path) if is_inline else None
-    file = cwd
-    if path is not None and not is_inline:
-        file = Path(os.path.abspath(cwd / Path(path).expanduser()))
-    given = Given()
-    entries = given.entries
-    problems = given.problems
-    try:
-        if path is not None:
-            if inline:
-                where = "--config"
-            else:
-                where = _display(file, cwd)
-            source = SourceText(where, inline or _read(file, path, project_root, cwd))
-            given.add_section(parse(source), "", source, "file")
-    except ConfigError as error:
-        problems += error.problems
-    readable = all(problem.key for problem in problems)
-    given.add_environment(os.environ if environment is None else environment)
-    for override in overrides:
-        given.add_override(override)
-    values = _convert(given)
-    _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
-    # Values that could not be read are unknown: rules about them would judge defaults that the user
-    # did not choose.
-    unknown = {key for key in leaf_fields() if not readable and key not in entries}
-    for problem in problems:
-        unknown |= {key for key in leaf_fields() if _hides(problem.key, key, values)}
-    config = _validate(values, given, unknown)
-    if problems:
-        raise ConfigError(_in_reading_order(problems, overrides))
-    for entry in entries.values():
-        if entry.given_key != entry.key:
-            _warn(f"warning: {entry.place}: {entry.given_key} has a new name: write {entry.key}")
-    return LoadedConfig(config, sources_of(entries), file)
 
 
 @cache
@@ -374,62 +424,9 @@ def _display(file: Path, cwd: Path) -> str:
     return str(file)
 
 
-DEFAULT = "default"
-
-
-def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of each key's value, in the schema's order.
-
-    A mapping whose names the user chooses, such as workload_options, has one source per name.
-    """
-    sources: dict[str, str] = {}
-    for key in leaf_fields():
-        names = [name for name in entries if mapping_of(name) == key]
-        sources |= {name: _source(entries.get(name)) for name in names or [key]}
-    return sources
-
-
-def values_with_sources(
-    config: Mapping[str, Any], sources: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Return a row {"key", "value", "source"} for each key in `sources`.
-
-    config: the configuration as nested JSON objects.
-    """
-    return [
-        {"key": key, "value": _at(config, key), "source": source} for key, source in sources.items()
-    ]
-
-
-def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
-    """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys
-    that were not set.
-    """
-    shown = [row for row in rows if defaults or row["source"] != DEFAULT]
-    keys = [row["key"] for row in shown]
-    values = [value_text(row["value"]) for row in shown]
-    key_width = _column_width(keys)
-    value_width = _column_width(values)
-    lines = [
-        f"{key:<{key_width}}  {value:<{value_width}}  {row['source']}"
-        for key, value, row in zip(keys, values, shown, strict=True)
-    ]
-    left_out = len(rows) - len(shown)
-    if left_out:
-        lines.append(f"… and {left_out} defaults")
-    return "\n".join(lines)
-
-
 def _column_width(texts: Sequence[str]) -> int:
     """Return the width of a column. A long list overflows it instead of widening every line."""
     return min(_WIDEST_COLUMN, max(map(len, texts), default=0))
-
-
-def value_text(value: Any) -> str:
-    """Render a value as YAML, such as null, true or 0.001."""
-    if isinstance(value, str) and value:
-        return value
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _source(entry: Entry | None) -> str:

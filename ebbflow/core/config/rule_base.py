@@ -11,6 +11,8 @@ from ebbflow.core.config.schema import RunConfig
 Breach = tuple[str, str | None] | None  # message and hint of a broken rule; None: the rule holds
 Check = Callable[[RunConfig], Breach]
 
+_LARGEST_FACTORED = 10**12  # limits the search to a million trial divisions
+
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
@@ -56,9 +58,6 @@ def count_ranks(config: RunConfig) -> int | None:
     if nodes == "auto" or processes == "auto":
         return None
     return nodes * processes
-
-
-_LARGEST_FACTORED = 10**12  # limits the search to a million trial divisions
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:

@@ -10,12 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Old names of keys, which configurations and stored jobs may still have.
+RENAMED_KEYS = {"cluster.backend": "cluster.plan_for"}
+_RENAMED_IN_CLUSTER = {
+    old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED_KEYS.items()
+}
 
-def key(default: Any, description: str, **limits: float) -> Any:
-    """Declare a key of a section. default: `...` makes the key required. limits: pydantic limits
-    such as ge=1.
-    """
-    return Field(default=default, description=description, **limits)  # type: ignore[arg-type]
+Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
@@ -26,13 +27,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-# Old names of keys, which configurations and stored jobs may still have.
-RENAMED_KEYS = {"cluster.backend": "cluster.plan_for"}
-_RENAMED_IN_CLUSTER = {
-    old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED_KEYS.items()
-}
-
-Count = Annotated[int, Field(ge=1)]
+def key(default: Any, description: str, **limits: float) -> Any:
+    """Declare a key of a section. default: `...` makes the key required. limits: pydantic limits
+    such as ge=1.
+    """
+    return Field(default=default, description=description, **limits)  # type: ignore[arg-type]
 
 
 class QueueConfig(Section):

@@ -105,52 +105,6 @@ class SourceText:
         return self.span(mark, mark)
 
 
-def parse(source: SourceText) -> Node | None:
-    """Parse one YAML document into a tree of nodes; return None if it is empty.
-
-    Raises ConfigError.
-    """
-    yaml = YAML(typ="safe", pure=True, plug_ins=[])
-    yaml.composer.warn_double_anchors = False
-    try:
-        return yaml.compose(source.text)
-    except MarkedYAMLError as error:
-        problem = _syntax_problem(source, error)
-    except ReaderError as error:
-        message = f"character U+{ord(source.text[error.position]):04X} is not allowed in YAML"
-        problem = Problem(message=message, place=source.span_at(error.position), hint="remove it")
-    except RecursionError:
-        problem = Problem(message=f"{source.name}: nested too deeply to be a configuration")
-    raise ConfigError([problem])
-
-
-def is_empty(node: Node | None) -> bool:
-    """Return whether a node has no content, as in an empty file or after ``model:`` with no value."""
-    return node is None or (
-        isinstance(node, ScalarNode) and node.style is None and node.value == ""
-    )
-
-
-def empty_node() -> ScalarNode:
-    return ScalarNode(_TAG_PREFIX + "null", "", _mark(0, 0), _mark(0, 0))
-
-
-def _mark(line: int, column: int) -> StringMark:
-    return StringMark("", 0, line, column, None, None)
-
-
-def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    cause = error.problem or "it cannot be parsed"
-    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in cause), None)
-    if "found character '\\t'" in cause:
-        cause = "a tab where YAML wants spaces"
-    message = f"not valid YAML: {cause}" + (f" {error.context}" if error.context else "")
-    if mark is None:
-        return Problem(message=f"{source.name}: {message}", hint=hint)
-    return Problem(message=message, place=source.span(mark, mark), hint=hint)
-
-
 class MismatchError(InfraError, outcome=Outcome.CONFIG):
     """Error: a key does not accept a value. Callers put the key's name before the message.
 
@@ -215,6 +169,36 @@ class Expected:
         return " or ".join(parts + ["null"] * self.nullable)
 
 
+def parse(source: SourceText) -> Node | None:
+    """Parse one YAML document into a tree of nodes; return None if it is empty.
+
+    Raises ConfigError.
+    """
+    yaml = YAML(typ="safe", pure=True, plug_ins=[])
+    yaml.composer.warn_double_anchors = False
+    try:
+        return yaml.compose(source.text)
+    except MarkedYAMLError as error:
+        problem = _syntax_problem(source, error)
+    except ReaderError as error:
+        message = f"character U+{ord(source.text[error.position]):04X} is not allowed in YAML"
+        problem = Problem(message=message, place=source.span_at(error.position), hint="remove it")
+    except RecursionError:
+        problem = Problem(message=f"{source.name}: nested too deeply to be a configuration")
+    raise ConfigError([problem])
+
+
+def is_empty(node: Node | None) -> bool:
+    """Return whether a node has no content, as in an empty file or after ``model:`` with no value."""
+    return node is None or (
+        isinstance(node, ScalarNode) and node.style is None and node.value == ""
+    )
+
+
+def empty_node() -> ScalarNode:
+    return ScalarNode(_TAG_PREFIX + "null", "", _mark(0, 0), _mark(0, 0))
+
+
 def convert(node: Node, expected: Expected) -> Any:
     """Convert a node to a Python value.
 
@@ -260,6 +244,22 @@ def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     if matches:
         return folded[matches[0]]
     return None
+
+
+def _mark(line: int, column: int) -> StringMark:
+    return StringMark("", 0, line, column, None, None)
+
+
+def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    cause = error.problem or "it cannot be parsed"
+    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in cause), None)
+    if "found character '\\t'" in cause:
+        cause = "a tab where YAML wants spaces"
+    message = f"not valid YAML: {cause}" + (f" {error.context}" if error.context else "")
+    if mark is None:
+        return Problem(message=f"{source.name}: {message}", hint=hint)
+    return Problem(message=message, place=source.span(mark, mark), hint=hint)
 
 
 def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> Any:

@@ -35,6 +35,9 @@ _UNSUPPORTED = re.compile(r"\bstatus code: 501\b|<Code>\s*NotImplemented\s*</Cod
 _PAGE = 1000  # keys that S3 lists at once
 _SLOWEST_BYTES_PER_SECOND = 10e6  # of a folder's disk: a large object gets more time accordingly
 
+_ASK_AGAIN_SECONDS = 600.0
+_PROBE = b"the store's clock"
+
 
 @dataclass(frozen=True)
 class ObjectMeta:
@@ -293,10 +296,6 @@ class Store:
         else:
             key = path
         return ObjectMeta(key, int(item["size"]), item["last_modified"].timestamp())
-
-
-_ASK_AGAIN_SECONDS = 600.0
-_PROBE = b"the store's clock"
 
 
 class StoreClock:

@@ -30,6 +30,17 @@ _TRUE = ("1", "true")
 # Metaflow passes the last one to its containers.
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "METAFLOW_S3_ENDPOINT_URL")
 
+# Region of the store, for processes that run in another region.
+STORE_REGION_VARIABLE = "EBBFLOW_STORE_REGION"
+
+# Fractions of a request's deadline. The last try starts within `_TRIES_START` + `_PAUSE` and takes
+# at most `_TRY`, together less than the deadline.
+_TRY = 0.7  # one try
+_TRIES_START = 0.18  # the period in which tries may start
+_PAUSE = 0.1  # a pause between tries
+_CONNECT = 0.25  # connecting
+_RETRIES = 4
+
 
 @dataclass(frozen=True)
 class AwsSettings:
@@ -38,10 +49,6 @@ class AwsSettings:
     region: str
     endpoint: str | None  # URL; None for Amazon S3
     region_is_set: bool = True  # False if the region is the default
-
-
-# Region of the store, for processes that run in another region.
-STORE_REGION_VARIABLE = "EBBFLOW_STORE_REGION"
 
 
 def aws_settings() -> AwsSettings:
@@ -88,6 +95,64 @@ def credential_provider(seconds: float) -> Callable[[], dict] | None:
     if environment.get("AWS_SKIP_SIGNATURE", "").lower() in _TRUE:  # a public bucket
         return None
     return _within(seconds, lambda: _from_chain(seconds))
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Split ``s3://bucket/prefix`` into (bucket, prefix).
+
+    Raises StoreMisconfigured if there is no bucket.
+    """
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    if not bucket:
+        raise StoreMisconfigured(f"store {uri!r}: names no bucket; fix: s3://bucket/prefix")
+    return bucket, prefix
+
+
+def open_bucket(bucket: str, seconds: float) -> S3Store:
+    """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
+
+    Raises StoreMisconfigured (obstore refuses the settings), and the errors of `aws_settings` and
+    `credential_provider`.
+    """
+    settings = aws_settings()
+    endpoint = settings.endpoint
+    options: dict[str, Any] = {"region": settings.region}
+    if endpoint is not None:
+        options["endpoint"] = endpoint.rstrip("/")
+        # Few other stores support tags; some refuse the whole request
+        options["disable_tagging"] = True
+    elif "AWS_VIRTUAL_HOSTED_STYLE_REQUEST" not in os.environ and "." not in bucket:
+        # Amazon's own style; a dot in the name would not match its certificate. Others expect the
+        # bucket in the path.
+        options["virtual_hosted_style_request"] = True
+    provider = credential_provider(seconds)
+    if provider is not None:
+        options["credential_provider"] = provider
+    try:
+        return S3Store(
+            bucket,
+            client_options={
+                "timeout": timedelta(seconds=_TRY * seconds),
+                "connect_timeout": timedelta(seconds=_CONNECT * seconds),
+                "allow_http": endpoint is not None and endpoint.startswith("http://"),
+            },
+            retry_config={
+                "max_retries": _RETRIES,
+                "retry_timeout": timedelta(seconds=_TRIES_START * seconds),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=min(0.1, _PAUSE * seconds)),
+                    "max_backoff": timedelta(seconds=_PAUSE * seconds),
+                    "base": 2,
+                },
+            },
+            unsigned_payload=True,
+            **options,
+        )
+    except BaseError as error:
+        cause = " ".join(str(error).split("Debug source")[0].split())
+        raise StoreMisconfigured(
+            f"store s3://{bucket}: cannot be opened: {cause}; fix: the AWS_* settings"
+        ) from error
 
 
 def _from_chain(seconds: float) -> Callable[[], dict]:
@@ -169,70 +234,3 @@ class _Profile:
             if name.strip() == key:
                 return value.strip()
         return None
-
-
-# Fractions of a request's deadline. The last try starts within `_TRIES_START` + `_PAUSE` and takes
-# at most `_TRY`, together less than the deadline.
-_TRY = 0.7  # one try
-_TRIES_START = 0.18  # the period in which tries may start
-_PAUSE = 0.1  # a pause between tries
-_CONNECT = 0.25  # connecting
-_RETRIES = 4
-
-
-def split_uri(uri: str) -> tuple[str, str]:
-    """Split ``s3://bucket/prefix`` into (bucket, prefix).
-
-    Raises StoreMisconfigured if there is no bucket.
-    """
-    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    if not bucket:
-        raise StoreMisconfigured(f"store {uri!r}: names no bucket; fix: s3://bucket/prefix")
-    return bucket, prefix
-
-
-def open_bucket(bucket: str, seconds: float) -> S3Store:
-    """Open a client for a bucket. Each of its requests ends within `seconds`, retries included.
-
-    Raises StoreMisconfigured (obstore refuses the settings), and the errors of `aws_settings` and
-    `credential_provider`.
-    """
-    settings = aws_settings()
-    endpoint = settings.endpoint
-    options: dict[str, Any] = {"region": settings.region}
-    if endpoint is not None:
-        options["endpoint"] = endpoint.rstrip("/")
-        # Few other stores support tags; some refuse the whole request
-        options["disable_tagging"] = True
-    elif "AWS_VIRTUAL_HOSTED_STYLE_REQUEST" not in os.environ and "." not in bucket:
-        # Amazon's own style; a dot in the name would not match its certificate. Others expect the
-        # bucket in the path.
-        options["virtual_hosted_style_request"] = True
-    provider = credential_provider(seconds)
-    if provider is not None:
-        options["credential_provider"] = provider
-    try:
-        return S3Store(
-            bucket,
-            client_options={
-                "timeout": timedelta(seconds=_TRY * seconds),
-                "connect_timeout": timedelta(seconds=_CONNECT * seconds),
-                "allow_http": endpoint is not None and endpoint.startswith("http://"),
-            },
-            retry_config={
-                "max_retries": _RETRIES,
-                "retry_timeout": timedelta(seconds=_TRIES_START * seconds),
-                "backoff": {
-                    "init_backoff": timedelta(seconds=min(0.1, _PAUSE * seconds)),
-                    "max_backoff": timedelta(seconds=_PAUSE * seconds),
-                    "base": 2,
-                },
-            },
-            unsigned_payload=True,
-            **options,
-        )
-    except BaseError as error:
-        cause = " ".join(str(error).split("Debug source")[0].split())
-        raise StoreMisconfigured(
-            f"store s3://{bucket}: cannot be opened: {cause}; fix: the AWS_* settings"
-        ) from error

@@ -53,26 +53,28 @@ from ebbflow.cost.prices.reservations import Reservation
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
 
-
 HOUR = 3600.0
 # A faster on-demand fallback may cost more by this factor if only that fallback makes a Spot start
 # safe.
 _DEARER = 1.25
 
+RULE = "spot_first"
 
-@dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """The chosen pool and the limits of the attempt.
+LEAST_WALL_SECONDS = 60
+_MOST_WALL_SECONDS = 2**31 - 1  # the most that AWS Batch takes
+# Limit without budget and deadline: this multiple of the expected hours, and at least Metaflow's
+# own limit.
+_WALL_TIMES = 4
+_WALL_AT_LEAST_SECONDS = 5 * 24 * 3600
 
-    `wait_hours` None means the limit `batch.runnable_minutes`.
-    """
-
-    offer: placement.QueueOffer
-    reason: str
-    rule: str = ""
-    wait_hours: float | None = None
-    start_within_hours: float = math.inf
-    fallback: Fallback | None = None
+_ENDS = {
+    placement.RECLAIMED: "was reclaimed",
+    placement.NEVER_STARTED: "had no capacity",
+    placement.NOT_MADE: "had capacity, and no container in time",
+    placement.TERMINATED: "was terminated",
+    placement.USER_CODE: "was ended by the program",
+    "ended": "ended",
+}
 
 
 def choose_placement(
@@ -127,6 +129,42 @@ def choose_placement(
     kind = kinds[choice.offer.candidate.instance_type]
     wall = wall_seconds(config, plan, choice.offer, now)
     return _placement(config, choice, kind, wall, now)
+
+
+def wall_seconds(config: RunConfig, plan: Plan, offer: placement.QueueOffer, now_utc: float) -> int:
+    """Return the time limit of an attempt in seconds, given by budget, deadline and the end of a
+    reservation.
+
+    If none of these is set, the limit is a multiple of the expected duration. The job itself
+    normally stops before the limit, because it keeps a reserve for its last checkpoint.
+    """
+    pool = offer.candidate
+    limits = []
+    if plan.budget_usd is not None and pool.gang_usd_per_hour > 0:
+        limits.append((plan.budget_usd - plan.spent_usd) / pool.gang_usd_per_hour * HOUR)
+    if plan.deadline_hours is not None:
+        left = plan.started_utc + plan.deadline_hours * HOUR - now_utc
+        limits.append(left + config.checkpoint.deadline_seconds)
+    if pool.ends_utc is not None:
+        limits.append(pool.ends_utc - now_utc)
+    if not limits:
+        limits.append(max(_WALL_AT_LEAST_SECONDS, _WALL_TIMES * pool.expected_hours * HOUR))
+    return max(LEAST_WALL_SECONDS, math.floor(min(*limits, _MOST_WALL_SECONDS)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """The chosen pool and the limits of the attempt.
+
+    `wait_hours` None means the limit `batch.runnable_minutes`.
+    """
+
+    offer: placement.QueueOffer
+    reason: str
+    rule: str = ""
+    wait_hours: float | None = None
+    start_within_hours: float = math.inf
+    fallback: Fallback | None = None
 
 
 def _apply_rule(
@@ -283,9 +321,6 @@ def _spot_or_on_demand(
     )
 
 
-RULE = "spot_first"
-
-
 def _in_order(
     spots: Sequence[placement.QueueOffer], history: placement.AttemptHistory
 ) -> list[placement.QueueOffer]:
@@ -389,35 +424,6 @@ def _placement(
     )
 
 
-LEAST_WALL_SECONDS = 60
-_MOST_WALL_SECONDS = 2**31 - 1  # the most that AWS Batch takes
-# Limit without budget and deadline: this multiple of the expected hours, and at least Metaflow's
-# own limit.
-_WALL_TIMES = 4
-_WALL_AT_LEAST_SECONDS = 5 * 24 * 3600
-
-
-def wall_seconds(config: RunConfig, plan: Plan, offer: placement.QueueOffer, now_utc: float) -> int:
-    """Return the time limit of an attempt in seconds, given by budget, deadline and the end of a
-    reservation.
-
-    If none of these is set, the limit is a multiple of the expected duration. The job itself
-    normally stops before the limit, because it keeps a reserve for its last checkpoint.
-    """
-    pool = offer.candidate
-    limits = []
-    if plan.budget_usd is not None and pool.gang_usd_per_hour > 0:
-        limits.append((plan.budget_usd - plan.spent_usd) / pool.gang_usd_per_hour * HOUR)
-    if plan.deadline_hours is not None:
-        left = plan.started_utc + plan.deadline_hours * HOUR - now_utc
-        limits.append(left + config.checkpoint.deadline_seconds)
-    if pool.ends_utc is not None:
-        limits.append(pool.ends_utc - now_utc)
-    if not limits:
-        limits.append(max(_WALL_AT_LEAST_SECONDS, _WALL_TIMES * pool.expected_hours * HOUR))
-    return max(LEAST_WALL_SECONDS, math.floor(min(*limits, _MOST_WALL_SECONDS)))
-
-
 def _after_a_bug(
     found: tuple[placement.QueueOffer, ...], history: placement.AttemptHistory
 ) -> _Choice | None:
@@ -466,13 +472,3 @@ def _last_end(history: placement.AttemptHistory) -> str:
     if last is None:
         return ""
     return f"{last.placement} {_ENDS.get(last.cause, 'ended for an unknown reason')}; "
-
-
-_ENDS = {
-    placement.RECLAIMED: "was reclaimed",
-    placement.NEVER_STARTED: "had no capacity",
-    placement.NOT_MADE: "had capacity, and no container in time",
-    placement.TERMINATED: "was terminated",
-    placement.USER_CODE: "was ended by the program",
-    "ended": "ended",
-}

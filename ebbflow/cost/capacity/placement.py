@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ebbflow.infra.batch.jobs import BatchAttempt
     from ebbflow.infra.batch.queues import QueueState
 
-
 # Memory that a job cannot have: 2.5 % for kernel and platform (8,192 MiB register as 7,985), 32 MiB
 # for the ECS agent, and 5 % recommended for system processes. Source: AWS Batch user guide,
 # "Compute resource memory management" and "Reserve system memory", read 2026-11. Processors are not
@@ -38,6 +37,15 @@ if TYPE_CHECKING:
 _KERNEL_SHARE = 0.025
 _RESERVED_SHARE = 0.05
 _AGENT_MIB = 32
+
+RECLAIMED = "reclaimed"
+USER_CODE = "user_code"
+NEVER_STARTED = "never_started"
+NOT_MADE = "not_made"
+TERMINATED = "terminated"
+ENDED = "ended"
+UNKNOWN = "unknown"
+_CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,35 +122,6 @@ class Placement:
         return cls(**known)
 
 
-def pool_id(queue: str, instance_type: str, nodes: int) -> str:
-    return f"{short_queue_name(queue)}/{nodes}x{instance_type}"
-
-
-def memory_mib(kind: InstanceType) -> int:
-    """Return how much of an instance's memory a job can request, in MiB."""
-    left = (1 - _KERNEL_SHARE) * (1 - _RESERVED_SHARE)
-    return math.floor(kind.ram_gib * 1024 * left) - _AGENT_MIB
-
-
-def with_placement(plan: Plan, placement: Placement) -> Plan:
-    """Return the plan with the placement's pool as the chosen pool, so that ledger and report use
-    the pool's price.
-
-    Raises KeyError if the pool is not among the plan's ranked pools.
-    """
-    read_pool = operator.attrgetter(*Pool.__dataclass_fields__)
-    wanted = read_pool(placement)
-    ours = next((candidate for candidate in plan.ranked if read_pool(candidate) == wanted), None)
-    if ours is None:
-        raise KeyError(f"{placement} is not among the {len(plan.ranked)} pools of the plan")
-    others = tuple(candidate for candidate in plan.ranked if candidate is not ours)
-    return replace(
-        plan,
-        ranked=(ours, *others),
-        reserve_usd=ours.gang_usd_per_hour * plan.reserve_seconds / 3600,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class QueueOffer:
     """A pool, and an AWS Batch queue that can run it.
@@ -163,91 +142,14 @@ class QueueOffer:
         return self.candidate.market == "spot"
 
 
-def find_offers(
-    ranked: Sequence[Candidate],
-    queues: Mapping[str, QueueState],
-    *,
-    region: str | None = None,
-    catalogue: Catalogue | None = None,
-) -> tuple[QueueOffer, ...]:
-    """Return one offer for each usable combination of queue, instance type and number of nodes, in
-    the plan's order.
-
-    Args:
-        region: Region assumed for queues without a region. A queue runs only pools of its region;
-            if the region is unknown (None), the queue runs pools of any region.
-    """
-    if catalogue is None:
-        kinds = load_catalogue()
-    else:
-        kinds = catalogue
-    found: dict[str, QueueOffer] = {}
-    for candidate in ranked:
-        for name, queue in queues.items():
-            if (
-                _is_there(candidate, queue.region or region)
-                and why_unusable(queue, candidate, kinds) is None
-            ):
-                offer = QueueOffer(candidate=candidate, queue=name)
-                found.setdefault(offer.id, offer)
-    return tuple(found.values())
+def pool_id(queue: str, instance_type: str, nodes: int) -> str:
+    return f"{short_queue_name(queue)}/{nodes}x{instance_type}"
 
 
-def _is_there(candidate: Candidate, region: str | None) -> bool:
-    return region is None or candidate.region in (None, region)
-
-
-def explain_no_offer(
-    ranked: Sequence[Candidate],
-    queues: Mapping[str, QueueState],
-    *,
-    region: str | None = None,
-    catalogue: Catalogue | None = None,
-) -> str:
-    """Explain for each queue why it cannot run any pool of the plan.
-
-    Each explanation uses one pool as an example. This is the cheapest pool with the queue's market
-    and instance types. If the plan has no such pool, it is the cheapest pool with the queue's
-    market, else the cheapest pool of the plan.
-    """
-    if not queues:
-        return "the account has no queue that training may go to"
-    where = {queue.region or region for queue in queues.values()}
-    here = [
-        candidate for candidate in ranked if any(_is_there(candidate, place) for place in where)
-    ]
-    if not here:
-        places = ", ".join(sorted(map(str, where)))
-        return (
-            f"the plan has no pool in {places}, where the queues are; fix: name it in cost.regions"
-        )
-    if catalogue is None:
-        kinds = load_catalogue()
-    else:
-        kinds = catalogue
-    lines = []
-    for name, queue in queues.items():
-        near = [candidate for candidate in here if candidate.market == queue.market] or here
-        wanted = next(
-            (
-                candidate
-                for candidate in near
-                if accepts_type(queue.instance_types, candidate.instance_type)
-            ),
-            near[0],
-        )
-        lines.append(f"{short_queue_name(name)}: {why_unusable(queue, wanted, kinds)}")
-    return "; ".join(lines)
-
-
-RECLAIMED = "reclaimed"
-USER_CODE = "user_code"
-NEVER_STARTED = "never_started"
-NOT_MADE = "not_made"
-TERMINATED = "terminated"
-ENDED = "ended"
-UNKNOWN = "unknown"
-_CORRECTABLE = (ENDED, UNKNOWN, USER_CODE, TERMINATED)
+def memory_mib(kind: InstanceType) -> int:
+    """Return how much of an instance's memory a job can request, in MiB."""
+    left = (1 - _KERNEL_SHARE) * (1 - _RESERVED_SHARE)
+    return math.floor(kind.ram_gib * 1024 * left) - _AGENT_MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +219,98 @@ class AttemptHistory:
         return max([now_utc, *(moment for moment in times if moment is not None)])
 
 
+def with_placement(plan: Plan, placement: Placement) -> Plan:
+    """Return the plan with the placement's pool as the chosen pool, so that ledger and report use
+    the pool's price.
+
+    Raises KeyError if the pool is not among the plan's ranked pools.
+    """
+    read_pool = operator.attrgetter(*Pool.__dataclass_fields__)
+    wanted = read_pool(placement)
+    ours = next((candidate for candidate in plan.ranked if read_pool(candidate) == wanted), None)
+    if ours is None:
+        raise KeyError(f"{placement} is not among the {len(plan.ranked)} pools of the plan")
+    others = tuple(candidate for candidate in plan.ranked if candidate is not ours)
+    return replace(
+        plan,
+        ranked=(ours, *others),
+        reserve_usd=ours.gang_usd_per_hour * plan.reserve_seconds / 3600,
+    )
+
+
+def find_offers(
+    ranked: Sequence[Candidate],
+    queues: Mapping[str, QueueState],
+    *,
+    region: str | None = None,
+    catalogue: Catalogue | None = None,
+) -> tuple[QueueOffer, ...]:
+    """Return one offer for each usable combination of queue, instance type and number of nodes, in
+    the plan's order.
+
+    Args:
+        region: Region assumed for queues without a region. A queue runs only pools of its region;
+            if the region is unknown (None), the queue runs pools of any region.
+    """
+    if catalogue is None:
+        kinds = load_catalogue()
+    else:
+        kinds = catalogue
+    found: dict[str, QueueOffer] = {}
+    for candidate in ranked:
+        for name, queue in queues.items():
+            if (
+                _is_there(candidate, queue.region or region)
+                and why_unusable(queue, candidate, kinds) is None
+            ):
+                offer = QueueOffer(candidate=candidate, queue=name)
+                found.setdefault(offer.id, offer)
+    return tuple(found.values())
+
+
+def explain_no_offer(
+    ranked: Sequence[Candidate],
+    queues: Mapping[str, QueueState],
+    *,
+    region: str | None = None,
+    catalogue: Catalogue | None = None,
+) -> str:
+    """Explain for each queue why it cannot run any pool of the plan.
+
+    Each explanation uses one pool as an example. This is the cheapest pool with the queue's market
+    and instance types. If the plan has no such pool, it is the cheapest pool with the queue's
+    market, else the cheapest pool of the plan.
+    """
+    if not queues:
+        return "the account has no queue that training may go to"
+    where = {queue.region or region for queue in queues.values()}
+    here = [
+        candidate for candidate in ranked if any(_is_there(candidate, place) for place in where)
+    ]
+    if not here:
+        places = ", ".join(sorted(map(str, where)))
+        return (
+            f"the plan has no pool in {places}, where the queues are; fix: name it in cost.regions"
+        )
+    if catalogue is None:
+        kinds = load_catalogue()
+    else:
+        kinds = catalogue
+    lines = []
+    for name, queue in queues.items():
+        near = [candidate for candidate in here if candidate.market == queue.market] or here
+        wanted = next(
+            (
+                candidate
+                for candidate in near
+                if accepts_type(queue.instance_types, candidate.instance_type)
+            ),
+            near[0],
+        )
+        lines.append(f"{short_queue_name(name)}: {why_unusable(queue, wanted, kinds)}")
+    return "; ".join(lines)
+
+
 def batch_attempt_data(attempt: BatchAttempt, placement: Placement | None) -> dict[str, Any]:
     """Return the data of a `batch_attempt` event: AWS Batch's description of a job, and the job's
     machines and price.
@@ -366,6 +360,20 @@ def read_attempts(events: Sequence[Event]) -> AttemptHistory:
             else attempt
         )
     return AttemptHistory(attempts=tuple(attempts))
+
+
+def read_placement(placed: PlacedPayload) -> Placement | None:
+    """Return the recorded placement; None if this version cannot read it."""
+    if placed.placement is None:
+        return None
+    try:
+        return Placement.from_json(placed.placement)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _is_there(candidate: Candidate, region: str | None) -> bool:
+    return region is None or candidate.region in (None, region)
 
 
 def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
@@ -462,16 +470,6 @@ def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
         if event.payload.action in RECLAIMS:
             found |= dict.fromkeys(jobs.get(event.generation, ()), RECLAIMED)
     return found
-
-
-def read_placement(placed: PlacedPayload) -> Placement | None:
-    """Return the recorded placement; None if this version cannot read it."""
-    if placed.placement is None:
-        return None
-    try:
-        return Placement.from_json(placed.placement)
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _moment(value: float | None) -> float | None:

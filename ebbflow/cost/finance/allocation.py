@@ -94,37 +94,6 @@ def read_allocations(path: Path) -> list[Allocation]:
     return found
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, str, Any, Any]]:
-    try:
-        windows = json.loads(path.read_text())["data"]
-        for number, window in enumerate(windows):
-            for name, row in (window or {}).items():
-                if not name.startswith("__"):  # __idle__, __unmounted__
-                    pod = (row.get("properties") or {}).get("pod") or name.rpartition("/")[2]
-                    yield (
-                        f"{path}: window {number}, {name}",
-                        str(pod),
-                        row["minutes"],
-                        row["totalCost"],
-                    )
-    except OSError as error:
-        raise BillError(f"{path}: cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = "curl -G …/allocation -d window=7d -d aggregate=pod > allocation.json"
-        raise BillError(
-            f"{path}: no answer of the allocation API ({error!r}); fix: {fix}"
-        ) from None
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
-    try:
-        with path.open(newline="") as file:
-            for number, row in enumerate(csv.DictReader(file), start=2):
-                yield f"{path}:{number}", row["Pod"] or "", None, row["TotalCost"]
-    except (OSError, ValueError, csv.Error) as error:
-        raise BillError(f"{path}: cannot be read: {error}") from error
-
-
 def compare_allocations(
     events: Sequence[Event], allocations: Sequence[Allocation]
 ) -> list[AttemptAllocation]:
@@ -187,3 +156,34 @@ def render_allocations(events: Sequence[Event], found: Sequence[AttemptAllocatio
         f"  sum: {format_usd(total, 4)} allocated, {format_usd(fold(ordered).total_usd, 4)} metered"
     )
     return "\n".join(lines)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, str, Any, Any]]:
+    try:
+        windows = json.loads(path.read_text())["data"]
+        for number, window in enumerate(windows):
+            for name, row in (window or {}).items():
+                if not name.startswith("__"):  # __idle__, __unmounted__
+                    pod = (row.get("properties") or {}).get("pod") or name.rpartition("/")[2]
+                    yield (
+                        f"{path}: window {number}, {name}",
+                        str(pod),
+                        row["minutes"],
+                        row["totalCost"],
+                    )
+    except OSError as error:
+        raise BillError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        fix = "curl -G …/allocation -d window=7d -d aggregate=pod > allocation.json"
+        raise BillError(
+            f"{path}: no answer of the allocation API ({error!r}); fix: {fix}"
+        ) from None
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, str, None, str]]:
+    try:
+        with path.open(newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                yield f"{path}:{number}", row["Pod"] or "", None, row["TotalCost"]
+    except (OSError, ValueError, csv.Error) as error:
+        raise BillError(f"{path}: cannot be read: {error}") from error

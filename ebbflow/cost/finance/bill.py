@@ -88,6 +88,45 @@ class BillLine:
         return 0.0
 
 
+class RepeatFilter:
+    """Filter that recognises repeated bill lines.
+
+    It keeps every line in memory. A bill may have millions of lines, so pass only the lines of one
+    job.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[tuple[str, ...], tuple[Decimal, Decimal]] = {}
+        self._alike: dict[tuple[Any, ...], Counter[int]] = {}
+
+    def is_repeat(self, line: BillLine) -> bool:
+        """Return whether the line repeats an earlier line, as defined in the module's docstring.
+
+        The filter remembers the line for later calls.
+
+        Raises:
+            BillError: An earlier line has the same id, time, resource and types, but another amount
+                or cost.
+        """
+        use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
+        name = (line.line_id, *map(str, use))
+        if line.line_id and name in self._by_id:
+            amount, usd = self._by_id[name]
+            if (amount, usd) != (line.amount, line.usd):
+                raise BillError(
+                    f"{line.where}: an earlier line has {amount} for ${usd}, but this line has "
+                    f"{line.amount} for ${line.usd}: two deliveries of one report that differ; "
+                    "fix: pass only the newest one"
+                )
+            return True
+        self._by_id[name] = line.amount, line.usd
+        times = self._alike.setdefault((*use, line.amount, line.usd), Counter())
+        times[line.delivery] += 1
+        return times[line.delivery] <= max(
+            (n for file, n in times.items() if file != line.delivery), default=0
+        )
+
+
 def read_bill(path: Path, delivery: int = 0) -> Iterator[BillLine]:
     """Yield the lines of a report one by one.
 
@@ -282,42 +321,3 @@ def _number(text: str, column: str, where: str) -> Decimal:
         return read_decimal(text)
     except ValueError as error:
         raise BillError(f"{where}: {column}: {error}") from None
-
-
-class RepeatFilter:
-    """Filter that recognises repeated bill lines.
-
-    It keeps every line in memory. A bill may have millions of lines, so pass only the lines of one
-    job.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[tuple[str, ...], tuple[Decimal, Decimal]] = {}
-        self._alike: dict[tuple[Any, ...], Counter[int]] = {}
-
-    def is_repeat(self, line: BillLine) -> bool:
-        """Return whether the line repeats an earlier line, as defined in the module's docstring.
-
-        The filter remembers the line for later calls.
-
-        Raises:
-            BillError: An earlier line has the same id, time, resource and types, but another amount
-                or cost.
-        """
-        use = (line.resource_id, line.usage_type, line.line_type, line.start, line.end)
-        name = (line.line_id, *map(str, use))
-        if line.line_id and name in self._by_id:
-            amount, usd = self._by_id[name]
-            if (amount, usd) != (line.amount, line.usd):
-                raise BillError(
-                    f"{line.where}: an earlier line has {amount} for ${usd}, but this line has "
-                    f"{line.amount} for ${line.usd}: two deliveries of one report that differ; "
-                    "fix: pass only the newest one"
-                )
-            return True
-        self._by_id[name] = line.amount, line.usd
-        times = self._alike.setdefault((*use, line.amount, line.usd), Counter())
-        times[line.delivery] += 1
-        return times[line.delivery] <= max(
-            (n for file, n in times.items() if file != line.delivery), default=0
-        )

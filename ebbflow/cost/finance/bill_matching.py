@@ -189,6 +189,30 @@ class BilledInstance:
         hour.tags |= {line.tags.get(normalise_tag(job_tag), "")} - {""}
 
 
+@dataclass(frozen=True, kw_only=True)
+class HourMatch:
+    """Comparison of the billed and the metered time of one instance in one hour."""
+
+    # start, end: Unix seconds by the bill's clock
+    start: float
+    end: float
+    billed: BilledHour
+    # own_seconds, own_usd: metered time and dollars of this job in this hour
+    own_seconds: float
+    own_usd: Decimal
+    explained: dict[str, float]  # billed but unmetered seconds with a known cause, by cause
+    rest_seconds: float  # billed but unmetered seconds without a known cause
+
+    @property
+    def missing_seconds(self) -> float:
+        """Seconds that the job's agents metered but AWS did not bill."""
+        return max(0.0, self.own_seconds - self.billed.seconds)
+
+    @property
+    def name(self) -> str:
+        return datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
     of_node = {id(bill.node): bill for bill in bills}
     found = {}
@@ -217,30 +241,6 @@ def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
             pieces=pieces,
         )
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class HourMatch:
-    """Comparison of the billed and the metered time of one instance in one hour."""
-
-    # start, end: Unix seconds by the bill's clock
-    start: float
-    end: float
-    billed: BilledHour
-    # own_seconds, own_usd: metered time and dollars of this job in this hour
-    own_seconds: float
-    own_usd: Decimal
-    explained: dict[str, float]  # billed but unmetered seconds with a known cause, by cause
-    rest_seconds: float  # billed but unmetered seconds without a known cause
-
-    @property
-    def missing_seconds(self) -> float:
-        """Seconds that the job's agents metered but AWS did not bill."""
-        return max(0.0, self.own_seconds - self.billed.seconds)
-
-    @property
-    def name(self) -> str:
-        return datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def match_instance(
@@ -279,6 +279,10 @@ def match_instance(
         certain = [cause for cause in explained if cause[0] != "ended later"]
         hours = _match_hours(metered, billed, certain, metered.offset)
     return hours
+
+
+def to_decimal(seconds: float) -> Decimal:
+    return Decimal(str(round(seconds, 6)))
 
 
 def _set_aside(
@@ -376,7 +380,3 @@ def _match_hours(
 
 def _residual(hours: Iterable[HourMatch]) -> float:
     return sum(hour.rest_seconds + hour.missing_seconds for hour in hours)
-
-
-def to_decimal(seconds: float) -> Decimal:
-    return Decimal(str(round(seconds, 6)))

@@ -127,6 +127,22 @@ def read_tags(events: Sequence[Event]) -> dict[str, str]:
     }
 
 
+def spent_by_month(rows: Iterable[dict[str, str]]) -> dict[str, Decimal]:
+    return sum_by_key((row["BillingPeriodStart"][:7], Decimal(row["BilledCost"])) for row in rows)
+
+
+def write_focus(path: Path, rows: Iterable[dict[str, str]]) -> int:
+    """Write the rows as CSV, and return their number."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FOCUS_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        number = 0
+        for row in rows:
+            writer.writerow(row)
+            number += 1
+    return number
+
+
 def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
     for bill in ledger.nodes:
         machine = bill.node.machine
@@ -206,19 +222,3 @@ def _months(
 
 def _iso(unix_time: float) -> str:
     return datetime.fromtimestamp(unix_time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def spent_by_month(rows: Iterable[dict[str, str]]) -> dict[str, Decimal]:
-    return sum_by_key((row["BillingPeriodStart"][:7], Decimal(row["BilledCost"])) for row in rows)
-
-
-def write_focus(path: Path, rows: Iterable[dict[str, str]]) -> int:
-    """Write the rows as CSV, and return their number."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FOCUS_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        number = 0
-        for row in rows:
-            writer.writerow(row)
-            number += 1
-    return number

@@ -50,6 +50,15 @@ AGREED_SHARE = 0.01
 SCHEMA = 1
 _WIDTH = 100
 
+_WORDS = {
+    "boot time": "from the instance's boot to the first agent",
+    "warm instance": "before the first agent, on an instance that another job had started",
+    "another job": "while another job used the instance",
+    "minimum charge": "to fill the minimum of one minute",
+    "end not recorded": "after the last event of a lost node",
+    "ended later": "from the last agent's end to the end of the instance",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class GapPart:
@@ -250,6 +259,34 @@ def reconcile(
     return found
 
 
+def render(found: Reconciliation) -> str:
+    return "\n".join(piece for line in _render_lines(found) for piece in _wrap(line))
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "reconcile", help="compare a job's forecast and ledger with what was billed"
+    )
+    parser.add_argument(
+        "job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job"
+    )
+    kinds = (
+        "Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON or "
+        "CSV)"
+    )
+    parser.add_argument("bill", type=Path, nargs="+", metavar="FILE", help=kinds)
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
+    parser.add_argument(
+        "--tag", default=JOB_TAG, metavar="KEY", help=f"cost allocation tag of a job ({JOB_TAG})"
+    )
+    also = "another job that may have used the same instances; repeatable"
+    parser.add_argument("--also", action="append", default=[], metavar="RUN", help=also)
+    parser.add_argument("--json", action="store_true", help="as JSON, dollars as exact strings")
+    parser.set_defaults(run=_reconcile)
+
+
 def _forecast_usd(plan: PlanPayload) -> float | None:
     """Return the forecast dollars for machines, or of an older plan all forecast dollars."""
     if plan.chosen is None:
@@ -330,16 +367,6 @@ def _drop_strangers(found: Reconciliation) -> None:
             end > since and start < until for start, end in orphan.hours
         ):
             del found.orphans[instance_id]
-
-
-_WORDS = {
-    "boot time": "from the instance's boot to the first agent",
-    "warm instance": "before the first agent, on an instance that another job had started",
-    "another job": "while another job used the instance",
-    "minimum charge": "to fill the minimum of one minute",
-    "end not recorded": "after the last event of a lost node",
-    "ended later": "from the last agent's end to the end of the instance",
-}
 
 
 def _split_gap(
@@ -561,10 +588,6 @@ def _check_price(metered: MeteredInstance, hours: list[HourMatch]) -> str | None
     )
 
 
-def render(found: Reconciliation) -> str:
-    return "\n".join(piece for line in _render_lines(found) for piece in _wrap(line))
-
-
 def _render_lines(found: Reconciliation) -> Iterator[str]:
     if max(found.billed_usd, found.metered_usd) >= 10:
         dollars = partial(format_usd, decimals=2)
@@ -647,30 +670,6 @@ def _render_remarks(
 def _wrap(line: str) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "reconcile", help="compare a job's forecast and ledger with what was billed"
-    )
-    parser.add_argument(
-        "job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job"
-    )
-    kinds = (
-        "Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON or "
-        "CSV)"
-    )
-    parser.add_argument("bill", type=Path, nargs="+", metavar="FILE", help=kinds)
-    parser.add_argument(
-        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
-    )
-    parser.add_argument(
-        "--tag", default=JOB_TAG, metavar="KEY", help=f"cost allocation tag of a job ({JOB_TAG})"
-    )
-    also = "another job that may have used the same instances; repeatable"
-    parser.add_argument("--also", action="append", default=[], metavar="RUN", help=also)
-    parser.add_argument("--json", action="store_true", help="as JSON, dollars as exact strings")
-    parser.set_defaults(run=_reconcile)
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:

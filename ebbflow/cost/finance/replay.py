@@ -85,6 +85,165 @@ class RecordedRun:
     generations: tuple[GenerationTimes, ...]
 
 
+def replay(
+    events: Sequence[Event],
+    *,
+    pool: str | None = None,
+    usd_per_hour: Decimal | None = None,
+    interval_steps: int | None = None,
+    interruptions: bool = True,
+) -> dict[str, Any]:
+    """Compute three costs of a run: as measured, as predicted for the same settings, and for
+    changed settings.
+
+    The difference between measured and predicted dollars shows how well the model fits this run.
+
+    Args:
+        pool: Words that together match exactly one recorded pool, such as "g5.xlarge spot
+            use1-az4"; None for the pool of the run.
+        usd_per_hour: Dollars per hour of one node, in place of recorded prices.
+        interval_steps: Steps between two checkpoints; None for the interval of the run.
+        interruptions: Whether the recorded interruptions happen in the replay.
+
+    Returns:
+        JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and
+        redone steps.
+
+    Raises:
+        ReplayError: The pool is unknown or ambiguous, or there is nothing to replay.
+        LedgerError: The events contradict each other.
+    """
+    if usd_per_hour is not None and not (usd_per_hour.is_finite() and usd_per_hour >= 0):
+        raise ReplayError(f"--usd-per-hour {usd_per_hour}: must be a number of dollars, 0 or more")
+    if interval_steps is not None and interval_steps < 1:
+        raise ReplayError(f"--interval {interval_steps}: must be at least 1 step")
+    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
+    ledger = fold(ordered)
+    run = _measure_run(ordered, ledger)
+    price = ledger.nodes[-1].price
+    if price.pool is None:
+        raise ReplayError("the events hold no plan, so that the run has no price")
+    predicted = _Replay(run=run, curve=price.curve, interval_steps=run.interval_steps).simulate()
+    name = price.pool
+    curve = price.curve
+    speed = 1.0
+    if pool is not None:
+        name, curve, speed = _find_pool(ordered, pool)
+    if usd_per_hour is not None:
+        curve = PriceCurve(usd_per_hour)
+    interval = interval_steps or run.interval_steps
+    asked = {
+        "run": run,
+        "curve": curve,
+        "interval_steps": interval,
+        "speed": speed,
+        "interruptions": interruptions,
+    }
+    chance = random.Random(_SEED)
+    varied = interruptions and (interval, speed) != (run.interval_steps, 1.0)
+    if varied:
+        runs = [_Replay(**asked, chance=chance).simulate() for _ in range(_DRAWS)]
+    else:
+        runs = [_Replay(**asked).simulate()]
+    measured = ledger.total_usd
+    return {
+        "job": ordered[0].job,
+        "price_kind": ledger.price_kind,
+        "measured": {
+            "pool": str(price.pool),
+            "interval_steps": run.interval_steps,
+            "usd": float(measured),
+            "paid_seconds": sum(generation.seconds for generation in run.generations),
+            "redone_steps": ledger.redone_steps,
+        },
+        "predicted": {
+            "error_share": float((predicted.usd - measured) / measured) if measured else 0.0,
+            **predicted.to_json(),
+        },
+        "what_if": {
+            "pool": str(name),
+            "interval_steps": interval,
+            "speed": speed,
+            **_summarize(runs),
+        },
+        "kind": "simulated",
+    }
+
+
+def render(found: dict[str, Any]) -> str:
+    """Render the result of `replay` as text."""
+    measured = found["measured"]
+    predicted = found["predicted"]
+    what_if = found["what_if"]
+
+    def describe(run: dict[str, Any]) -> str:
+        pool = f"{run['pool']}, a checkpoint every {run['interval_steps']} steps"
+        return (
+            f"{pool}, {format_duration(run['paid_seconds'])} paid, {run['redone_steps']} steps "
+            "redone"
+        )
+
+    error = format_percent(predicted["error_share"], 2)
+    low, high = map(format_usd, what_if["usd_range"])
+    difference = format_usd(what_if["usd"] - predicted["usd"])
+    if what_if["speed"] == 1.0:
+        speed = ""
+    else:
+        speed = f"; speed × {what_if['speed']:.3g} as the plan estimated"
+    return "\n".join(
+        [
+            f"replay of job {found['job']} (prices: {found['price_kind']})",
+            f"  measured   {format_usd(measured['usd'])}  {describe(measured)}",
+            f"  predicted  {format_usd(predicted['usd'])}  the same run by the model: error "
+            f"{error}",
+            f"  what if    {format_usd(what_if['usd'])}  {describe(what_if)}, simulated",
+            *(
+                [
+                    f"             {low} to {high} in nine of ten replays with other start-ups "
+                    "and step times"
+                ]
+                if low != high
+                else []
+            ),
+            f"  difference {difference}  what if less predicted, so that the model's error "
+            "cancels out",
+            "  interruptions keep their recorded times; the other pool's own hazard is not "
+            f"replayed{speed}",
+        ]
+    )
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help=(
+            "what a finished run would have cost in another pool, or with another checkpoint "
+            "interval"
+        ),
+    )
+    parser.add_argument(
+        "job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job"
+    )
+    parser.add_argument(
+        "--pool",
+        default=None,
+        metavar="WORDS",
+        help="such as 'g5.xlarge spot use1-az4', as recorded",
+    )
+    parser.add_argument("--usd-per-hour", default=None, help="another price, per node")
+    parser.add_argument(
+        "--interval", type=int, default=None, metavar="STEPS", help="steps between checkpoints"
+    )
+    parser.add_argument(
+        "--no-interruptions", action="store_true", help="as if the run had not been interrupted"
+    )
+    parser.add_argument(
+        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_replay)
+
+
 def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
     recorded = read_generations(ordered)
     measured = [
@@ -300,91 +459,6 @@ class _Replay:
         }
 
 
-def replay(
-    events: Sequence[Event],
-    *,
-    pool: str | None = None,
-    usd_per_hour: Decimal | None = None,
-    interval_steps: int | None = None,
-    interruptions: bool = True,
-) -> dict[str, Any]:
-    """Compute three costs of a run: as measured, as predicted for the same settings, and for
-    changed settings.
-
-    The difference between measured and predicted dollars shows how well the model fits this run.
-
-    Args:
-        pool: Words that together match exactly one recorded pool, such as "g5.xlarge spot
-            use1-az4"; None for the pool of the run.
-        usd_per_hour: Dollars per hour of one node, in place of recorded prices.
-        interval_steps: Steps between two checkpoints; None for the interval of the run.
-        interruptions: Whether the recorded interruptions happen in the replay.
-
-    Returns:
-        JSON values: "measured", "predicted" and "what_if" each have dollars, paid seconds and
-        redone steps.
-
-    Raises:
-        ReplayError: The pool is unknown or ambiguous, or there is nothing to replay.
-        LedgerError: The events contradict each other.
-    """
-    if usd_per_hour is not None and not (usd_per_hour.is_finite() and usd_per_hour >= 0):
-        raise ReplayError(f"--usd-per-hour {usd_per_hour}: must be a number of dollars, 0 or more")
-    if interval_steps is not None and interval_steps < 1:
-        raise ReplayError(f"--interval {interval_steps}: must be at least 1 step")
-    ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
-    ledger = fold(ordered)
-    run = _measure_run(ordered, ledger)
-    price = ledger.nodes[-1].price
-    if price.pool is None:
-        raise ReplayError("the events hold no plan, so that the run has no price")
-    predicted = _Replay(run=run, curve=price.curve, interval_steps=run.interval_steps).simulate()
-    name = price.pool
-    curve = price.curve
-    speed = 1.0
-    if pool is not None:
-        name, curve, speed = _find_pool(ordered, pool)
-    if usd_per_hour is not None:
-        curve = PriceCurve(usd_per_hour)
-    interval = interval_steps or run.interval_steps
-    asked = {
-        "run": run,
-        "curve": curve,
-        "interval_steps": interval,
-        "speed": speed,
-        "interruptions": interruptions,
-    }
-    chance = random.Random(_SEED)
-    varied = interruptions and (interval, speed) != (run.interval_steps, 1.0)
-    if varied:
-        runs = [_Replay(**asked, chance=chance).simulate() for _ in range(_DRAWS)]
-    else:
-        runs = [_Replay(**asked).simulate()]
-    measured = ledger.total_usd
-    return {
-        "job": ordered[0].job,
-        "price_kind": ledger.price_kind,
-        "measured": {
-            "pool": str(price.pool),
-            "interval_steps": run.interval_steps,
-            "usd": float(measured),
-            "paid_seconds": sum(generation.seconds for generation in run.generations),
-            "redone_steps": ledger.redone_steps,
-        },
-        "predicted": {
-            "error_share": float((predicted.usd - measured) / measured) if measured else 0.0,
-            **predicted.to_json(),
-        },
-        "what_if": {
-            "pool": str(name),
-            "interval_steps": interval,
-            "speed": speed,
-            **_summarize(runs),
-        },
-        "kind": "simulated",
-    }
-
-
 def _summarize(runs: Sequence[_Replay]) -> dict[str, Any]:
     """Return the means of several replays, and the central 90 % range of their dollars."""
     every = [run.to_json() for run in runs]
@@ -423,80 +497,6 @@ def _find_pool(events: Sequence[Event], words: str) -> tuple[PoolName, PriceCurv
         if parse_pool(candidate) == found[0]
     ]
     return found[0], curves[found[0]], speeds[0] / own if speeds and speeds[0] and own else 1.0
-
-
-def render(found: dict[str, Any]) -> str:
-    """Render the result of `replay` as text."""
-    measured = found["measured"]
-    predicted = found["predicted"]
-    what_if = found["what_if"]
-
-    def describe(run: dict[str, Any]) -> str:
-        pool = f"{run['pool']}, a checkpoint every {run['interval_steps']} steps"
-        return (
-            f"{pool}, {format_duration(run['paid_seconds'])} paid, {run['redone_steps']} steps "
-            "redone"
-        )
-
-    error = format_percent(predicted["error_share"], 2)
-    low, high = map(format_usd, what_if["usd_range"])
-    difference = format_usd(what_if["usd"] - predicted["usd"])
-    if what_if["speed"] == 1.0:
-        speed = ""
-    else:
-        speed = f"; speed × {what_if['speed']:.3g} as the plan estimated"
-    return "\n".join(
-        [
-            f"replay of job {found['job']} (prices: {found['price_kind']})",
-            f"  measured   {format_usd(measured['usd'])}  {describe(measured)}",
-            f"  predicted  {format_usd(predicted['usd'])}  the same run by the model: error "
-            f"{error}",
-            f"  what if    {format_usd(what_if['usd'])}  {describe(what_if)}, simulated",
-            *(
-                [
-                    f"             {low} to {high} in nine of ten replays with other start-ups "
-                    "and step times"
-                ]
-                if low != high
-                else []
-            ),
-            f"  difference {difference}  what if less predicted, so that the model's error "
-            "cancels out",
-            "  interruptions keep their recorded times; the other pool's own hazard is not "
-            f"replayed{speed}",
-        ]
-    )
-
-
-def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "replay",
-        help=(
-            "what a finished run would have cost in another pool, or with another checkpoint "
-            "interval"
-        ),
-    )
-    parser.add_argument(
-        "job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job"
-    )
-    parser.add_argument(
-        "--pool",
-        default=None,
-        metavar="WORDS",
-        help="such as 'g5.xlarge spot use1-az4', as recorded",
-    )
-    parser.add_argument("--usd-per-hour", default=None, help="another price, per node")
-    parser.add_argument(
-        "--interval", type=int, default=None, metavar="STEPS", help="steps between checkpoints"
-    )
-    parser.add_argument(
-        "--no-interruptions", action="store_true", help="as if the run had not been interrupted"
-    )
-    parser.add_argument(
-        "--store", default=None, metavar="URI", help="the job's store, if not known to this machine"
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(run=_replay)
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -202,40 +202,10 @@ def admit(
     return found
 
 
-def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verdict, str]:
-    """Decide whether the job's unspent budget fits into `left`: the project's dollars left in each
-    month of the job.
-    """
-    needed = job.may_spend_usd
-    for month, usd in left.items():
-        budget = team.budget_usd(job.project, month) or Decimal(0)
-        where = (
-            f"project {job.project!r} in {month}: {left_text(usd)} left of {format_usd(budget, 2)}"
-        )
-        if job.limit_usd is None:
-            return (
-                "refuse",
-                "set cost.budget_usd: without a limit of its own the job may spend anything. "
-                f"{where}",
-            )
-        if needed > usd:
-            ever = needed + job.spent.get(month, Decimal(0)) <= budget
-            return "wait" if ever else "refuse", f"may spend {format_usd(needed, 2)}. {where}"
-    return "start", f"may spend {'anything' if job.limit_usd is None else format_usd(needed, 2)}"
-
-
 def left_text(usd: Decimal) -> str:
     if usd.is_finite():
         return format_usd(usd, 2)
     return "nothing (a running job has no cost.budget_usd)"
-
-
-class _LineLoader(yaml.SafeLoader):
-    """YAML loader that adds its line number to each mapping, as the key `line`."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        found = super().construct_mapping(node, deep=deep)
-        return {**found, "line": node.start_mark.line + 1}
 
 
 def read_team(path: Path) -> Team:
@@ -286,6 +256,36 @@ def read_team(path: Path) -> Team:
     if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
         raise TeamError(f"{path}:{data['line']}: jobs: expected a list of names or URIs of jobs")
     return Team(budgets=budgets, waiting=tuple(waiting), jobs=tuple(jobs))
+
+
+def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verdict, str]:
+    """Decide whether the job's unspent budget fits into `left`: the project's dollars left in each
+    month of the job.
+    """
+    needed = job.may_spend_usd
+    for month, usd in left.items():
+        budget = team.budget_usd(job.project, month) or Decimal(0)
+        where = (
+            f"project {job.project!r} in {month}: {left_text(usd)} left of {format_usd(budget, 2)}"
+        )
+        if job.limit_usd is None:
+            return (
+                "refuse",
+                "set cost.budget_usd: without a limit of its own the job may spend anything. "
+                f"{where}",
+            )
+        if needed > usd:
+            ever = needed + job.spent.get(month, Decimal(0)) <= budget
+            return "wait" if ever else "refuse", f"may spend {format_usd(needed, 2)}. {where}"
+    return "start", f"may spend {'anything' if job.limit_usd is None else format_usd(needed, 2)}"
+
+
+class _LineLoader(yaml.SafeLoader):
+    """YAML loader that adds its line number to each mapping, as the key `line`."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        found = super().construct_mapping(node, deep=deep)
+        return {**found, "line": node.start_mark.line + 1}
 
 
 def _entries(path: Path, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:

@@ -201,41 +201,6 @@ def start_micros(node: NodeTime) -> int:
     return round(node.started_wall * MICRO)
 
 
-def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
-    """Return the weight of each class in a rank's cost: its seconds at the mean price of the spans
-    that contain it.
-    """
-    spent: dict[LedgerClass, Decimal] = {}
-    micros: dict[LedgerClass, int] = {}
-    lasting = [span for span in (*rank.spans, *_find_gaps(rank)) if span.start < span.end]
-    for span in lasting:
-        usd = curve.cost(start + span.start, start + span.end)
-        for kind, duration in span.classes.items():
-            spent[kind] = spent.get(kind, Decimal(0)) + usd * duration / (span.end - span.start)
-            micros[kind] = micros.get(kind, 0) + duration
-    whole = curve.cost(start, start + rank.paid)
-    return {
-        kind: spent[kind] * duration / micros[kind]
-        if micros.get(kind)
-        else whole * duration / rank.paid
-        for kind, duration in rank.classes.items()
-    }
-
-
-def _find_gaps(rank: RankTime) -> Iterator[Span]:
-    """Yield one span of unattributed time for each interval that none of the rank's spans covers."""
-    reached = 0
-    for span in sorted(rank.spans, key=lambda span: span.start):
-        yield _make_gap(reached, span.start)
-        reached = max(reached, span.end)
-    yield _make_gap(reached, rank.paid)
-
-
-def _make_gap(start: int, end: int) -> Span:
-    """Make a span of unattributed time. It does not last if `end` is not after `start`."""
-    return Span(start, end, {LedgerClass.UNATTRIBUTED: end - start})
-
-
 def count_sharers(nodes: Sequence[NodeTime]) -> dict[int, SharerCounts]:
     """Count the job's nodes on each instance over time.
 
@@ -278,3 +243,38 @@ def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
         number = numbers.get(at, number)
         changes.append((at, price / number))
     return PriceCurve(curve.first, tuple(changes))
+
+
+def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
+    """Return the weight of each class in a rank's cost: its seconds at the mean price of the spans
+    that contain it.
+    """
+    spent: dict[LedgerClass, Decimal] = {}
+    micros: dict[LedgerClass, int] = {}
+    lasting = [span for span in (*rank.spans, *_find_gaps(rank)) if span.start < span.end]
+    for span in lasting:
+        usd = curve.cost(start + span.start, start + span.end)
+        for kind, duration in span.classes.items():
+            spent[kind] = spent.get(kind, Decimal(0)) + usd * duration / (span.end - span.start)
+            micros[kind] = micros.get(kind, 0) + duration
+    whole = curve.cost(start, start + rank.paid)
+    return {
+        kind: spent[kind] * duration / micros[kind]
+        if micros.get(kind)
+        else whole * duration / rank.paid
+        for kind, duration in rank.classes.items()
+    }
+
+
+def _find_gaps(rank: RankTime) -> Iterator[Span]:
+    """Yield one span of unattributed time for each interval that none of the rank's spans covers."""
+    reached = 0
+    for span in sorted(rank.spans, key=lambda span: span.start):
+        yield _make_gap(reached, span.start)
+        reached = max(reached, span.end)
+    yield _make_gap(reached, rank.paid)
+
+
+def _make_gap(start: int, end: int) -> Span:
+    """Make a span of unattributed time. It does not last if `end` is not after `start`."""
+    return Span(start, end, {LedgerClass.UNATTRIBUTED: end - start})

@@ -107,6 +107,29 @@ def find_later_refusal(events: Sequence[Event]) -> Event[OutcomePayload] | None:
     return None
 
 
+def find_last(events: Sequence[Event], name: str) -> Event | None:
+    return next((event for event in reversed(events) if event.name == name), None)
+
+
+def proves_generation(event: Event) -> bool:
+    """Return whether the event alone proves that its generation started.
+
+    A node's heartbeats and its `node_ended` event are no proof.
+    """
+    return event.rank >= 0 or event.name in (
+        ev.GENERATION_STARTED,
+        ev.GENERATION_ENDED,
+        ev.NODE_STARTED,
+    )
+
+
+def accounts_for_time(event: Event) -> bool:
+    """Return whether the event records how a rank spent an interval of its time, as `phase` and
+    `step` events do.
+    """
+    return event.rank >= 0 and event.name in (ev.PHASE, ev.STEP)
+
+
 def _final_outcomes(events: Sequence[Event]) -> list[Event[OutcomePayload]]:
     """Return the newest generation's `outcome` events, and any later `outcome` events that steps of
     the flow wrote.
@@ -240,26 +263,3 @@ def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> i
         if any(e.name == ev.STEP and e.step == step for e in by_number[other])
     ]
     return max(reached, default=None)
-
-
-def find_last(events: Sequence[Event], name: str) -> Event | None:
-    return next((event for event in reversed(events) if event.name == name), None)
-
-
-def proves_generation(event: Event) -> bool:
-    """Return whether the event alone proves that its generation started.
-
-    A node's heartbeats and its `node_ended` event are no proof.
-    """
-    return event.rank >= 0 or event.name in (
-        ev.GENERATION_STARTED,
-        ev.GENERATION_ENDED,
-        ev.NODE_STARTED,
-    )
-
-
-def accounts_for_time(event: Event) -> bool:
-    """Return whether the event records how a rank spent an interval of its time, as `phase` and
-    `step` events do.
-    """
-    return event.rank >= 0 and event.name in (ev.PHASE, ev.STEP)

@@ -230,6 +230,30 @@ class Pricing:
         return planned
 
 
+def parse_usd(candidate: Mapping[str, Any]) -> Decimal:
+    """Read a candidate's dollars per hour of one node, exactly as quoted."""
+    return PoolPrice.from_json(candidate).usd_per_hour
+
+
+def select_plans(events: Sequence[Event]) -> list[Event[PlanPayload]]:
+    """Return the `plan` events that chose a pool, in the same order."""
+    return [
+        event
+        for event in events
+        if is_event(event, PlanPayload) and event.payload.chosen is not None
+    ]
+
+
+def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
+    """Read the pool from a candidate of a plan, or from an element of a `prices` event's list (JSON
+    values).
+    """
+    place = candidate.get("zone") or candidate.get("region") or ""
+    return PoolName(
+        instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place
+    )
+
+
 def _time_of_change(change: tuple[int, Decimal]) -> int:
     return change[0]
 
@@ -320,11 +344,6 @@ def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, A
     return same and candidate.get("region") == plan["chosen"].get("region")
 
 
-def parse_usd(candidate: Mapping[str, Any]) -> Decimal:
-    """Read a candidate's dollars per hour of one node, exactly as quoted."""
-    return PoolPrice.from_json(candidate).usd_per_hour
-
-
 def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:
     """Return the on-demand dollars per hour of a type in the region of the plan's pool; None if not
     recorded.
@@ -338,25 +357,6 @@ def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal 
     if known is None:
         return None
     return Decimal(str(known))
-
-
-def select_plans(events: Sequence[Event]) -> list[Event[PlanPayload]]:
-    """Return the `plan` events that chose a pool, in the same order."""
-    return [
-        event
-        for event in events
-        if is_event(event, PlanPayload) and event.payload.chosen is not None
-    ]
-
-
-def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
-    """Read the pool from a candidate of a plan, or from an element of a `prices` event's list (JSON
-    values).
-    """
-    place = candidate.get("zone") or candidate.get("region") or ""
-    return PoolName(
-        instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place
-    )
 
 
 def _read_price_changes(

@@ -146,6 +146,24 @@ def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[R
     return node.rank_times[generation]
 
 
+def compute_rate(event: Event, key: Literal["tokens", "flops"]) -> float | None:
+    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if
+    unknown.
+    """
+    if not is_event(event, StepPayload):
+        return None
+    step = event.payload
+    seconds = step.seconds or {}
+    if key == "tokens":
+        amount = step.tokens
+    else:
+        amount = step.flops
+    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
+    if amount and busy > 0:
+        return amount / busy
+    return None
+
+
 def _node(events: list[Event]) -> NodeTime | None:
     by_rank = group_by_key((event.rank, event) for event in events if event.rank >= 0)
     started = next((event for event in events if is_event(event, NodeStartedPayload)), None)
@@ -375,21 +393,3 @@ def _balance(classes: dict[LedgerClass, int], paid: int, where: str) -> None:
 
 def _micros(seconds: float) -> int:
     return round(seconds * MICRO)
-
-
-def compute_rate(event: Event, key: Literal["tokens", "flops"]) -> float | None:
-    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if
-    unknown.
-    """
-    if not is_event(event, StepPayload):
-        return None
-    step = event.payload
-    seconds = step.seconds or {}
-    if key == "tokens":
-        amount = step.tokens
-    else:
-        amount = step.flops
-    busy = seconds.get(LedgerClass.USEFUL_STEP, 0.0) + seconds.get(LedgerClass.DATA_WAIT, 0.0)
-    if amount and busy > 0:
-        return amount / busy
-    return None

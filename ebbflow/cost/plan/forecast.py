@@ -50,7 +50,6 @@ from ebbflow.cost.plan.throughput import MemoryFit, Throughput
 if TYPE_CHECKING:
     import numpy
 
-
 HOURS_PER_MONTH = 730.0
 # Middle of each of the advisor's bands; the last one is open above ("over 20 %") and counts as 25
 # %.
@@ -63,26 +62,17 @@ FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 # before): pools are reclaimed a thousand times as often as their band suggests, or hardly ever.
 PRIOR_WEIGHT = 0.001
 
-
-def reclaim_prior(band: int) -> GammaHazard:
-    """Return the prior distribution of a spot pool's reclaims per hour, given its spot advisor band
-    (0 to 4).
-    """
-    return GammaHazard.from_prior(reclaim_hazard_per_hour(band), weight=PRIOR_WEIGHT)
-
-
-def reclaim_hazard_per_hour(band: int) -> float:
-    """Convert a spot advisor band (0 to 4) to expected reclaims per hour.
-
-    Raises IndexError for an unknown band.
-    """
-    return -math.log1p(-BAND_SHARE[band]) / HOURS_PER_MONTH
-
-
 DRAWS = 1000
 _SEED = 20_260_720
 _MOST_INTERRUPTIONS = 1e6
 _WAITS_DRAWN = 64
+
+# An agent declares a peer lost after this time without a heartbeat (training/launch).
+DETECT_SECONDS = 20.0
+# Staging to host memory reaches about a third of a memcpy's 6 GB/s; planning the checkpoint comes
+# on top.
+STAGING_BYTES_PER_SECOND = 2e9
+SAVE_OVERHEAD_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,142 +122,12 @@ class ForecastQuantiles:
     deadline_probability: float | None
 
 
-def forecast_quantiles(
-    case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
-) -> ForecastQuantiles:
-    """Simulate the remaining work of a job in one pool, and return the quantiles of its hours and
-    dollars.
-
-    Args:
-        gang_usd_per_hour: Price of all nodes.
-        other_usd: Cost of storage and transfer, the same in every simulated run.
-        hours_left: Hours until the deadline; None without a deadline.
-    """
-    drawn = simulate_runs(case)
-    return ForecastQuantiles(
-        p50_hours=_quantile(drawn.hours, 0.5),
-        p90_hours=_quantile(drawn.hours, 0.9),
-        p50_usd=gang_usd_per_hour * _quantile(drawn.paid_hours, 0.5) + other_usd,
-        p90_usd=gang_usd_per_hour * _quantile(drawn.paid_hours, 0.9) + other_usd,
-        deadline_probability=None
-        if hours_left is None
-        else float((drawn.hours <= hours_left).mean()),
-    )
-
-
-def _quantile(draws: numpy.ndarray, share: float) -> float:
-    """Return the `share` quantile of the draws: at least this share of the draws are less than or
-    equal to it.
-    """
-    import numpy
-
-    index = math.ceil(share * len(draws)) - 1
-    return float(numpy.partition(draws, index)[index])
-
-
 @dataclass(frozen=True)
 class SimulatedRuns:
     """Simulated runs of one job."""
 
     paid_hours: numpy.ndarray  # paid hours per node, [draws]
     hours: numpy.ndarray  # paid hours plus unpaid waits for capacity, [draws]
-
-
-@cache
-def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return standard normal draws for the speed and for the lost time: two arrays [draws].
-
-    The draws for the speed are stratified; those for the lost time are independent.
-    """
-    from statistics import NormalDist
-
-    import numpy
-
-    chance = numpy.random.default_rng(_SEED)
-    normal = NormalDist()
-    strata = numpy.array([normal.inv_cdf((index + 0.5) / DRAWS) for index in range(DRAWS)])
-    return chance.permutation(strata), chance.standard_normal(DRAWS)
-
-
-def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
-    """Simulate `DRAWS` runs of a job.
-
-    Equal inputs give equal results, because the seed is fixed.
-    """
-    import numpy
-
-    speeds, losses = _standard_draws()
-    # A lognormal factor with mean 1 keeps the expected hours of the plan.
-    deviation = case.speed_log_deviation
-    slower = numpy.exp(deviation * speeds - deviation**2 / 2)
-    undisturbed = case.start_hours + case.work_hours * slower
-    chance = numpy.random.default_rng(_SEED + 1)
-    reclaims = _counts(chance, undisturbed, case, case.reclaims)
-    failures = chance.poisson(case.failures_per_hour * undisturbed)
-    number = reclaims + failures
-    mean = case.fixed_lost_hours + case.interval_hours / 2
-    spread = case.interval_hours / math.sqrt(12.0)
-    lost = number * mean + numpy.sqrt(number) * spread * losses
-    paid = undisturbed + numpy.maximum(lost, number * case.fixed_lost_hours)
-    hours = paid + case.wait_hours + _waits(chance, reclaims, case.possible_waits)
-    if case.start_chance is not None:
-        refused = chance.random(DRAWS) >= case.start_chance
-        hours += refused * chance.choice(numpy.array(case.possible_waits), size=DRAWS)
-    return SimulatedRuns(paid_hours=paid, hours=hours)
-
-
-def _counts(
-    chance: numpy.random.Generator,
-    undisturbed: numpy.ndarray,
-    case: ForecastInputs,
-    belief: GammaHazard | None,
-) -> numpy.ndarray:
-    """Draw the number of reclaims of each simulated run, [draws].
-
-    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. Reclaims make the
-    run longer, and more reclaims occur in the added time.
-
-    Args:
-        undisturbed: Hours of each run without interruptions, [draws].
-        belief: Distribution of the reclaims per hour; None for on-demand, which has no reclaims.
-    """
-    import numpy
-
-    if belief is None:
-        return numpy.zeros(len(undisturbed), dtype=numpy.int64)
-    hazard = chance.gamma(belief.shape, 1.0 / belief.hours, size=len(undisturbed))
-    each = case.fixed_lost_hours + case.interval_hours / 2
-    # Where interruptions leave less than a tenth of the time for work, count the run as ten times
-    # as long.
-    stretch = 1.0 / numpy.maximum(0.1, 1.0 - hazard * each)
-    return chance.poisson(numpy.minimum(hazard * undisturbed * stretch, _MOST_INTERRUPTIONS))
-
-
-def _waits(
-    chance: numpy.random.Generator, reclaims: numpy.ndarray, waits: Sequence[float]
-) -> numpy.ndarray:
-    """Draw the hours that each simulated run waits for capacity after its reclaims, [draws].
-
-    For a run with more than 64 reclaims, 64 waits are drawn, and their sum is scaled up.
-    """
-    import numpy
-
-    some = numpy.minimum(reclaims, _WAITS_DRAWN)
-    if not some.any():
-        return numpy.zeros(len(reclaims))
-    drawn = chance.choice(numpy.array(waits), size=int(some.sum()))
-    sums = numpy.bincount(
-        numpy.repeat(numpy.arange(len(some)), some), weights=drawn, minlength=len(some)
-    )
-    return sums * reclaims / numpy.maximum(some, 1)
-
-
-# An agent declares a peer lost after this time without a heartbeat (training/launch).
-DETECT_SECONDS = 20.0
-# Staging to host memory reaches about a third of a memcpy's 6 GB/s; planning the checkpoint comes
-# on top.
-STAGING_BYTES_PER_SECOND = 2e9
-SAVE_OVERHEAD_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +175,71 @@ class ExpectedRun:
     interruptions: float  # expected number of interruptions
     paid_hours: float  # expected paid hours per node
     expected_hours: float  # `paid_hours` plus expected waits for capacity
+
+
+def reclaim_prior(band: int) -> GammaHazard:
+    """Return the prior distribution of a spot pool's reclaims per hour, given its spot advisor band
+    (0 to 4).
+    """
+    return GammaHazard.from_prior(reclaim_hazard_per_hour(band), weight=PRIOR_WEIGHT)
+
+
+def reclaim_hazard_per_hour(band: int) -> float:
+    """Convert a spot advisor band (0 to 4) to expected reclaims per hour.
+
+    Raises IndexError for an unknown band.
+    """
+    return -math.log1p(-BAND_SHARE[band]) / HOURS_PER_MONTH
+
+
+def forecast_quantiles(
+    case: ForecastInputs, *, gang_usd_per_hour: float, other_usd: float, hours_left: float | None
+) -> ForecastQuantiles:
+    """Simulate the remaining work of a job in one pool, and return the quantiles of its hours and
+    dollars.
+
+    Args:
+        gang_usd_per_hour: Price of all nodes.
+        other_usd: Cost of storage and transfer, the same in every simulated run.
+        hours_left: Hours until the deadline; None without a deadline.
+    """
+    drawn = simulate_runs(case)
+    return ForecastQuantiles(
+        p50_hours=_quantile(drawn.hours, 0.5),
+        p90_hours=_quantile(drawn.hours, 0.9),
+        p50_usd=gang_usd_per_hour * _quantile(drawn.paid_hours, 0.5) + other_usd,
+        p90_usd=gang_usd_per_hour * _quantile(drawn.paid_hours, 0.9) + other_usd,
+        deadline_probability=None
+        if hours_left is None
+        else float((drawn.hours <= hours_left).mean()),
+    )
+
+
+def simulate_runs(case: ForecastInputs) -> SimulatedRuns:
+    """Simulate `DRAWS` runs of a job.
+
+    Equal inputs give equal results, because the seed is fixed.
+    """
+    import numpy
+
+    speeds, losses = _standard_draws()
+    # A lognormal factor with mean 1 keeps the expected hours of the plan.
+    deviation = case.speed_log_deviation
+    slower = numpy.exp(deviation * speeds - deviation**2 / 2)
+    undisturbed = case.start_hours + case.work_hours * slower
+    chance = numpy.random.default_rng(_SEED + 1)
+    reclaims = _counts(chance, undisturbed, case, case.reclaims)
+    failures = chance.poisson(case.failures_per_hour * undisturbed)
+    number = reclaims + failures
+    mean = case.fixed_lost_hours + case.interval_hours / 2
+    spread = case.interval_hours / math.sqrt(12.0)
+    lost = number * mean + numpy.sqrt(number) * spread * losses
+    paid = undisturbed + numpy.maximum(lost, number * case.fixed_lost_hours)
+    hours = paid + case.wait_hours + _waits(chance, reclaims, case.possible_waits)
+    if case.start_chance is not None:
+        refused = chance.random(DRAWS) >= case.start_chance
+        hours += refused * chance.choice(numpy.array(case.possible_waits), size=DRAWS)
+    return SimulatedRuns(paid_hours=paid, hours=hours)
 
 
 def save_seconds(config: RunConfig, shape: ModelShape, ranks: int) -> float:
@@ -391,3 +316,75 @@ def interval_seconds(config: RunConfig, work: RemainingWork, hazard_per_hour: fl
         "auto": daly_interval_seconds(work.save_seconds, hazard_per_hour),
     }[saves.interval]
     return max(step, min(wanted, work.seconds))
+
+
+def _quantile(draws: numpy.ndarray, share: float) -> float:
+    """Return the `share` quantile of the draws: at least this share of the draws are less than or
+    equal to it.
+    """
+    import numpy
+
+    index = math.ceil(share * len(draws)) - 1
+    return float(numpy.partition(draws, index)[index])
+
+
+@cache
+def _standard_draws() -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Return standard normal draws for the speed and for the lost time: two arrays [draws].
+
+    The draws for the speed are stratified; those for the lost time are independent.
+    """
+    from statistics import NormalDist
+
+    import numpy
+
+    chance = numpy.random.default_rng(_SEED)
+    normal = NormalDist()
+    strata = numpy.array([normal.inv_cdf((index + 0.5) / DRAWS) for index in range(DRAWS)])
+    return chance.permutation(strata), chance.standard_normal(DRAWS)
+
+
+def _counts(
+    chance: numpy.random.Generator,
+    undisturbed: numpy.ndarray,
+    case: ForecastInputs,
+    belief: GammaHazard | None,
+) -> numpy.ndarray:
+    """Draw the number of reclaims of each simulated run, [draws].
+
+    Each run draws a hazard from `belief`, and then a Poisson number of reclaims. Reclaims make the
+    run longer, and more reclaims occur in the added time.
+
+    Args:
+        undisturbed: Hours of each run without interruptions, [draws].
+        belief: Distribution of the reclaims per hour; None for on-demand, which has no reclaims.
+    """
+    import numpy
+
+    if belief is None:
+        return numpy.zeros(len(undisturbed), dtype=numpy.int64)
+    hazard = chance.gamma(belief.shape, 1.0 / belief.hours, size=len(undisturbed))
+    each = case.fixed_lost_hours + case.interval_hours / 2
+    # Where interruptions leave less than a tenth of the time for work, count the run as ten times
+    # as long.
+    stretch = 1.0 / numpy.maximum(0.1, 1.0 - hazard * each)
+    return chance.poisson(numpy.minimum(hazard * undisturbed * stretch, _MOST_INTERRUPTIONS))
+
+
+def _waits(
+    chance: numpy.random.Generator, reclaims: numpy.ndarray, waits: Sequence[float]
+) -> numpy.ndarray:
+    """Draw the hours that each simulated run waits for capacity after its reclaims, [draws].
+
+    For a run with more than 64 reclaims, 64 waits are drawn, and their sum is scaled up.
+    """
+    import numpy
+
+    some = numpy.minimum(reclaims, _WAITS_DRAWN)
+    if not some.any():
+        return numpy.zeros(len(reclaims))
+    drawn = chance.choice(numpy.array(waits), size=int(some.sum()))
+    sums = numpy.bincount(
+        numpy.repeat(numpy.arange(len(some)), some), weights=drawn, minlength=len(some)
+    )
+    return sums * reclaims / numpy.maximum(some, 1)

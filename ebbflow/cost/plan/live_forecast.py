@@ -36,6 +36,13 @@ from ebbflow.cost.plan.pools import Candidate
 if TYPE_CHECKING:
     import numpy
 
+# Log deviation of the actual zone from a recorded one, in standard deviations between the recorded
+# zones: of 0, 0.5, 1, 1.5 and 2 the one with which nearest to 80 % of the jobs in the first half of
+# the recordings cost p10 to p90.
+ZONE_DEVIATIONS = 2.0
+_SEED = 20_261_123
+_MOST_ATTEMPTS = 400
+
 
 class ZoneSpells(NamedTuple):
     """Recorded periods with and without Spot capacity in one zone."""
@@ -82,12 +89,6 @@ ZONE_SPELLS = {
         0.891, (0.16, 0.31, 0.67, 1.80, 4.41, 34.64), (0.16, 0.23, 0.34, 0.46, 0.82, 3.08)
     ),
 }
-# Log deviation of the actual zone from a recorded one, in standard deviations between the recorded
-# zones: of 0, 0.5, 1, 1.5 and 2 the one with which nearest to 80 % of the jobs in the first half of
-# the recordings cost p10 to p90.
-ZONE_DEVIATIONS = 2.0
-_SEED = 20_261_123
-_MOST_ATTEMPTS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,21 +211,6 @@ class LiveRuns:
         return numpy.exp(self.chance.standard_normal((DRAWS, 1)) * deviation * [1.0, -1.0])
 
 
-def _weights(spot: Candidate, zones: Sequence[ZoneSpells]) -> numpy.ndarray:
-    """Return the posterior probability of each zone given the user's Spot losses (Poisson, equal
-    priors).
-    """
-    import numpy
-
-    known = spot.case.reclaims
-    logs = numpy.zeros(len(zones))
-    if known is not None and known.shape != PRIOR_WEIGHT:
-        rates = numpy.array([zone.losses_per_hour for zone in zones])
-        logs = known.shape * numpy.log(rates) - known.hours * rates
-    likely = numpy.exp(logs - logs.max())
-    return likely / likely.sum()
-
-
 def simulate_live(
     config: RunConfig,
     spot: Candidate | None,
@@ -312,6 +298,21 @@ def forecast_live(
         on_demand_share=float((~runs.done).mean()),
         deadline_probability=None if hours_left is None else float(met.mean()),
     )
+
+
+def _weights(spot: Candidate, zones: Sequence[ZoneSpells]) -> numpy.ndarray:
+    """Return the posterior probability of each zone given the user's Spot losses (Poisson, equal
+    priors).
+    """
+    import numpy
+
+    known = spot.case.reclaims
+    logs = numpy.zeros(len(zones))
+    if known is not None and known.shape != PRIOR_WEIGHT:
+        rates = numpy.array([zone.losses_per_hour for zone in zones])
+        logs = known.shape * numpy.log(rates) - known.hours * rates
+    likely = numpy.exp(logs - logs.max())
+    return likely / likely.sum()
 
 
 def _work_hours(last_resort: Candidate) -> float:

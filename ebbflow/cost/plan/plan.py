@@ -50,76 +50,6 @@ from ebbflow.cost.prices.reservations import CapacityEvidence, open_evidence
 if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
 
-
-def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
-    """Return one note per assumption of the plan, and one per kind of cost that the plan leaves
-    out.
-    """
-    regions = config.cost.regions
-    rates = sources.rates
-    lines = [
-        f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings "
-        "Plans are left out"
-    ]
-    lacking = [region for region in regions if region not in rates.regions]
-    if lacking:
-        lines.append(
-            f"storage in {', '.join(lacking)}: no list price on record, so it counts as nothing "
-            "there"
-        )
-    if not config.store.startswith("s3://"):
-        lines.append(
-            "transfer: the store is a folder, so nothing is counted for commits and tokens"
-        )
-    elif config.cost.store_region is None:
-        lines.append(
-            "transfer: cost.store_region is not set, so the store is taken to lie in each pool's "
-            "own region"
-        )
-    else:
-        away = [
-            region
-            for region in regions
-            if rates.egress_usd_per_gb(region, config.cost.store_region) is None
-        ]
-        if away:
-            lines.append(
-                f"transfer with {', '.join(away)}: no price on record, so it counts as nothing"
-            )
-    if sources.queues is not None:
-        names = ", ".join(map(short_queue_name, sources.queues))
-        lines.append(f"only pools that one of these queues takes: {names}")
-    if config.cost.deadline_hours is not None:
-        likely = f"P(in time) of cost.confidence, {config.cost.confidence:.0%}, or more"
-        lines.append(
-            f"rank: pools with {likely}, by dollars; then the others by dollars / P(in time)"
-        )
-    if config.cluster.market != "on_demand":
-        waits = (
-            "waits after a reclaim as recorded of V100, 2023; the first start is taken to be "
-            "granted at once"
-        )
-        lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
-        lines.append(
-            "as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran "
-            "in the pool"
-        )
-    if sources.shape.kind == "unknown":
-        lines.append(
-            "the script was not measured: its steps, hours and dollars are not known, and not these"
-        )
-    lines += [one_line(note) for note in sources.evidence.notes]
-    if sources.evidence.scores:
-        lines.append(
-            "Spot placement scores ÷ 10 count as the chance that a first start is granted at "
-            "once (assumed)"
-        )
-    old = warn_of_age(sources.now_utc, regions)
-    if old:
-        return (*lines, old)
-    return tuple(lines)
-
-
 # 3: remaining work, dollars by kind, quantiles; a plan may be cut to its best pools.
 SCHEMA = 3
 # Ranked pools in the event and the artifact of a plan; the job's plan.json has all pools.
@@ -129,6 +59,24 @@ _KEPT_BLOCKS = 5
 LOOKED_AHEAD = 100
 # Key of `Plan.counts` for pools that can run the job.
 RANKED = "ranked"
+
+_KINDS = {
+    "usd_per_hour": "as each pool's price_kind says",
+    "hazard_per_hour": "as each pool's hazard_kind says",
+    "fit": "estimated",
+    "tokens_per_second": (
+        "measured, scaled from a measurement, or a prior (estimated), as each pool's speed_kind "
+        "says"
+    ),
+    "storage_usd": f"estimated at {RATES_KIND}",
+    "transfer_usd": f"estimated at {RATES_KIND}",
+    **dict.fromkeys(
+        ("paid_hours", "expected_hours", "compute_usd", "expected_usd", "interruptions"),
+        "estimated",
+    ),
+    "outlook": "simulated",
+    "live": "simulated",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,31 +238,81 @@ class Plan:
         return cls(**fields)
 
 
+def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
+    """Return one note per assumption of the plan, and one per kind of cost that the plan leaves
+    out.
+    """
+    regions = config.cost.regions
+    rates = sources.rates
+    lines = [
+        f"storage, requests and transfer: {RATES_KIND}; NAT, logs, taxes, credits and Savings "
+        "Plans are left out"
+    ]
+    lacking = [region for region in regions if region not in rates.regions]
+    if lacking:
+        lines.append(
+            f"storage in {', '.join(lacking)}: no list price on record, so it counts as nothing "
+            "there"
+        )
+    if not config.store.startswith("s3://"):
+        lines.append(
+            "transfer: the store is a folder, so nothing is counted for commits and tokens"
+        )
+    elif config.cost.store_region is None:
+        lines.append(
+            "transfer: cost.store_region is not set, so the store is taken to lie in each pool's "
+            "own region"
+        )
+    else:
+        away = [
+            region
+            for region in regions
+            if rates.egress_usd_per_gb(region, config.cost.store_region) is None
+        ]
+        if away:
+            lines.append(
+                f"transfer with {', '.join(away)}: no price on record, so it counts as nothing"
+            )
+    if sources.queues is not None:
+        names = ", ".join(map(short_queue_name, sources.queues))
+        lines.append(f"only pools that one of these queues takes: {names}")
+    if config.cost.deadline_hours is not None:
+        likely = f"P(in time) of cost.confidence, {config.cost.confidence:.0%}, or more"
+        lines.append(
+            f"rank: pools with {likely}, by dollars; then the others by dollars / P(in time)"
+        )
+    if config.cluster.market != "on_demand":
+        waits = (
+            "waits after a reclaim as recorded of V100, 2023; the first start is taken to be "
+            "granted at once"
+        )
+        lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
+        lines.append(
+            "as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran "
+            "in the pool"
+        )
+    if sources.shape.kind == "unknown":
+        lines.append(
+            "the script was not measured: its steps, hours and dollars are not known, and not these"
+        )
+    lines += [one_line(note) for note in sources.evidence.notes]
+    if sources.evidence.scores:
+        lines.append(
+            "Spot placement scores ÷ 10 count as the chance that a first start is granted at "
+            "once (assumed)"
+        )
+    old = warn_of_age(sources.now_utc, regions)
+    if old:
+        return (*lines, old)
+    return tuple(lines)
+
+
 def figure_kinds() -> dict[str, str]:
     """Return the source of each figure of a `Candidate`, such as "estimated", by the name of the
     figure.
     """
     on_demand = ", ".join(f"{day}, {region}" for region, day in on_demand_recorded().items())
     return {"on_demand_usd_per_hour": f"recorded {on_demand}", **_KINDS}
-
-
-_KINDS = {
-    "usd_per_hour": "as each pool's price_kind says",
-    "hazard_per_hour": "as each pool's hazard_kind says",
-    "fit": "estimated",
-    "tokens_per_second": (
-        "measured, scaled from a measurement, or a prior (estimated), as each pool's speed_kind "
-        "says"
-    ),
-    "storage_usd": f"estimated at {RATES_KIND}",
-    "transfer_usd": f"estimated at {RATES_KIND}",
-    **dict.fromkeys(
-        ("paid_hours", "expected_hours", "compute_usd", "expected_usd", "interruptions"),
-        "estimated",
-    ),
-    "outlook": "simulated",
-    "live": "simulated",
-}
 
 
 # All but two arguments are optional sources, which callers give by name.
@@ -396,6 +394,15 @@ def make_plan(  # noqa: PLR0913
         live=_live(config, sources, ranked),
         blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
+
+
+def with_outlook(pool: Candidate, hours_left: float | None) -> Candidate:
+    """Return a copy of the pool with a forecast of the hours and dollars of the job."""
+    other = pool.storage_usd + pool.transfer_usd
+    ahead = forecast_quantiles(
+        pool.case, gang_usd_per_hour=pool.gang_usd_per_hour, other_usd=other, hours_left=hours_left
+    )
+    return replace(pool, outlook=ahead)
 
 
 def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> LiveForecast | None:
@@ -493,15 +500,6 @@ def _interval_text(config: RunConfig) -> str:
     if saves.interval in by:
         return f"each {by[saves.interval]}"
     return "as measured stall and hazard have it"
-
-
-def with_outlook(pool: Candidate, hours_left: float | None) -> Candidate:
-    """Return a copy of the pool with a forecast of the hours and dollars of the job."""
-    other = pool.storage_usd + pool.transfer_usd
-    ahead = forecast_quantiles(
-        pool.case, gang_usd_per_hour=pool.gang_usd_per_hour, other_usd=other, hours_left=hours_left
-    )
-    return replace(pool, outlook=ahead)
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, str, str]:

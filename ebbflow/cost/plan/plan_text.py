@@ -29,6 +29,10 @@ WIDTH = 100
 BAR = "│"
 _LISTED = 8
 
+_COLUMNS = ("", "pool", "place", "GPUs", "$/h", "age", "tokens/s", "hours", "dollars")
+# Columns to drop, in this order, if a line is too wide.
+_SPARE = ("GPUs", "tokens/s", "age")
+
 
 def render_plan(plan: Plan) -> str:
     """Render the plan, at most 100 columns wide."""
@@ -253,11 +257,6 @@ def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
             ("budget", f"{share} of {format_usd(plan.budget_usd, 2)}, reserve included (e)")
         )
     return limits
-
-
-_COLUMNS = ("", "pool", "place", "GPUs", "$/h", "age", "tokens/s", "hours", "dollars")
-# Columns to drop, in this order, if a line is too wide.
-_SPARE = ("GPUs", "tokens/s", "age")
 
 
 def _ranked(plan: Plan) -> list[str]:

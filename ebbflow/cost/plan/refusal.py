@@ -25,6 +25,22 @@ from ebbflow.cost.plan.guarantee import guaranteed_hours, refuse_unguaranteed
 from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
 from ebbflow.cost.prices.quote import refresh_command
 
+# Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost
+# the same with fewer.
+_SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRefusal:
+    """The reason why a job must not start."""
+
+    outcome: Outcome  # deadline exceeded, budget exceeded, or no capacity
+    message: str  # the numbers that led to the refusal
+    hint: str  # a change of the configuration that would allow the job
+    # smallest sufficient deadline in hours, or budget in dollars, depending on which limit is
+    # exceeded; None if there is no capacity
+    enough: float | None = None
+
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
     """Return the dollars kept for the last checkpoint: the price of all nodes for
@@ -62,22 +78,6 @@ def split_by_budget(
     return borne, [_rejection(config, sources, pool) for pool in ranked if id(pool) not in kept]
 
 
-def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejection:
-    budget = config.cost.budget_usd or 0.0
-    spent = sources.progress.spent_usd
-    needed = needed_usd(config, sources, pool)
-    reason = (
-        f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} "
-        "reserve for the last save"
-        + (f" + ${spent:.4f} spent so far" if spent else "")
-        + f", cost.budget_usd is ${budget:.4f}"
-    )
-    where = {name: getattr(pool, name) for name in Pool.__dataclass_fields__}
-    return Rejection(
-        **where, kind=OVER_BUDGET, reason=reason, excess=needed / budget if budget else needed
-    )
-
-
 def budget_hint(
     config: RunConfig, sources: PlanInputs, cheapest: Candidate, needed_usd: float
 ) -> str:
@@ -99,23 +99,6 @@ def budget_hint(
         if _usd_on(cheapest, fewer, sources) <= (config.cost.budget_usd or 0.0):
             return f"{hint}, or training.max_steps to {fewer.training.max_steps} or fewer"
     return hint
-
-
-# Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost
-# the same with fewer.
-_SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
-
-
-def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
-    """Return the smallest sufficient budget for the pool's instance type and region; infinity if
-    there is none.
-    """
-    config = config.changed("cluster", instance_types=[pool.instance_type])
-    config = config.changed("cost", regions=[pool.region])
-    return min(
-        (needed_usd(config, sources, pool) for pool in feasible_pools(config, sources)),
-        default=math.inf,
-    )
 
 
 def cheapest_without_deadline(config: RunConfig, sources: PlanInputs) -> Candidate | None:
@@ -184,11 +167,6 @@ def deadline_hint(config: RunConfig, sources: PlanInputs, hours: float) -> str:
     return hint
 
 
-def _can_meet_deadline(config: RunConfig, sources: PlanInputs) -> bool:
-    pools = list(feasible_pools(config, sources))
-    return bool(pools) and _unguaranteed(config, sources, pools, ()) is None
-
-
 def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Rejection, ...]) -> str:
     """Return a hint: the first of several small changes of the configuration that lets a pool run
     the job.
@@ -224,6 +202,78 @@ def capacity_hint(config: RunConfig, sources: PlanInputs, rejected: tuple[Reject
         "no single change makes it fit: use a smaller model, or more nodes and gradient "
         "accumulation together"
     )
+
+
+def find_refusal(
+    config: RunConfig, sources: PlanInputs, ranked: list[Candidate], rejected: tuple[Rejection, ...]
+) -> PlanRefusal | None:
+    """Return the reason why the job must not start in the best pool, `ranked[0]`; None if it may
+    start.
+    """
+    if ranked:
+        return _over_budget(config, sources, ranked[0]) or _unguaranteed(
+            config, sources, ranked, rejected
+        )
+    late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
+    if late:
+        fastest = min(late, key=lambda rejection: rejection.excess)
+        message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
+        pool, first_hours = fastest_without_deadline(config, sources)
+        hours = sufficient_hours(config, sources, pool)
+        needed = needed_usd(config, sources, pool)
+        budget = config.cost.budget_usd
+        hint = deadline_hint(config, sources, hours)
+        if budget is not None and needed > budget:
+            message += (
+                f". The budget is exceeded as well: {pool} would need ${needed:.4f} of "
+                f"${budget:.4f}"
+            )
+            hint = (
+                f"{later_deadline_hint(hours)}, and cost.budget_usd to "
+                f"{math.ceil(needed * 100) / 100:.2f} or more"
+            )
+        elif pool.expected_hours > first_hours:
+            message += (
+                f". The fastest within the budget, {pool}, would need {pool.expected_hours:.4g} h"
+            )
+        return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
+    hint = capacity_hint(config, sources, rejected)
+    return PlanRefusal(
+        outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint
+    )
+
+
+def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejection:
+    budget = config.cost.budget_usd or 0.0
+    spent = sources.progress.spent_usd
+    needed = needed_usd(config, sources, pool)
+    reason = (
+        f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} "
+        "reserve for the last save"
+        + (f" + ${spent:.4f} spent so far" if spent else "")
+        + f", cost.budget_usd is ${budget:.4f}"
+    )
+    where = {name: getattr(pool, name) for name in Pool.__dataclass_fields__}
+    return Rejection(
+        **where, kind=OVER_BUDGET, reason=reason, excess=needed / budget if budget else needed
+    )
+
+
+def _usd_on(pool: Candidate, config: RunConfig, sources: PlanInputs) -> float:
+    """Return the smallest sufficient budget for the pool's instance type and region; infinity if
+    there is none.
+    """
+    config = config.changed("cluster", instance_types=[pool.instance_type])
+    config = config.changed("cost", regions=[pool.region])
+    return min(
+        (needed_usd(config, sources, pool) for pool in feasible_pools(config, sources)),
+        default=math.inf,
+    )
+
+
+def _can_meet_deadline(config: RunConfig, sources: PlanInputs) -> bool:
+    pools = list(feasible_pools(config, sources))
+    return bool(pools) and _unguaranteed(config, sources, pools, ()) is None
 
 
 def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
@@ -289,57 +339,6 @@ def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
                 "per GPU"
             )
             yield text, config.changed("cluster", nodes=more, processes_per_node="auto")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRefusal:
-    """The reason why a job must not start."""
-
-    outcome: Outcome  # deadline exceeded, budget exceeded, or no capacity
-    message: str  # the numbers that led to the refusal
-    hint: str  # a change of the configuration that would allow the job
-    # smallest sufficient deadline in hours, or budget in dollars, depending on which limit is
-    # exceeded; None if there is no capacity
-    enough: float | None = None
-
-
-def find_refusal(
-    config: RunConfig, sources: PlanInputs, ranked: list[Candidate], rejected: tuple[Rejection, ...]
-) -> PlanRefusal | None:
-    """Return the reason why the job must not start in the best pool, `ranked[0]`; None if it may
-    start.
-    """
-    if ranked:
-        return _over_budget(config, sources, ranked[0]) or _unguaranteed(
-            config, sources, ranked, rejected
-        )
-    late = [rejection for rejection in rejected if rejection.kind == MISSES_DEADLINE]
-    if late:
-        fastest = min(late, key=lambda rejection: rejection.excess)
-        message = f"no pool meets the deadline; the fastest, {fastest}, {fastest.reason}"
-        pool, first_hours = fastest_without_deadline(config, sources)
-        hours = sufficient_hours(config, sources, pool)
-        needed = needed_usd(config, sources, pool)
-        budget = config.cost.budget_usd
-        hint = deadline_hint(config, sources, hours)
-        if budget is not None and needed > budget:
-            message += (
-                f". The budget is exceeded as well: {pool} would need ${needed:.4f} of "
-                f"${budget:.4f}"
-            )
-            hint = (
-                f"{later_deadline_hint(hours)}, and cost.budget_usd to "
-                f"{math.ceil(needed * 100) / 100:.2f} or more"
-            )
-        elif pool.expected_hours > first_hours:
-            message += (
-                f". The fastest within the budget, {pool}, would need {pool.expected_hours:.4g} h"
-            )
-        return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=hours)
-    hint = capacity_hint(config, sources, rejected)
-    return PlanRefusal(
-        outcome=Outcome.NO_CAPACITY, message=_nothing_fits(config, rejected), hint=hint
-    )
 
 
 def _unguaranteed(

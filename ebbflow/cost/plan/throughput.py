@@ -55,6 +55,37 @@ FRAGMENTATION_SHARE = 0.10
 # (`cost.capacity.placement`).
 HOST_SHARE = 0.925
 
+# MFU of an untuned run where gpus.csv has no published figure. Published for tuned runs: 46 % (PaLM
+# 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et al. 2024, table 4).
+MFU_PRIOR = 0.35
+# MFU of an untuned run, relative to the published figure of its GPU (`Gpu.bf16_mfu`): an
+# assumption.
+UNTUNED_SHARE = 0.87
+# Speed per GPU after each doubling of the nodes: geometric mean from 8 to 64 GPUs of eight models
+# on A100 and H100 with 1,600 Gbit/s per node (0.972 to 1.001; mosaicml/llm-foundry,
+# scripts/train/benchmarking/README.md, 2024-04-22).
+DOUBLING_EFFICIENCY = 0.99
+# Log standard deviation of MFU between published runs: GPT-3 21.3 %, Gopher 32.5 %, Megatron-Turing
+# NLG 30.2 %, PaLM 46.2 % (Chowdhery et al. 2022, table 3). The uncertainty of a speed that was not
+# measured.
+UNMEASURED_LOG_DEVIATION = 0.32
+# Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
+NO_EFA_FACTOR = 0.6
+# Share of the listed bandwidth that collectives reach.
+NETWORK_EFFICIENCY = 0.7
+# About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
+LAUNCH_SECONDS_PER_BLOCK = 1e-3
+# Duration of a step relative to one without recomputation. Full recomputation adds a fourth pass
+# over the model to three, but its memory allows larger micro-batches, whose products are faster: in
+# the table of gpus.csv, of models from 0.76 billion parameters on one node, the median MFU without
+# it is 1.10 (A100, 22 and 20 runs) and 1.11 (H100, 21 and 16 runs) times that with it. Selective
+# recomputation has hardly any flops.
+RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 1.1}
+# PCIe 3.0 × 16 moves 15.75 GB/s on paper; copies from pinned memory reach about three quarters of
+# that. The value is also used for copies between GPUs without NVLink, which pass through host
+# memory. PCIe 4.0 may be faster (unmeasured).
+PCIE_BYTES_PER_SECOND = 12e9
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFit:
@@ -76,6 +107,20 @@ class MemoryFit:
         """Render the total memory and its parts on one line."""
         parts = " + ".join(f"{name} {gib_text(size)}" for name, size in asdict(self).items())
         return f"{gib_text(self.total)} = {parts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Speed of a gang (all ranks of a job)."""
+
+    # Tokens per second of all ranks together, or other units of the model (`weight_unit`)
+    tokens_per_second: float
+    step_seconds: float  # duration of one optimizer step
+    bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
+    mfu: float  # model FLOPs utilisation at this speed
+    kind: str = "prior"  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
+    # Uncertainty of the speed: the standard deviation of its logarithm
+    log_deviation: float = UNMEASURED_LOG_DEVIATION
 
 
 def gib_text(size: int) -> str:
@@ -166,52 +211,6 @@ def explain_batch(config: RunConfig, world_size: int) -> str:
         f"batch_size {size} is no multiple of {ranks} × {accumulation} accumulation = {parts}: "
         f"{size} = {size // parts} × {parts} + {size % parts}"
     )
-
-
-# MFU of an untuned run where gpus.csv has no published figure. Published for tuned runs: 46 % (PaLM
-# 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et al. 2024, table 4).
-MFU_PRIOR = 0.35
-# MFU of an untuned run, relative to the published figure of its GPU (`Gpu.bf16_mfu`): an
-# assumption.
-UNTUNED_SHARE = 0.87
-# Speed per GPU after each doubling of the nodes: geometric mean from 8 to 64 GPUs of eight models
-# on A100 and H100 with 1,600 Gbit/s per node (0.972 to 1.001; mosaicml/llm-foundry,
-# scripts/train/benchmarking/README.md, 2024-04-22).
-DOUBLING_EFFICIENCY = 0.99
-# Log standard deviation of MFU between published runs: GPT-3 21.3 %, Gopher 32.5 %, Megatron-Turing
-# NLG 30.2 %, PaLM 46.2 % (Chowdhery et al. 2022, table 3). The uncertainty of a speed that was not
-# measured.
-UNMEASURED_LOG_DEVIATION = 0.32
-# Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
-NO_EFA_FACTOR = 0.6
-# Share of the listed bandwidth that collectives reach.
-NETWORK_EFFICIENCY = 0.7
-# About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
-LAUNCH_SECONDS_PER_BLOCK = 1e-3
-# Duration of a step relative to one without recomputation. Full recomputation adds a fourth pass
-# over the model to three, but its memory allows larger micro-batches, whose products are faster: in
-# the table of gpus.csv, of models from 0.76 billion parameters on one node, the median MFU without
-# it is 1.10 (A100, 22 and 20 runs) and 1.11 (H100, 21 and 16 runs) times that with it. Selective
-# recomputation has hardly any flops.
-RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 1.1}
-# PCIe 3.0 × 16 moves 15.75 GB/s on paper; copies from pinned memory reach about three quarters of
-# that. The value is also used for copies between GPUs without NVLink, which pass through host
-# memory. PCIe 4.0 may be faster (unmeasured).
-PCIE_BYTES_PER_SECOND = 12e9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """Speed of a gang (all ranks of a job)."""
-
-    # Tokens per second of all ranks together, or other units of the model (`weight_unit`)
-    tokens_per_second: float
-    step_seconds: float  # duration of one optimizer step
-    bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
-    mfu: float  # model FLOPs utilisation at this speed
-    kind: str = "prior"  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
-    # Uncertainty of the speed: the standard deviation of its logarithm
-    log_deviation: float = UNMEASURED_LOG_DEVIATION
 
 
 def estimate_throughput(

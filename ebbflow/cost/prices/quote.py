@@ -25,6 +25,12 @@ STALE_DAYS = 90
 _DAYS_PER_MONTH = 30.44
 _REGION_NAME = re.compile(r"[a-z]{2,}(?:-[a-z]+)+-\d+")
 
+# The names of the values of `PoolPrice.to_json`.
+PRICE_KEYS = ("usd_per_hour", "quoted_usd_per_hour", "price_kind")
+
+# Spot prices are quoted to a ten-thousandth of a cent; estimates are rounded to the same digit.
+_QUANTUM = Decimal("0.000001")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quote:
@@ -128,10 +134,6 @@ class PoolPrice:
         }
 
 
-# The names of the values of `PoolPrice.to_json`.
-PRICE_KEYS = ("usd_per_hour", "quoted_usd_per_hour", "price_kind")
-
-
 class PriceSource(Protocol):
     """Prices at one moment, from any source.
 
@@ -167,22 +169,6 @@ class PriceSource(Protocol):
         ...
 
 
-def region_of(zone: str) -> str | None:
-    """Return the region of a zone name (us-east-1a, us-west-2-lax-1a); None for anything else, such
-    as a zone id.
-    """
-    found = _REGION_NAME.match(zone)
-    if found and found.end() < len(zone):
-        return found.group()
-    return None
-
-
-def is_zone_of(zone_id: str, region: str) -> bool:
-    """Return whether a zone id (use1-az4) belongs to the region."""
-    prefix = zone_prefix(region)
-    return prefix is not None and zone_id.startswith(f"{prefix}-")
-
-
 def format_time(unix_time: float) -> str:
     return datetime.fromtimestamp(unix_time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
@@ -200,21 +186,6 @@ def format_age(seconds: float) -> str:
     if days < 730:
         return f"{days / _DAYS_PER_MONTH:.0f} months"
     return f"{days / 365.25:.1f} years"
-
-
-def format_short_age(seconds: float) -> str:
-    """Format an age for a narrow column: 12min, 3h, 5d, 4mo, 5.5y."""
-    return (
-        format_age(seconds)
-        .replace(" years", "y")
-        .replace(" months", "mo")
-        .replace(" days", "d")
-        .replace(" ", "")
-    )
-
-
-# Spot prices are quoted to a ten-thousandth of a cent; estimates are rounded to the same digit.
-_QUANTUM = Decimal("0.000001")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +277,33 @@ class StaticPrices:
                 else []
             ),
         )
+
+
+def region_of(zone: str) -> str | None:
+    """Return the region of a zone name (us-east-1a, us-west-2-lax-1a); None for anything else, such
+    as a zone id.
+    """
+    found = _REGION_NAME.match(zone)
+    if found and found.end() < len(zone):
+        return found.group()
+    return None
+
+
+def is_zone_of(zone_id: str, region: str) -> bool:
+    """Return whether a zone id (use1-az4) belongs to the region."""
+    prefix = zone_prefix(region)
+    return prefix is not None and zone_id.startswith(f"{prefix}-")
+
+
+def format_short_age(seconds: float) -> str:
+    """Format an age for a narrow column: 12min, 3h, 5d, 4mo, 5.5y."""
+    return (
+        format_age(seconds)
+        .replace(" years", "y")
+        .replace(" months", "mo")
+        .replace(" days", "d")
+        .replace(" ", "")
+    )
 
 
 def describe_static_table(now_utc: float) -> str:

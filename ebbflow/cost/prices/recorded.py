@@ -45,6 +45,12 @@ LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 # Above any instance's price: a larger number is not dollars per hour.
 _HIGHEST_USD_PER_HOUR = 10_000
 
+_COLUMNS = ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice")
+_GZIP_MAGIC = b"\x1f\x8b"
+# The clock that wrote RecordedAt may be behind EC2's by this much.
+_CLOCK_SECONDS = 600.0
+_ISO_SECONDS = "%Y-%m-%dT%H:%M:%SZ"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpotRecord:
@@ -60,95 +66,6 @@ class SpotRecord:
     @property
     def zone(self) -> str:
         return self.zone_id or self.zone_name
-
-
-def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
-    """Parse one record of DescribeSpotPriceHistory.
-
-    Return None for a price of an operating system other than Linux.
-
-    Args:
-        record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a time
-            zone.
-        where: File and position of the record, for messages.
-
-    Raises:
-        PriceError: A field is missing or invalid.
-    """
-    if record.get("ProductDescription") not in (None, "", *LINUX):
-        return None
-    zone_name = _text(record, "AvailabilityZone", where)
-    region = region_of(zone_name)
-    if region is None:
-        raise PriceError(
-            f"{where}: AvailabilityZone: {zone_name!r} is no zone's name, such as us-east-1a"
-        )
-    zone_id = record.get("AvailabilityZoneId") or ""
-    if zone_id and not (isinstance(zone_id, str) and is_zone_of(zone_id, region)):
-        raise PriceError(f"{where}: AvailabilityZoneId: {zone_id!r} is no zone id of {region}")
-    return SpotRecord(
-        instance_type=_text(record, "InstanceType", where),
-        region=region,
-        zone_name=zone_name,
-        zone_id=zone_id,
-        usd_per_hour=_usd(_text(record, "SpotPrice", where), where),
-        at=_parse_time(record.get("Timestamp"), f"{where}: Timestamp"),
-    )
-
-
-def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list[SpotRecord]:
-    """Return the records with missing zone ids filled in from `ids` (zone name to id) or other
-    records.
-    """
-    listed = list(records)
-    known = {record.zone_name: record.zone_id for record in listed if record.zone_id} | dict(ids)
-    return [
-        record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, ""))
-        for record in listed
-    ]
-
-
-def prices_at(
-    records: Iterable[SpotRecord],
-    *,
-    now_utc: float,
-    observed: Mapping[str, float],
-    kind: QuoteKind,
-    source: str,
-) -> dict[tuple[str, str], tuple[Quote, ...]]:
-    """Return the spot quotes in force at `now_utc` (Unix time) by instance type and region, sorted
-    by zone.
-
-    Args:
-        observed: Unix time at which the prices of each region were last known to be valid.
-    """
-    in_force = [record for record in records if record.at <= now_utc]
-    by_place = group_by_key(
-        ((record.instance_type, record.region, record.zone), record) for record in in_force
-    )
-    # Take the higher of two prices of the same moment: the job may cost less than planned, not
-    # more.
-    latest = {
-        place: max(found, key=lambda record: (record.at, record.usd_per_hour))
-        for place, found in by_place.items()
-    }
-    quotes: dict[tuple[str, str], list[Quote]] = {}
-    for instance_type, region, zone in sorted(latest):
-        record = latest[instance_type, region, zone]
-        quotes.setdefault((instance_type, region), []).append(
-            Quote(
-                instance_type=instance_type,
-                region=region,
-                zone=zone,
-                zone_name=record.zone_name,
-                usd_per_hour=record.usd_per_hour,
-                at=record.at,
-                observed=min(now_utc, observed[region]),
-                kind=kind,
-                source=source,
-            )
-        )
-    return {place: tuple(found) for place, found in quotes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,51 +113,6 @@ class ZonePrices:
             ),
             default=None,
         )
-
-
-def explain_zone_names(reason: str) -> str:
-    """Explain why a configured zone has no price when zone ids are unknown, and how to fix this.
-
-    Args:
-        reason: Reason why the ids are unknown.
-    """
-    return f"zones are known by name only, because {reason}; leave cost.zones empty"
-
-
-def _text(record: Mapping[str, Any], key: str, where: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise PriceError(
-            f"{where}: {key}: {'is missing' if value in (None, '') else f'{value!r} is not text'}"
-        )
-    return value.strip()
-
-
-def _usd(text: str, where: str) -> Decimal:
-    with contextlib.suppress(ValueError):
-        if 0 < (usd := read_decimal(text)) < _HIGHEST_USD_PER_HOUR:
-            return usd
-    limits = f"above 0 and below {_HIGHEST_USD_PER_HOUR}"
-    raise PriceError(f"{where}: SpotPrice: {text[:40]!r} is not dollars per hour, {limits}")
-
-
-def _parse_time(value: Any, where: str) -> float:
-    try:
-        if isinstance(value, datetime):
-            moment = value
-        else:
-            moment = datetime.fromisoformat(value)
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).timestamp()
-    except (TypeError, ValueError, OverflowError) as error:
-        expected = "a time such as 2026-11-20T10:00:00Z"
-        raise PriceError(f"{where}: {value!r} is not {expected}") from error
-
-
-_COLUMNS = ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice")
-_GZIP_MAGIC = b"\x1f\x8b"
-# The clock that wrote RecordedAt may be behind EC2's by this much.
-_CLOCK_SECONDS = 600.0
-_ISO_SECONDS = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +208,104 @@ class RecordedPrices(ZonePrices):
         return (spot, *([names] if nameless else []), describe_on_demand(now_utc, regions))
 
 
+def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
+    """Parse one record of DescribeSpotPriceHistory.
+
+    Return None for a price of an operating system other than Linux.
+
+    Args:
+        record: The record; `Timestamp` is a datetime or ISO 8601 text, in UTC unless it has a time
+            zone.
+        where: File and position of the record, for messages.
+
+    Raises:
+        PriceError: A field is missing or invalid.
+    """
+    if record.get("ProductDescription") not in (None, "", *LINUX):
+        return None
+    zone_name = _text(record, "AvailabilityZone", where)
+    region = region_of(zone_name)
+    if region is None:
+        raise PriceError(
+            f"{where}: AvailabilityZone: {zone_name!r} is no zone's name, such as us-east-1a"
+        )
+    zone_id = record.get("AvailabilityZoneId") or ""
+    if zone_id and not (isinstance(zone_id, str) and is_zone_of(zone_id, region)):
+        raise PriceError(f"{where}: AvailabilityZoneId: {zone_id!r} is no zone id of {region}")
+    return SpotRecord(
+        instance_type=_text(record, "InstanceType", where),
+        region=region,
+        zone_name=zone_name,
+        zone_id=zone_id,
+        usd_per_hour=_usd(_text(record, "SpotPrice", where), where),
+        at=_parse_time(record.get("Timestamp"), f"{where}: Timestamp"),
+    )
+
+
+def with_zone_ids(records: Iterable[SpotRecord], ids: Mapping[str, str]) -> list[SpotRecord]:
+    """Return the records with missing zone ids filled in from `ids` (zone name to id) or other
+    records.
+    """
+    listed = list(records)
+    known = {record.zone_name: record.zone_id for record in listed if record.zone_id} | dict(ids)
+    return [
+        record if record.zone_id else replace(record, zone_id=known.get(record.zone_name, ""))
+        for record in listed
+    ]
+
+
+def prices_at(
+    records: Iterable[SpotRecord],
+    *,
+    now_utc: float,
+    observed: Mapping[str, float],
+    kind: QuoteKind,
+    source: str,
+) -> dict[tuple[str, str], tuple[Quote, ...]]:
+    """Return the spot quotes in force at `now_utc` (Unix time) by instance type and region, sorted
+    by zone.
+
+    Args:
+        observed: Unix time at which the prices of each region were last known to be valid.
+    """
+    in_force = [record for record in records if record.at <= now_utc]
+    by_place = group_by_key(
+        ((record.instance_type, record.region, record.zone), record) for record in in_force
+    )
+    # Take the higher of two prices of the same moment: the job may cost less than planned, not
+    # more.
+    latest = {
+        place: max(found, key=lambda record: (record.at, record.usd_per_hour))
+        for place, found in by_place.items()
+    }
+    quotes: dict[tuple[str, str], list[Quote]] = {}
+    for instance_type, region, zone in sorted(latest):
+        record = latest[instance_type, region, zone]
+        quotes.setdefault((instance_type, region), []).append(
+            Quote(
+                instance_type=instance_type,
+                region=region,
+                zone=zone,
+                zone_name=record.zone_name,
+                usd_per_hour=record.usd_per_hour,
+                at=record.at,
+                observed=min(now_utc, observed[region]),
+                kind=kind,
+                source=source,
+            )
+        )
+    return {place: tuple(found) for place, found in quotes.items()}
+
+
+def explain_zone_names(reason: str) -> str:
+    """Explain why a configured zone has no price when zone ids are unknown, and how to fix this.
+
+    Args:
+        reason: Reason why the ids are unknown.
+    """
+    return f"zones are known by name only, because {reason}; leave cost.zones empty"
+
+
 def read_recording(path: Path) -> Recording:
     """Read a JSON or CSV price file, gzipped or not.
 
@@ -376,6 +346,35 @@ def write_recording(path: Path, recording: Recording) -> None:
     }
     content = (json.dumps(data, indent=1) + "\n").encode()
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
+def _text(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise PriceError(
+            f"{where}: {key}: {'is missing' if value in (None, '') else f'{value!r} is not text'}"
+        )
+    return value.strip()
+
+
+def _usd(text: str, where: str) -> Decimal:
+    with contextlib.suppress(ValueError):
+        if 0 < (usd := read_decimal(text)) < _HIGHEST_USD_PER_HOUR:
+            return usd
+    limits = f"above 0 and below {_HIGHEST_USD_PER_HOUR}"
+    raise PriceError(f"{where}: SpotPrice: {text[:40]!r} is not dollars per hour, {limits}")
+
+
+def _parse_time(value: Any, where: str) -> float:
+    try:
+        if isinstance(value, datetime):
+            moment = value
+        else:
+            moment = datetime.fromisoformat(value)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).timestamp()
+    except (TypeError, ValueError, OverflowError) as error:
+        expected = "a time such as 2026-11-20T10:00:00Z"
+        raise PriceError(f"{where}: {value!r} is not {expected}") from error
 
 
 def _to_json(record: SpotRecord) -> dict[str, str]:

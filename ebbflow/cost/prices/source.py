@@ -27,6 +27,10 @@ from ebbflow.cost.prices.recorded import (
 
 NOT_ASKED = "live prices are asked when the plan is made"
 
+# A history of some weeks has many pages.
+_RECORD_SECONDS = 300.0
+_LONGEST_HISTORY_HOURS = 90 * 24.0
+
 
 def open_prices(
     config: RunConfig,
@@ -105,32 +109,6 @@ def read_price_changes(
     for answer in answers.answered.values():
         found.extend(answer.records)
     return _changes_by_zone(found, kind, since, now_utc, "live")
-
-
-def _changes_by_zone(
-    records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
-) -> list[dict[str, Any]]:
-    """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix
-    times).
-    """
-    wanted = (
-        record for record in records if record.instance_type == instance_type and record.at <= until
-    )
-    by_zone = group_by_key(((record.region, record.zone), record) for record in wanted)
-    pools = []
-    for (region, zone), found in sorted(by_zone.items()):
-        found.sort(key=lambda record: record.at)
-        held = [record for record in found if record.at <= since][-1:]
-        later = [record for record in found if record.at > since]
-        changes = [[record.at, f"{record.usd_per_hour:f}"] for record in [*held, *later]]
-        where = {"instance_type": instance_type, "market": "spot", "region": region, "zone": zone}
-        pools.append({**where, "kind": kind, "changes": changes})
-    return pools
-
-
-# A history of some weeks has many pages.
-_RECORD_SECONDS = 300.0
-_LONGEST_HISTORY_HOURS = 90 * 24.0
 
 
 def add_commands(commands: Any, project_root: Path) -> None:
@@ -252,6 +230,27 @@ def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
     ):
         print(one_line(line))
     return 0
+
+
+def _changes_by_zone(
+    records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
+) -> list[dict[str, Any]]:
+    """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix
+    times).
+    """
+    wanted = (
+        record for record in records if record.instance_type == instance_type and record.at <= until
+    )
+    by_zone = group_by_key(((record.region, record.zone), record) for record in wanted)
+    pools = []
+    for (region, zone), found in sorted(by_zone.items()):
+        found.sort(key=lambda record: record.at)
+        held = [record for record in found if record.at <= since][-1:]
+        later = [record for record in found if record.at > since]
+        changes = [[record.at, f"{record.usd_per_hour:f}"] for record in [*held, *later]]
+        where = {"instance_type": instance_type, "market": "spot", "region": region, "zone": zone}
+        pools.append({**where, "kind": kind, "changes": changes})
+    return pools
 
 
 def _quotes(

@@ -203,6 +203,68 @@ def compute_progress(
     return found
 
 
+def find_kept_steps(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration]
+) -> list[Event[StepPayload]]:
+    """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
+    latest: dict[int, Event[StepPayload]] = {}
+    for event in select_events(events, StepPayload):
+        if event.step is None or event.generation not in generations:
+            continue
+        known = latest.get(event.step)
+        if known is None or (-event.generation, event.rank) < (-known.generation, known.rank):
+            latest[event.step] = event
+    return [latest[step] for step in sorted(latest)]
+
+
+def has_values(column: Iterable[float | None]) -> bool:
+    return any(value is not None for value in column)
+
+
+def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
+    """Thin columns of equal length to two or three rows per bucket, which keep each column's
+    minimum and maximum.
+
+    The columns step, seconds, usd and smooth keep the values of the bucket's first and last row
+    instead. If any other column lacks some of its values in a bucket, the bucket gets a third row
+    in the middle, which is None in this column.
+    """
+    count = len(columns["step"])
+    if count <= 3 * _BUCKETS:
+        return {name: list(map(_short, values)) for name, values in columns.items()}
+    found: dict[str, list[float | None]] = {name: [] for name in columns}
+    for bucket in range(_BUCKETS):
+        first = bucket * count // _BUCKETS
+        last = (bucket + 1) * count // _BUCKETS - 1
+        ends: dict[str, tuple[float | None, float | None]] = {}
+        gaps: set[str] = set()
+        for name, values in columns.items():
+            if name in _X or name == "smooth":
+                ends[name] = values[first], values[last]
+                continue
+            piece = values[first : last + 1]
+            finite = [value for value in piece if value is not None]
+            if not finite:
+                ends[name] = None, None
+                continue
+            low = min(finite)
+            high = max(finite)
+            rising = piece.index(low) <= piece.index(high)
+            if rising:
+                ends[name] = (low, high)
+            else:
+                ends[name] = (high, low)
+            if len(finite) < len(piece):
+                gaps.add(name)
+        for name, (begin, other) in ends.items():
+            if gaps:
+                middle = [None if name in gaps else begin]
+            else:
+                middle = []
+            found[name] += [_short(begin), *map(_short, middle), _short(other)]
+    return found
+
+
 def _newest_gang(ledger: Ledger) -> tuple[list[NodeBill], float]:
     """Return the bills of the newest generation's nodes, and the nodes' total price in US dollars
     per second.
@@ -260,20 +322,6 @@ def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
         yield stay.started, stay.started + stay.micros / MICRO, bill.price.curve
 
 
-def find_kept_steps(
-    events: Sequence[Event], generations: dict[int, RecordedGeneration]
-) -> list[Event[StepPayload]]:
-    """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
-    latest: dict[int, Event[StepPayload]] = {}
-    for event in select_events(events, StepPayload):
-        if event.step is None or event.generation not in generations:
-            continue
-        known = latest.get(event.step)
-        if known is None or (-event.generation, event.rank) < (-known.generation, known.rank):
-            latest[event.step] = event
-    return [latest[step] for step in sorted(latest)]
-
-
 def _step_columns(
     kept: Sequence[Event[StepPayload]],
     peaks: dict[int, float],
@@ -307,10 +355,6 @@ def _step_columns(
     return {name: values for name, values in columns.items() if name in _X or has_values(values)}
 
 
-def has_values(column: Iterable[float | None]) -> bool:
-    return any(value is not None for value in column)
-
-
 def _waited(step: StepPayload) -> float | None:
     """Return the seconds in which a rank waited for other ranks, from its step event; None in older
     logs.
@@ -337,50 +381,6 @@ def _smooth(values: Sequence[float | None]) -> list[float | None]:
             else:
                 mean = mean + share * (value - mean)
         found.append(mean)
-    return found
-
-
-def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """Thin columns of equal length to two or three rows per bucket, which keep each column's
-    minimum and maximum.
-
-    The columns step, seconds, usd and smooth keep the values of the bucket's first and last row
-    instead. If any other column lacks some of its values in a bucket, the bucket gets a third row
-    in the middle, which is None in this column.
-    """
-    count = len(columns["step"])
-    if count <= 3 * _BUCKETS:
-        return {name: list(map(_short, values)) for name, values in columns.items()}
-    found: dict[str, list[float | None]] = {name: [] for name in columns}
-    for bucket in range(_BUCKETS):
-        first = bucket * count // _BUCKETS
-        last = (bucket + 1) * count // _BUCKETS - 1
-        ends: dict[str, tuple[float | None, float | None]] = {}
-        gaps: set[str] = set()
-        for name, values in columns.items():
-            if name in _X or name == "smooth":
-                ends[name] = values[first], values[last]
-                continue
-            piece = values[first : last + 1]
-            finite = [value for value in piece if value is not None]
-            if not finite:
-                ends[name] = None, None
-                continue
-            low = min(finite)
-            high = max(finite)
-            rising = piece.index(low) <= piece.index(high)
-            if rising:
-                ends[name] = (low, high)
-            else:
-                ends[name] = (high, low)
-            if len(finite) < len(piece):
-                gaps.add(name)
-        for name, (begin, other) in ends.items():
-            if gaps:
-                middle = [None if name in gaps else begin]
-            else:
-                middle = []
-            found[name] += [_short(begin), *map(_short, middle), _short(other)]
     return found
 
 

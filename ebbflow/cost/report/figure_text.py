@@ -90,30 +90,6 @@ def format_cause_rows(report: RunReport) -> list[tuple[str, ...]]:
     return [*rows, _format_total(report, 1.0 if total else None)]
 
 
-def _format_amounts(
-    report: RunReport, amounts: Sequence[tuple[float, Decimal | float]]
-) -> list[tuple[str, str]]:
-    """Format pairs of (rank-seconds, dollars), rounded so that each column sums to its displayed
-    total.
-    """
-    decimals = usd_decimals(report.total_usd)
-    time = apportion([Decimal(str(seconds)) for seconds, _ in amounts], 2)
-    dollars = apportion([Decimal(str(usd)) for _, usd in amounts], decimals)
-    unpriced = is_unpriced(report)
-    return [
-        (f"{seconds:,}", NONE if unpriced else format_usd(usd, decimals))
-        for seconds, usd in zip(time, dollars, strict=True)
-    ]
-
-
-def _format_total(report: RunReport, share: float | None) -> tuple[str, str, str, str]:
-    if is_unpriced(report):
-        total = NONE
-    else:
-        total = format_usd(report.total_usd, usd_decimals(report.total_usd))
-    return "total", format_seconds(report.paid_rank_seconds), format_percent(share), total
-
-
 def shorten(text: str, length: int) -> str:
     if len(text) <= length:
         return text
@@ -160,10 +136,6 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
     return {name: figure for name, figure in figures.items() if not _is_unknown(figure)}
 
 
-def _is_unknown(figure: str) -> bool:
-    return figure.split(" ")[0] == NONE
-
-
 def format_mfu(report: RunReport) -> str:
     """Format the model FLOPs utilisation, such as "41.0 % of measured peak", or the reason why it
     is not shown.
@@ -199,83 +171,6 @@ def get_loss_unit(report: RunReport) -> str:
     return f"per {unit.removesuffix('s')}"
 
 
-def _quality(report: RunReport) -> dict[str, str]:
-    """Format the quality of the model: loss and entropy for text, else the metrics of the
-    workload's evaluation.
-    """
-    actual = report.actual
-    if get_weight_unit(report) == "tokens":
-        return {
-            "held-out loss": f"{format_number(actual.get('held_out_loss'))} nats per token",
-            "unigram entropy": f"{format_number(actual.get('unigram_entropy_nats'))} nats per token",
-            "loss / entropy": format_number(actual.get("held_out_ratio"), 3),
-        }
-    return {
-        one_line(name).replace("_", " "): format_number(value)
-        for name, value in (actual.get("metrics") or {}).items()
-    }
-
-
-def _promise(report: RunReport) -> dict[str, str]:
-    """Format how exactly a job resumes, such as "bit for bit, not proven; same data by its
-    sampler".
-    """
-    found = report.events.get("promise")
-    if not found:
-        return {}
-    tried = (report.events.get("certificate") or {}).get("holds")
-    proof = {None: "not proven", True: "proven", False: "DISPROVED"}[tried]
-    if found.get("level") != "bit for bit":
-        proof = ""
-    if found.get("same_data"):
-        data = f"same data by {one_line(found['same_data'])}"
-    else:
-        data = "perhaps other data"
-    words = [
-        ", ".join(filter(None, [one_line(found.get("level") or NONE), proof])),
-        data,
-        "every commit verified",
-    ]
-    stall = (report.actual.get("saves") or {}).get("stall_seconds")
-    if stall is not None:
-        words += [f"{1000 * stall:.1f} ms stall per commit"]
-    return {"resume": "; ".join([*words, *map(one_line, found.get("reasons") or [])])}
-
-
-def _certificate(report: RunReport) -> dict[str, str]:
-    found = report.events.get("certificate")
-    if not found:
-        return {}
-    if found.get("holds"):
-        verdict = "holds"
-    else:
-        verdict = "DOES NOT HOLD"
-    tried = format_count(len(found.get("interruptions") or []), "interruption")
-    return {
-        "certificate": (
-            f"resume {verdict}: {tried} of {format_count(found.get('steps') or 0, 'step')}, bit "
-            "for bit"
-        )
-    }
-
-
-def _saves(found: dict[str, Any]) -> str:
-    """Format the measured and the predicted time lost to checkpoints and redone steps; "n/a" if
-    neither is known.
-    """
-    lost = found.get("actual_loss")
-    predicted = found.get("predicted_loss")
-    if lost is None:
-        known = []
-    else:
-        known = [f"stalls and redone steps {format_share(lost, 'paid time')}"]
-    if predicted is not None:
-        known += [f"predicted {format_percent(predicted)}"]
-    if known and found.get("skipped"):
-        known[-1] += f"; {found['skipped']:,} left out"
-    return ", ".join(known) or NONE
-
-
 def describe_prices(report: RunReport) -> str:
     """Describe the kind of the job's prices, such as "recorded" or "simulated: priced as if on …"."""
     kind = one_line(report.actual.get("price_kind", UNPRICED))
@@ -300,10 +195,6 @@ def is_unpriced(report: RunReport) -> bool:
         and not report.total_usd
         and not _nothing_paid(report)
     )
-
-
-def _nothing_paid(report: RunReport) -> bool:
-    return report.actual.get("price_kind", UNPRICED) == UNPRICED and not report.paid_microseconds
 
 
 def format_pool(plan: dict[str, Any] | None) -> str:
@@ -496,25 +387,6 @@ def describe_damage(report: RunReport) -> list[str]:
     return lines
 
 
-def _price_in_full(report: RunReport) -> str:
-    """Describe the job's prices.
-
-    If the planned pool's quote was applied, add the quote in dollars per hour.
-    """
-    chosen = (report.plan or {}).get("chosen") or {}
-    text = describe_prices(report)
-    quoted = chosen.get("quoted_usd_per_hour")
-    # The quote is for the planned pool. `format_node_prices` describes the prices of other
-    # machines.
-    if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
-        return text
-    if report.actual.get("price_kind") == SIMULATED:
-        known = f" ({one_line(chosen.get('price_kind', NONE))})"
-    else:
-        known = ""
-    return f"{text}, ${one_line(quoted)}/h per node{known}"
-
-
 def describe_finding(report: RunReport) -> str:
     """Describe the root cause that `ebbflow diagnose` finds in the job, with the first fix; "" if
     it finds no cause.
@@ -627,3 +499,131 @@ def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[s
         (str(attempt["number"]), one_line(attempt["where"]), one_line(attempt["why"]))
         for attempt in attempts
     ]
+
+
+def _format_amounts(
+    report: RunReport, amounts: Sequence[tuple[float, Decimal | float]]
+) -> list[tuple[str, str]]:
+    """Format pairs of (rank-seconds, dollars), rounded so that each column sums to its displayed
+    total.
+    """
+    decimals = usd_decimals(report.total_usd)
+    time = apportion([Decimal(str(seconds)) for seconds, _ in amounts], 2)
+    dollars = apportion([Decimal(str(usd)) for _, usd in amounts], decimals)
+    unpriced = is_unpriced(report)
+    return [
+        (f"{seconds:,}", NONE if unpriced else format_usd(usd, decimals))
+        for seconds, usd in zip(time, dollars, strict=True)
+    ]
+
+
+def _format_total(report: RunReport, share: float | None) -> tuple[str, str, str, str]:
+    if is_unpriced(report):
+        total = NONE
+    else:
+        total = format_usd(report.total_usd, usd_decimals(report.total_usd))
+    return "total", format_seconds(report.paid_rank_seconds), format_percent(share), total
+
+
+def _is_unknown(figure: str) -> bool:
+    return figure.split(" ")[0] == NONE
+
+
+def _quality(report: RunReport) -> dict[str, str]:
+    """Format the quality of the model: loss and entropy for text, else the metrics of the
+    workload's evaluation.
+    """
+    actual = report.actual
+    if get_weight_unit(report) == "tokens":
+        return {
+            "held-out loss": f"{format_number(actual.get('held_out_loss'))} nats per token",
+            "unigram entropy": f"{format_number(actual.get('unigram_entropy_nats'))} nats per token",
+            "loss / entropy": format_number(actual.get("held_out_ratio"), 3),
+        }
+    return {
+        one_line(name).replace("_", " "): format_number(value)
+        for name, value in (actual.get("metrics") or {}).items()
+    }
+
+
+def _promise(report: RunReport) -> dict[str, str]:
+    """Format how exactly a job resumes, such as "bit for bit, not proven; same data by its
+    sampler".
+    """
+    found = report.events.get("promise")
+    if not found:
+        return {}
+    tried = (report.events.get("certificate") or {}).get("holds")
+    proof = {None: "not proven", True: "proven", False: "DISPROVED"}[tried]
+    if found.get("level") != "bit for bit":
+        proof = ""
+    if found.get("same_data"):
+        data = f"same data by {one_line(found['same_data'])}"
+    else:
+        data = "perhaps other data"
+    words = [
+        ", ".join(filter(None, [one_line(found.get("level") or NONE), proof])),
+        data,
+        "every commit verified",
+    ]
+    stall = (report.actual.get("saves") or {}).get("stall_seconds")
+    if stall is not None:
+        words += [f"{1000 * stall:.1f} ms stall per commit"]
+    return {"resume": "; ".join([*words, *map(one_line, found.get("reasons") or [])])}
+
+
+def _certificate(report: RunReport) -> dict[str, str]:
+    found = report.events.get("certificate")
+    if not found:
+        return {}
+    if found.get("holds"):
+        verdict = "holds"
+    else:
+        verdict = "DOES NOT HOLD"
+    tried = format_count(len(found.get("interruptions") or []), "interruption")
+    return {
+        "certificate": (
+            f"resume {verdict}: {tried} of {format_count(found.get('steps') or 0, 'step')}, bit "
+            "for bit"
+        )
+    }
+
+
+def _saves(found: dict[str, Any]) -> str:
+    """Format the measured and the predicted time lost to checkpoints and redone steps; "n/a" if
+    neither is known.
+    """
+    lost = found.get("actual_loss")
+    predicted = found.get("predicted_loss")
+    if lost is None:
+        known = []
+    else:
+        known = [f"stalls and redone steps {format_share(lost, 'paid time')}"]
+    if predicted is not None:
+        known += [f"predicted {format_percent(predicted)}"]
+    if known and found.get("skipped"):
+        known[-1] += f"; {found['skipped']:,} left out"
+    return ", ".join(known) or NONE
+
+
+def _nothing_paid(report: RunReport) -> bool:
+    return report.actual.get("price_kind", UNPRICED) == UNPRICED and not report.paid_microseconds
+
+
+def _price_in_full(report: RunReport) -> str:
+    """Describe the job's prices.
+
+    If the planned pool's quote was applied, add the quote in dollars per hour.
+    """
+    chosen = (report.plan or {}).get("chosen") or {}
+    text = describe_prices(report)
+    quoted = chosen.get("quoted_usd_per_hour")
+    # The quote is for the planned pool. `format_node_prices` describes the prices of other
+    # machines.
+    if not quoted or report.actual.get("price_kind") not in (SIMULATED, chosen.get("price_kind")):
+        return text
+    if report.actual.get("price_kind") == SIMULATED:
+        known = f" ({one_line(chosen.get('price_kind', NONE))})"
+    else:
+        known = ""
+    return f"{text}, ${one_line(quoted)}/h per node{known}"

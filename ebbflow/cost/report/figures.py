@@ -51,6 +51,19 @@ _START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)
 # change less often.
 _TICKS = 240
 
+STEP_COLUMNS = (
+    "step",
+    "seconds",
+    "tokens_per_second",
+    "learning_rate",
+    "gradient_norm",
+    "loss",
+    "mfu",
+    "usd",
+    "generation",
+    "kept",
+)
+
 
 def compute_actual_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
@@ -131,20 +144,6 @@ def compute_actual_figures(
     }
 
 
-STEP_COLUMNS = (
-    "step",
-    "seconds",
-    "tokens_per_second",
-    "learning_rate",
-    "gradient_norm",
-    "loss",
-    "mfu",
-    "usd",
-    "generation",
-    "kept",
-)
-
-
 def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool | None, ...]]:
     """List the figures of each executed step (`STEP_COLUMNS`), by generation and step.
 
@@ -193,28 +192,6 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
         kept = generations[generation].keeps(step)
         rows.append((step, seconds, speed, *known, mfu, usd, generation, kept))
     return rows
-
-
-def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
-    """Return the median MFU of the useful steps as `mfu`, or the reason for not reporting it as
-    `mfu_withheld`.
-
-    An MFU above 1 is not reported, because the peak was then measured on a busy machine. If the MFU
-    is unknown, both `mfu` and `mfu_withheld` are None.
-    """
-    peaks = find_peaks(events)
-    shares = []
-    for event in kept:
-        speed = compute_rate(event, "flops")
-        peak = peaks.get(event.generation)
-        shares.append(speed / peak if speed is not None and peak else None)
-    mfu = _median(shares)
-    if mfu is None or mfu <= 1.0:
-        return {"mfu": mfu, "mfu_withheld": None}
-    return {
-        "mfu": None,
-        "mfu_withheld": f"{mfu:.1f} times the peak, which was measured while the machine was busy",
-    }
 
 
 def find_peaks(events: Sequence[Event]) -> dict[int, float]:
@@ -271,49 +248,6 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
         "predicted_loss": fmean(predicted) if predicted else None,
         "actual_loss": lost / ledger.paid_microseconds if ledger.paid_microseconds else None,
     }
-
-
-def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
-    """Return the newest network probe; its key `before` has the medians of earlier probes.
-
-    None without probes.
-    """
-    probes = select_events(events, NetworkPayload)
-    if not probes:
-        return None
-    before = [event.payload for event in probes[:-1]]
-    earlier = {
-        "probes": len(before),
-        "bandwidth_bytes_per_second": _median(
-            read_number(probe.bandwidth_bytes_per_second) for probe in before
-        ),
-        "all_reduce_bytes_per_second": _median(
-            read_number(probe.all_reduce_bytes_per_second) for probe in before
-        ),
-        "round_trip_seconds": _median(read_number(probe.round_trip_seconds) for probe in before),
-        "clock_offset_seconds": _median(
-            read_number(probe.clock_offset_seconds) for probe in before
-        ),
-    }
-    # All fields as they were recorded
-    return {**probes[-1].data, "before": earlier}
-
-
-def _numbers(recorded: Iterable[float | None]) -> list[float]:
-    values = [read_number(value) for value in recorded]
-    return [value for value in values if value is not None]
-
-
-def _first_number(recorded: Iterable[float | None]) -> float | None:
-    """Return the first value that was recorded; None if it is not finite."""
-    return next((read_number(value) for value in recorded if value is not None), None)
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    if known:
-        return median(known)
-    return None
 
 
 def read_number(value: Any) -> float | None:
@@ -384,6 +318,153 @@ def compute_money_figures(
             event.payload.sent_away for event in select_events(events, PreflightPayload)
         ),
     }
+
+
+def compute_hindsight(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
+) -> dict[str, Any] | None:
+    """Compute the lowest possible cost of the same work if all prices had been known in advance,
+    and the regret.
+
+    The regret is the job's total cost less this lowest cost. The compared pools have the job's
+    instance type and number of nodes: every zone with a recorded Spot price, and on-demand.
+    Capacity is assumed to be always available, because missing capacity is not recorded. The
+    optimum is therefore a lower bound and the regret an upper bound, and both are estimates. The
+    work is the time of the steps that are part of the final weights, including data, evaluations
+    and checkpoints. Each start costs as much as the job's first start. If prices never changed, the
+    cheapest pool is the optimum; otherwise dynamic programming (`cost.report.optimum`) finds it.
+
+    Args:
+        events: Events of the job, ordered by time.
+
+    Returns:
+        Lowest cost and regret in dollars, and hours of work and start; None without a plan or paid
+        work, or if no recorded pool could do the work.
+    """
+    plans = select_plans(events)
+    if not plans or not ledger.nodes:
+        return None
+    plan = plans[-1].data
+    newest = ledger.nodes[-1].node.generation
+    gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
+    work, start = _compute_hours(
+        ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang)
+    )
+    if work <= 0:
+        return None
+    known = read_price_curves(plan, _add_quotes(events, Pricing.of(events).history))
+    curves = {
+        pool: curve
+        for pool, curve in known.items()
+        if pool.instance_type == plan["chosen"]["instance_type"]
+    }
+    begin = min(bill.node.started_wall for bill in ledger.nodes)
+    end = max(bill.node.ended_wall for bill in ledger.nodes)
+    if plan.get("deadline_hours"):
+        since = plan.get("started_utc") or plan.get("made_utc") or begin
+        end = max(end, float(since) + plan["deadline_hours"] * 3600)
+    nodes = count_machines(gang)
+    if all(
+        curve.is_constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()
+    ):
+        usd = (
+            min(float(curve.price_at(begin)) for curve in curves.values()) * nodes * (work + start)
+        )
+    else:
+        usd = _find_optimum(curves, begin, end, nodes, work, start)
+    if usd == math.inf:
+        return None
+    # Adding 0.0 turns -0.0 into 0.0
+    regret = round(float(ledger.total_usd) - usd, USD_DECIMALS) + 0.0
+    return {
+        "usd": usd,
+        "regret_usd": regret,
+        "regret_share": regret / usd if usd > 0 else None,
+        "pools": len(curves),
+        "work_hours": work,
+        "start_hours": start,
+        "kind": "estimated",
+    }
+
+
+def read_price_curves(
+    plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
+) -> dict[PoolName, PriceCurve]:
+    """Return the price curve of one node by pool: first the plan's quote, then the recorded price
+    changes.
+
+    Quotes for numbers of nodes other than the planned number are left out.
+    """
+    first = _read_quotes(plan)
+    for pool, changes in history.items():
+        if changes:
+            first.setdefault(pool, min(changes)[1])
+    return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
+
+
+def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
+    """Return the median MFU of the useful steps as `mfu`, or the reason for not reporting it as
+    `mfu_withheld`.
+
+    An MFU above 1 is not reported, because the peak was then measured on a busy machine. If the MFU
+    is unknown, both `mfu` and `mfu_withheld` are None.
+    """
+    peaks = find_peaks(events)
+    shares = []
+    for event in kept:
+        speed = compute_rate(event, "flops")
+        peak = peaks.get(event.generation)
+        shares.append(speed / peak if speed is not None and peak else None)
+    mfu = _median(shares)
+    if mfu is None or mfu <= 1.0:
+        return {"mfu": mfu, "mfu_withheld": None}
+    return {
+        "mfu": None,
+        "mfu_withheld": f"{mfu:.1f} times the peak, which was measured while the machine was busy",
+    }
+
+
+def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
+    """Return the newest network probe; its key `before` has the medians of earlier probes.
+
+    None without probes.
+    """
+    probes = select_events(events, NetworkPayload)
+    if not probes:
+        return None
+    before = [event.payload for event in probes[:-1]]
+    earlier = {
+        "probes": len(before),
+        "bandwidth_bytes_per_second": _median(
+            read_number(probe.bandwidth_bytes_per_second) for probe in before
+        ),
+        "all_reduce_bytes_per_second": _median(
+            read_number(probe.all_reduce_bytes_per_second) for probe in before
+        ),
+        "round_trip_seconds": _median(read_number(probe.round_trip_seconds) for probe in before),
+        "clock_offset_seconds": _median(
+            read_number(probe.clock_offset_seconds) for probe in before
+        ),
+    }
+    # All fields as they were recorded
+    return {**probes[-1].data, "before": earlier}
+
+
+def _numbers(recorded: Iterable[float | None]) -> list[float]:
+    values = [read_number(value) for value in recorded]
+    return [value for value in values if value is not None]
+
+
+def _first_number(recorded: Iterable[float | None]) -> float | None:
+    """Return the first value that was recorded; None if it is not finite."""
+    return next((read_number(value) for value in recorded if value is not None), None)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    if known:
+        return median(known)
+    return None
 
 
 def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
@@ -485,73 +566,6 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
     return found
 
 
-def compute_hindsight(
-    events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
-) -> dict[str, Any] | None:
-    """Compute the lowest possible cost of the same work if all prices had been known in advance,
-    and the regret.
-
-    The regret is the job's total cost less this lowest cost. The compared pools have the job's
-    instance type and number of nodes: every zone with a recorded Spot price, and on-demand.
-    Capacity is assumed to be always available, because missing capacity is not recorded. The
-    optimum is therefore a lower bound and the regret an upper bound, and both are estimates. The
-    work is the time of the steps that are part of the final weights, including data, evaluations
-    and checkpoints. Each start costs as much as the job's first start. If prices never changed, the
-    cheapest pool is the optimum; otherwise dynamic programming (`cost.report.optimum`) finds it.
-
-    Args:
-        events: Events of the job, ordered by time.
-
-    Returns:
-        Lowest cost and regret in dollars, and hours of work and start; None without a plan or paid
-        work, or if no recorded pool could do the work.
-    """
-    plans = select_plans(events)
-    if not plans or not ledger.nodes:
-        return None
-    plan = plans[-1].data
-    newest = ledger.nodes[-1].node.generation
-    gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
-    work, start = _compute_hours(
-        ledger.nodes, generations, ranks=sum(len(bill.node.ranks) for bill in gang)
-    )
-    if work <= 0:
-        return None
-    known = read_price_curves(plan, _add_quotes(events, Pricing.of(events).history))
-    curves = {
-        pool: curve
-        for pool, curve in known.items()
-        if pool.instance_type == plan["chosen"]["instance_type"]
-    }
-    begin = min(bill.node.started_wall for bill in ledger.nodes)
-    end = max(bill.node.ended_wall for bill in ledger.nodes)
-    if plan.get("deadline_hours"):
-        since = plan.get("started_utc") or plan.get("made_utc") or begin
-        end = max(end, float(since) + plan["deadline_hours"] * 3600)
-    nodes = count_machines(gang)
-    if all(
-        curve.is_constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()
-    ):
-        usd = (
-            min(float(curve.price_at(begin)) for curve in curves.values()) * nodes * (work + start)
-        )
-    else:
-        usd = _find_optimum(curves, begin, end, nodes, work, start)
-    if usd == math.inf:
-        return None
-    # Adding 0.0 turns -0.0 into 0.0
-    regret = round(float(ledger.total_usd) - usd, USD_DECIMALS) + 0.0
-    return {
-        "usd": usd,
-        "regret_usd": regret,
-        "regret_share": regret / usd if usd > 0 else None,
-        "pools": len(curves),
-        "work_hours": work,
-        "start_hours": start,
-        "kind": "estimated",
-    }
-
-
 def _compute_hours(
     bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int
 ) -> tuple[float, float]:
@@ -572,21 +586,6 @@ def _compute_hours(
             start += lead * len(bill.node.ranks)
     hour = 3600 * MICRO
     return work / hour / max(1, ranks), start / hour / max(1, first_ranks)
-
-
-def read_price_curves(
-    plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
-) -> dict[PoolName, PriceCurve]:
-    """Return the price curve of one node by pool: first the plan's quote, then the recorded price
-    changes.
-
-    Quotes for numbers of nodes other than the planned number are left out.
-    """
-    first = _read_quotes(plan)
-    for pool, changes in history.items():
-        if changes:
-            first.setdefault(pool, min(changes)[1])
-    return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
 
 
 def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:

@@ -144,6 +144,44 @@ def list_figures(
     return kept, {name: table for name, table in tables.items() if name in used}
 
 
+def render_chart(
+    figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]
+) -> str:
+    """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as
+    interruptions.
+
+    Below a figure with several lines, a legend in HTML names them.
+    """
+    steps = table["step"]
+    values = []
+    for line in figure.series:
+        values += [value for value in table[line.key] if value is not None]
+    axes = _Axes(first=steps[0], last=steps[-1], low=min(values), high=max(values))
+    drawn = _draw_grid(axes)
+    if figure.table == "steps":
+        drawn += _draw_marks(axes, marks)
+    for line in figure.series:
+        for piece in _pieces(steps, table[line.key], line):
+            drawn += _draw_piece(axes, line, piece)
+    names = ", ".join(line.label for line in figure.series)
+    label = html.escape(
+        f"{figure.title}: {names}; {_tick(axes.low)} to {_tick(axes.high)}, "
+        f"steps {axes.first:,.0f} to {axes.last:,.0f}"
+    )
+    svg = (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" data-left="{_LEFT / _WIDTH:.4f}" '
+        f'data-right="{1 - _RIGHT / _WIDTH:.4f}" role="img" '
+        f'aria-label="{label}">{"".join(drawn)}</svg>'
+    )
+    if len(figure.series) < 2:
+        return svg
+    keys = (
+        f'<span><i style="background:var(--{line.colour})"></i>{html.escape(line.label)}</span>'
+        for line in figure.series
+    )
+    return f'{svg}<div class="keys">{"".join(keys)}</div>'
+
+
 def _old_columns(report: RunReport) -> dict[str, Any]:
     """Make the table of values per step from the loss curve.
 
@@ -247,44 +285,6 @@ def _compare(
     for number, curve in enumerate(curves):
         columns[f"job{number}"] = [curve.get(step) for step in steps]
     return columns, [one_line(compared.job) for compared in (report, *same[::-1])]
-
-
-def render_chart(
-    figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]
-) -> str:
-    """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as
-    interruptions.
-
-    Below a figure with several lines, a legend in HTML names them.
-    """
-    steps = table["step"]
-    values = []
-    for line in figure.series:
-        values += [value for value in table[line.key] if value is not None]
-    axes = _Axes(first=steps[0], last=steps[-1], low=min(values), high=max(values))
-    drawn = _draw_grid(axes)
-    if figure.table == "steps":
-        drawn += _draw_marks(axes, marks)
-    for line in figure.series:
-        for piece in _pieces(steps, table[line.key], line):
-            drawn += _draw_piece(axes, line, piece)
-    names = ", ".join(line.label for line in figure.series)
-    label = html.escape(
-        f"{figure.title}: {names}; {_tick(axes.low)} to {_tick(axes.high)}, "
-        f"steps {axes.first:,.0f} to {axes.last:,.0f}"
-    )
-    svg = (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" data-left="{_LEFT / _WIDTH:.4f}" '
-        f'data-right="{1 - _RIGHT / _WIDTH:.4f}" role="img" '
-        f'aria-label="{label}">{"".join(drawn)}</svg>'
-    )
-    if len(figure.series) < 2:
-        return svg
-    keys = (
-        f'<span><i style="background:var(--{line.colour})"></i>{html.escape(line.label)}</span>'
-        for line in figure.series
-    )
-    return f'{svg}<div class="keys">{"".join(keys)}</div>'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,59 @@ _SAME_REMOTE_OPTIONS = "(repeat the earlier --with, --config and --set)"
 # Options with which a user allows a run to discard commits.
 _PERMITS = {Outcome.NO_RESTORE: "--from-scratch", Outcome.ROLLED_BACK: "--accept-rollback"}
 
+WIDTH = 100
+BAR = "│"  # starts every line, because log viewers drop leading spaces
+_LISTED_FAILURES = 5
+_LISTED_GENERATIONS = 12
+_LISTED_ATTEMPTS = 12
+_LONGEST_END = 20
+
+# Key figures of the closing block
+_CLOSING = ("budget", "goodput", "held-out loss", "final loss", "redone")
+_LONGEST_CLOSING = 15
+
+# Settings on which the weights depend.
+_DECISIVE = ("workload", "model.", "data.", "training.", "cluster.", "parallel.")
+
+# Columns of the CSV: plain numbers and text, dollars with six decimals.
+JOB_COLUMNS: tuple[str, ...] = (
+    "job",
+    "owner",
+    "project",
+    "outcome",
+    "pool",
+    "price_kind",
+    "forecast_usd",
+    "total_usd",
+    "savings_usd",
+    "hindsight_usd",
+    "regret_usd",
+    "forecast_hours",
+    "wall_hours",
+    "paid_rank_seconds",
+    "goodput",
+    "interruptions",
+    "failures",
+    "redone_steps",
+    "steps",
+    "tokens_per_second",
+    "final_loss",
+)
+JOB_HEADER = (
+    "job",
+    "outcome",
+    "pool",
+    "forecast",
+    "paid",
+    "savings",
+    "regret",
+    "hours",
+    "goodput",
+    "interr.",
+    "loss",
+)
+_LONGEST_NAME = 34
+
 
 class NextStep(NamedTuple):
     """Suggestion for continuing a job.
@@ -66,82 +119,6 @@ def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep 
         explanation,
         " ".join([command, *permits, *(f"--set {setting}" for setting in settings or [])]),
     )
-
-
-# One return per outcome.
-def _advise(report: RunReport) -> tuple[str, list[str] | None]:  # noqa: PLR0911
-    """Return advice for continuing the job, and the settings that a new run must change (None: use
-    `resume`).
-    """
-    plan = report.plan or {}
-    outcome = report.outcome
-    refusal = plan.get("refusal") or {}
-    if outcome is Outcome.INTERRUPTED:
-        return "to continue from the last commit", None
-    if outcome in (Outcome.FAILED, Outcome.CRASH_LOOP):
-        return "fix the failure, then continue from the last commit", None
-    if outcome is Outcome.BUDGET:
-        # Spend as much again on top of the old budget, and at least what the plan's refusal asked
-        # for.
-        spent = float(report.total_usd)
-        if spent:
-            budget = spent + max(spent, plan.get("budget_usd") or 0.0)
-        else:
-            budget = 0.0
-        budget_text = _round_up(max(budget, refusal.get("enough") or 0.0), "DOLLARS")
-        return f"to continue with a larger budget {_SAME_OPTIONS}", [
-            f"cost.budget_usd={budget_text}"
-        ]
-    if outcome is Outcome.DEADLINE:
-        hours = plan.get("deadline_hours") or report.actual.get("wall_hours") or 0.0
-        deadline = _round_up(refusal.get("enough") or 2 * hours, "HOURS")
-        explanation = (
-            f"to continue with a later deadline, which counts from the next start {_SAME_OPTIONS}"
-        )
-        return explanation, [f"cost.deadline_hours={deadline}"]
-    if outcome is Outcome.NON_FINITE:
-        steps = [step for step, loss in report.loss_curve if loss is None]
-        if steps:
-            at = f" at step {max(steps):,}"
-        else:
-            at = ""
-        # The highest one, which is the configured one after the warm-up
-        rate = report.actual.get("learning_rate")
-        explanation = f"the same run would fail again{at}: lower the learning rate {_SAME_OPTIONS}"
-        return explanation, [f"training.learning_rate={f'{rate / 2:.3g}' if rate else 'RATE'}"]
-    if outcome is Outcome.NO_RESTORE:
-        return (
-            "restore an intact commit and continue, or discard all steps and start over "
-            f"{_SAME_OPTIONS}",
-            [],
-        )
-    if outcome is Outcome.ROLLED_BACK:
-        return (
-            "restore the newer commits and continue, or continue from the older one "
-            f"{_SAME_OPTIONS}",
-            [],
-        )
-    hint = one_line(refusal.get("hint") or "")
-    return f"fix the failure{f' ({hint})' if hint else ''} and run again {_SAME_OPTIONS}", []
-
-
-def _round_up(value: float, placeholder: str) -> str:
-    """Round a positive number up to two significant digits.
-
-    Return `placeholder` for any other value.
-    """
-    if not math.isfinite(value) or value <= 0:
-        return placeholder
-    exact = Decimal(str(value))
-    return f"{exact.quantize(Decimal(1).scaleb(exact.adjusted() - 1), ROUND_CEILING).normalize():f}"
-
-
-WIDTH = 100
-BAR = "│"  # starts every line, because log viewers drop leading spaces
-_LISTED_FAILURES = 5
-_LISTED_GENERATIONS = 12
-_LISTED_ATTEMPTS = 12
-_LONGEST_END = 20
 
 
 def render(report: RunReport, *, program: str = PROGRAM) -> str:
@@ -206,11 +183,6 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     return "\n".join([*lines, "└" + "─" * (WIDTH - 2)])
 
 
-# Key figures of the closing block
-_CLOSING = ("budget", "goodput", "held-out loss", "final loss", "redone")
-_LONGEST_CLOSING = 15
-
-
 def render_closing(
     report: RunReport,
     page: str,
@@ -269,10 +241,6 @@ def render_closing(
     return "\n".join([*wrapped, *end])
 
 
-# Settings on which the weights depend.
-_DECISIVE = ("workload", "model.", "data.", "training.", "cluster.", "parallel.")
-
-
 def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[str]:
     """Return lines that say whether a rehearsed fault changed the weights; [] without a rehearsal.
 
@@ -302,12 +270,6 @@ def describe_rehearsal(report: RunReport, others: Sequence[RunReport]) -> list[s
     return [f"  rehearsal survived; {compared}"]
 
 
-def _decisive(report: RunReport) -> dict[str, Any]:
-    return {
-        row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)
-    }
-
-
 def format_table(
     rows: Sequence[Sequence[str]],
     header: Sequence[str],
@@ -333,73 +295,6 @@ def format_table(
 
     head = line(header)
     return [head, "─" * min(width or len(head), len(head)), *map(line, rows)]
-
-
-def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format the newest generations as a table.
-
-    Names of culprits are shortened to fit on one line.
-    """
-    more = len(rows) - _LISTED_GENERATIONS
-    *names, last = figure_text.GENERATION_HEADER
-    shown = rows[-_LISTED_GENERATIONS:]
-    lines = format_table(
-        [[*row[:-2], figure_text.shorten(row[-2], _LONGEST_END)] for row in shown], names
-    )
-    left = WIDTH - 2 - len(lines[0]) - 2
-    culprits = [last, "─" * left, *(figure_text.shorten(row[-1], left) for row in shown)]
-    table = [f"{line}  {culprit}" for line, culprit in zip(lines, culprits, strict=True)]
-    return table + ([f"… and {more} earlier ones"] if more > 0 else [])
-
-
-def _wrapped(lines: Sequence[str]) -> list[str]:
-    pieces = []
-    for line in lines:
-        wrapped = textwrap.wrap(
-            line, WIDTH - 4, initial_indent="· ", subsequent_indent="  ", break_on_hyphens=False
-        )
-        pieces.extend(wrapped or ["·"])
-    return pieces
-
-
-# Columns of the CSV: plain numbers and text, dollars with six decimals.
-JOB_COLUMNS: tuple[str, ...] = (
-    "job",
-    "owner",
-    "project",
-    "outcome",
-    "pool",
-    "price_kind",
-    "forecast_usd",
-    "total_usd",
-    "savings_usd",
-    "hindsight_usd",
-    "regret_usd",
-    "forecast_hours",
-    "wall_hours",
-    "paid_rank_seconds",
-    "goodput",
-    "interruptions",
-    "failures",
-    "redone_steps",
-    "steps",
-    "tokens_per_second",
-    "final_loss",
-)
-JOB_HEADER = (
-    "job",
-    "outcome",
-    "pool",
-    "forecast",
-    "paid",
-    "savings",
-    "regret",
-    "hours",
-    "goodput",
-    "interr.",
-    "loss",
-)
-_LONGEST_NAME = 34
 
 
 def build_job_row(report: RunReport) -> dict[str, Any]:
@@ -484,6 +379,107 @@ def describe_price_kinds(reports: Sequence[RunReport]) -> str:
     kinds = sorted({one_line(report.actual.get("price_kind") or "unpriced") for report in reports})
     estimated = "forecast (compute alone, like paid), savings, regret: estimated"
     return f"paid: measured time at prices that are {'; '.join(kinds)}. {estimated}"
+
+
+# One return per outcome.
+def _advise(report: RunReport) -> tuple[str, list[str] | None]:  # noqa: PLR0911
+    """Return advice for continuing the job, and the settings that a new run must change (None: use
+    `resume`).
+    """
+    plan = report.plan or {}
+    outcome = report.outcome
+    refusal = plan.get("refusal") or {}
+    if outcome is Outcome.INTERRUPTED:
+        return "to continue from the last commit", None
+    if outcome in (Outcome.FAILED, Outcome.CRASH_LOOP):
+        return "fix the failure, then continue from the last commit", None
+    if outcome is Outcome.BUDGET:
+        # Spend as much again on top of the old budget, and at least what the plan's refusal asked
+        # for.
+        spent = float(report.total_usd)
+        if spent:
+            budget = spent + max(spent, plan.get("budget_usd") or 0.0)
+        else:
+            budget = 0.0
+        budget_text = _round_up(max(budget, refusal.get("enough") or 0.0), "DOLLARS")
+        return f"to continue with a larger budget {_SAME_OPTIONS}", [
+            f"cost.budget_usd={budget_text}"
+        ]
+    if outcome is Outcome.DEADLINE:
+        hours = plan.get("deadline_hours") or report.actual.get("wall_hours") or 0.0
+        deadline = _round_up(refusal.get("enough") or 2 * hours, "HOURS")
+        explanation = (
+            f"to continue with a later deadline, which counts from the next start {_SAME_OPTIONS}"
+        )
+        return explanation, [f"cost.deadline_hours={deadline}"]
+    if outcome is Outcome.NON_FINITE:
+        steps = [step for step, loss in report.loss_curve if loss is None]
+        if steps:
+            at = f" at step {max(steps):,}"
+        else:
+            at = ""
+        # The highest one, which is the configured one after the warm-up
+        rate = report.actual.get("learning_rate")
+        explanation = f"the same run would fail again{at}: lower the learning rate {_SAME_OPTIONS}"
+        return explanation, [f"training.learning_rate={f'{rate / 2:.3g}' if rate else 'RATE'}"]
+    if outcome is Outcome.NO_RESTORE:
+        return (
+            "restore an intact commit and continue, or discard all steps and start over "
+            f"{_SAME_OPTIONS}",
+            [],
+        )
+    if outcome is Outcome.ROLLED_BACK:
+        return (
+            "restore the newer commits and continue, or continue from the older one "
+            f"{_SAME_OPTIONS}",
+            [],
+        )
+    hint = one_line(refusal.get("hint") or "")
+    return f"fix the failure{f' ({hint})' if hint else ''} and run again {_SAME_OPTIONS}", []
+
+
+def _round_up(value: float, placeholder: str) -> str:
+    """Round a positive number up to two significant digits.
+
+    Return `placeholder` for any other value.
+    """
+    if not math.isfinite(value) or value <= 0:
+        return placeholder
+    exact = Decimal(str(value))
+    return f"{exact.quantize(Decimal(1).scaleb(exact.adjusted() - 1), ROUND_CEILING).normalize():f}"
+
+
+def _decisive(report: RunReport) -> dict[str, Any]:
+    return {
+        row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)
+    }
+
+
+def _generations(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format the newest generations as a table.
+
+    Names of culprits are shortened to fit on one line.
+    """
+    more = len(rows) - _LISTED_GENERATIONS
+    *names, last = figure_text.GENERATION_HEADER
+    shown = rows[-_LISTED_GENERATIONS:]
+    lines = format_table(
+        [[*row[:-2], figure_text.shorten(row[-2], _LONGEST_END)] for row in shown], names
+    )
+    left = WIDTH - 2 - len(lines[0]) - 2
+    culprits = [last, "─" * left, *(figure_text.shorten(row[-1], left) for row in shown)]
+    table = [f"{line}  {culprit}" for line, culprit in zip(lines, culprits, strict=True)]
+    return table + ([f"… and {more} earlier ones"] if more > 0 else [])
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    pieces = []
+    for line in lines:
+        wrapped = textwrap.wrap(
+            line, WIDTH - 4, initial_indent="· ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        pieces.extend(wrapped or ["·"])
+    return pieces
 
 
 def _cells(row: dict[str, Any], decimals: int) -> tuple[str, ...]:

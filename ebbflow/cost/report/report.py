@@ -325,6 +325,99 @@ def find_deciding_failure(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
+def list_failures(
+    events: Sequence[Event], generations: dict[int, RecordedGeneration]
+) -> list[dict[str, Any]]:
+    """List the failures of a job by time as {seconds, t_wall, generation, what, culprit, evidence
+    (if any)}.
+
+    A failure is a generation with an unplanned end, a Batch job that did not succeed, a failed
+    check, a refused plan, a commit that could not be restored, or a store that was restored from an
+    older snapshot. Later failures usually follow from the first failure. `seconds` counts from the
+    job's first event.
+    """
+    found = [
+        _describe_interruption(events, generation)
+        for generation in generations.values()
+        if generation.unplanned
+    ]
+    for event in events:
+        found += _describe_failures(event)
+    causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
+    last = {event.payload.job_id: event for event in select_events(events, BatchAttemptPayload)}
+    for job_id, event in last.items():
+        attempt = event.payload
+        cause = causes.get(job_id) or attempt.cause or "unknown"
+        if cause != "ended":
+            stopped = min(event.t_wall, attempt.stopped_utc or event.t_wall)
+            where = f"Batch job in queue {attempt.queue or '?'}"
+            if attempt.queue == "kubernetes":
+                where = "pods on Kubernetes"
+            what = f"{where}: {cause.replace('_', ' ')}"
+            found.append(_failure(stopped, event.generation, what, attempt.reason or ""))
+    start = min((event.t_wall for event in events), default=0.0)
+    found.sort(key=lambda failure: failure["t_wall"])
+    return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
+
+
+def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """List the events that a report shows individually, by time, as {seconds, generation, name,
+    step, text}.
+    """
+    start = min((event.t_wall for event in events), default=0.0)
+    return [
+        {
+            "seconds": event.t_wall - start,
+            "generation": event.generation,
+            "name": event.name,
+            "step": event.step,
+            "text": ", ".join(
+                f"{key.replace('_', ' ')} {f'{value:.6g}' if isinstance(value, float) else value}"
+                for key, value in event.data.items()
+                if value not in (None, "")
+            ),
+        }
+        for event in events
+        if event.name in _NOTABLE or (event.name == ev.RESTORE and event.data.get("rejected"))
+    ]
+
+
+def loss_frame(report: RunReport) -> pandas.DataFrame:
+    """Make a DataFrame with the columns step (int) and loss (float, NaN for a non-finite loss)."""
+    import pandas
+
+    steps = [step for step, _ in report.loss_curve]
+    losses = [loss for _, loss in report.loss_curve]
+    return pandas.DataFrame(
+        {"step": pandas.Series(steps, dtype="int64"), "loss": pandas.Series(losses, dtype="float")}
+    )
+
+
+def ledger_frame(report: RunReport) -> pandas.DataFrame:
+    """Make a DataFrame with the columns class, rank_seconds, usd and kind.
+
+    `usd` is Decimal, so that sums are exact.
+    """
+    import pandas
+
+    rows = [
+        (str(line.ledger_class), line.rank_seconds, line.usd, line.kind) for line in report.ledger
+    ]
+    return pandas.DataFrame(rows, columns=["class", "rank_seconds", "usd", "kind"])
+
+
+def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
+    """Make a DataFrame with one row per executed step (`cost.report.figures.list_step_figures`).
+
+    NaN means unknown.
+    """
+    import pandas
+
+    frame = pandas.DataFrame(list_step_figures(events), columns=list(STEP_COLUMNS))
+    whole = {"step": "int64", "generation": "int64", "kept": "bool"}
+    return frame.astype({name: whole.get(name, "float64") for name in STEP_COLUMNS})
+
+
 def _find_stack(failure: dict[str, Any], output: Sequence[LogLine]) -> dict[str, Any] | None:
     """Return what the failed rank printed last, as {rank, lines}: its last traceback with causes,
     else a few lines.
@@ -477,63 +570,6 @@ def _parse_usd(number: float) -> Decimal:
     return round_amount(Decimal(str(number)))
 
 
-def list_failures(
-    events: Sequence[Event], generations: dict[int, RecordedGeneration]
-) -> list[dict[str, Any]]:
-    """List the failures of a job by time as {seconds, t_wall, generation, what, culprit, evidence
-    (if any)}.
-
-    A failure is a generation with an unplanned end, a Batch job that did not succeed, a failed
-    check, a refused plan, a commit that could not be restored, or a store that was restored from an
-    older snapshot. Later failures usually follow from the first failure. `seconds` counts from the
-    job's first event.
-    """
-    found = [
-        _describe_interruption(events, generation)
-        for generation in generations.values()
-        if generation.unplanned
-    ]
-    for event in events:
-        found += _describe_failures(event)
-    causes = {attempt.job_id: attempt.cause for attempt in read_attempts(events).attempts}
-    last = {event.payload.job_id: event for event in select_events(events, BatchAttemptPayload)}
-    for job_id, event in last.items():
-        attempt = event.payload
-        cause = causes.get(job_id) or attempt.cause or "unknown"
-        if cause != "ended":
-            stopped = min(event.t_wall, attempt.stopped_utc or event.t_wall)
-            where = f"Batch job in queue {attempt.queue or '?'}"
-            if attempt.queue == "kubernetes":
-                where = "pods on Kubernetes"
-            what = f"{where}: {cause.replace('_', ' ')}"
-            found.append(_failure(stopped, event.generation, what, attempt.reason or ""))
-    start = min((event.t_wall for event in events), default=0.0)
-    found.sort(key=lambda failure: failure["t_wall"])
-    return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
-
-
-def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """List the events that a report shows individually, by time, as {seconds, generation, name,
-    step, text}.
-    """
-    start = min((event.t_wall for event in events), default=0.0)
-    return [
-        {
-            "seconds": event.t_wall - start,
-            "generation": event.generation,
-            "name": event.name,
-            "step": event.step,
-            "text": ", ".join(
-                f"{key.replace('_', ' ')} {f'{value:.6g}' if isinstance(value, float) else value}"
-                for key, value in event.data.items()
-                if value not in (None, "")
-            ),
-        }
-        for event in events
-        if event.name in _NOTABLE or (event.name == ev.RESTORE and event.data.get("rejected"))
-    ]
-
-
 def _describe_interruption(
     events: Sequence[Event], generation: RecordedGeneration
 ) -> dict[str, Any]:
@@ -621,39 +657,3 @@ def _describe_failures(event: Event) -> list[dict[str, Any]]:
 
 def _failure(t_wall: float, generation: int, what: str, culprit: str) -> dict[str, Any]:
     return {"t_wall": t_wall, "generation": generation, "what": what, "culprit": culprit}
-
-
-def loss_frame(report: RunReport) -> pandas.DataFrame:
-    """Make a DataFrame with the columns step (int) and loss (float, NaN for a non-finite loss)."""
-    import pandas
-
-    steps = [step for step, _ in report.loss_curve]
-    losses = [loss for _, loss in report.loss_curve]
-    return pandas.DataFrame(
-        {"step": pandas.Series(steps, dtype="int64"), "loss": pandas.Series(losses, dtype="float")}
-    )
-
-
-def ledger_frame(report: RunReport) -> pandas.DataFrame:
-    """Make a DataFrame with the columns class, rank_seconds, usd and kind.
-
-    `usd` is Decimal, so that sums are exact.
-    """
-    import pandas
-
-    rows = [
-        (str(line.ledger_class), line.rank_seconds, line.usd, line.kind) for line in report.ledger
-    ]
-    return pandas.DataFrame(rows, columns=["class", "rank_seconds", "usd", "kind"])
-
-
-def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
-    """Make a DataFrame with one row per executed step (`cost.report.figures.list_step_figures`).
-
-    NaN means unknown.
-    """
-    import pandas
-
-    frame = pandas.DataFrame(list_step_figures(events), columns=list(STEP_COLUMNS))
-    whole = {"step": "int64", "generation": "int64", "kept": "bool"}
-    return frame.astype({name: whole.get(name, "float64") for name in STEP_COLUMNS})

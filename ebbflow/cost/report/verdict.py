@@ -200,6 +200,113 @@ def describe_slowest_rank(report: RunReport, *, if_slow: bool = False) -> str:
     )
 
 
+def describe_simulation(report: RunReport) -> str:
+    """Return " (simulated prices)" if the job's prices were simulated, else ""."""
+    if report.actual.get("price_kind") == SIMULATED:
+        return " (simulated prices)"
+    return ""
+
+
+def list_tiles(report: RunReport) -> list[Tile]:
+    """List the four large numbers of the report: progress or outcome, dollars, goodput and time."""
+    found = report.progress
+    running = report.outcome is None
+    done = found.get("step") or report.actual.get("steps") or 0
+    total = found.get("steps")
+    if total:
+        share = done / total
+    else:
+        share = None
+    if total:
+        steps = f"{done:,} of {total:,} steps"
+    else:
+        steps = format_count(done, "step")
+    if running:
+        progress = Tile("progress", NONE if share is None else format_percent(share), steps, share)
+    else:
+        progress = Tile("outcome", str(report.outcome).replace("_", " "), steps, share)
+    useful = report.actual.get("goodput")
+    goodput = Tile("goodput", format_percent(useful), "paid time in steps that count", useful)
+    return [progress, _dollars(report), goodput, _time(report)]
+
+
+def summarize_status(report: RunReport) -> list[str]:
+    """Return the lines of `ebbflow watch --once`: title, verdict, tiles, and the work that a kill
+    now would lose.
+    """
+    model = describe_model(report)
+    lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
+    lines += [
+        f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}"
+        for tile in list_tiles(report)
+    ]
+    lines += [
+        f"{line}: ebbflow report {one_line(report.job)}" for line in describe_damage(report)[:1]
+    ]
+    slow = describe_slowest_rank(report, if_slow=True)
+    if slow:
+        lines.append(f"{'slow rank':15} {slow}")
+    stop = describe_stop(report)
+    if stop:
+        lines.append(f"{'safe to stop?':15} {stop}")
+    return lines
+
+
+def find_changed_settings(
+    report: RunReport, before: RunReport | None
+) -> list[tuple[str, str, str]]:
+    """List the settings that differ from the earlier job `before`, as (key, value before, value
+    now).
+    """
+    if before is None or not before.configuration or not report.configuration:
+        return []
+    old, new = (_values(shown) for shown in (before, report))
+    return [
+        (key, old.get(key, NONE), new.get(key, NONE))
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    ]
+
+
+def script_command(report: RunReport, *options: str) -> str | None:
+    """Return the command that runs the job's script on this machine; None if `ebbflow run SCRIPT`
+    did not start it.
+    """
+    given = {
+        row["key"]: row["value"] for row in report.configuration if row["source"] == "argument"
+    }
+    if not given.get("script"):
+        return None
+    words = [
+        "ebbflow",
+        "run",
+        given["script"],
+        *options,
+        *(["--"] if given.get("script_args") else []),
+    ]
+    return shlex.join(one_line(str(word)) for word in [*words, *(given.get("script_args") or ())])
+
+
+def reproduce_command(report: RunReport) -> str:
+    """Return the command that runs the same configuration again under a new name; "" if it was not
+    recorded.
+    """
+    rows = report.configuration
+    own = script_command(report)
+    if own is not None or not rows:
+        return own or ""
+    sources = [str(row["source"]).rpartition(":") for row in rows]
+    files = [path for path, _, line in sources if path and line.isdecimal()]
+    words = ["ebbflow", "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]
+    for row in rows:
+        if row["source"] == "--set":
+            words += [
+                "--set",
+                shlex.quote(f"{one_line(row['key'])}={one_line(value_text(row['value']))}"),
+            ]
+    return " ".join(words)
+
+
 def _ahead(report: RunReport) -> str:
     found = report.progress
     done = found.get("step") or 0
@@ -243,13 +350,6 @@ def _price(report: RunReport) -> str:
     return f"{text}, {format_percent(abs(1 - total / usual), 0)} {where} on-demand"
 
 
-def describe_simulation(report: RunReport) -> str:
-    """Return " (simulated prices)" if the job's prices were simulated, else ""."""
-    if report.actual.get("price_kind") == SIMULATED:
-        return " (simulated prices)"
-    return ""
-
-
 def _interruption_cost(report: RunReport) -> str:
     causes = [
         cause
@@ -276,29 +376,6 @@ def _count_endings(report: RunReport) -> str:
     return (
         " and ".join(format_count(*counted) for counted in both if counted[0]) or "0 interruptions"
     )
-
-
-def list_tiles(report: RunReport) -> list[Tile]:
-    """List the four large numbers of the report: progress or outcome, dollars, goodput and time."""
-    found = report.progress
-    running = report.outcome is None
-    done = found.get("step") or report.actual.get("steps") or 0
-    total = found.get("steps")
-    if total:
-        share = done / total
-    else:
-        share = None
-    if total:
-        steps = f"{done:,} of {total:,} steps"
-    else:
-        steps = format_count(done, "step")
-    if running:
-        progress = Tile("progress", NONE if share is None else format_percent(share), steps, share)
-    else:
-        progress = Tile("outcome", str(report.outcome).replace("_", " "), steps, share)
-    useful = report.actual.get("goodput")
-    goodput = Tile("goodput", format_percent(useful), "paid time in steps that count", useful)
-    return [progress, _dollars(report), goodput, _time(report)]
 
 
 def _dollars(report: RunReport) -> Tile:
@@ -344,84 +421,7 @@ def _time(report: RunReport) -> Tile:
     return Tile("time to finish", ends, f"estimated; {wall} so far")
 
 
-def summarize_status(report: RunReport) -> list[str]:
-    """Return the lines of `ebbflow watch --once`: title, verdict, tiles, and the work that a kill
-    now would lose.
-    """
-    model = describe_model(report)
-    lines = [f"{one_line(report.job)}{f': {model}' if model else ''}", render_verdict(report)]
-    lines += [
-        f"{tile.name:15} {tile.number}{f'  ({tile.words})' if tile.words else ''}"
-        for tile in list_tiles(report)
-    ]
-    lines += [
-        f"{line}: ebbflow report {one_line(report.job)}" for line in describe_damage(report)[:1]
-    ]
-    slow = describe_slowest_rank(report, if_slow=True)
-    if slow:
-        lines.append(f"{'slow rank':15} {slow}")
-    stop = describe_stop(report)
-    if stop:
-        lines.append(f"{'safe to stop?':15} {stop}")
-    return lines
-
-
-def find_changed_settings(
-    report: RunReport, before: RunReport | None
-) -> list[tuple[str, str, str]]:
-    """List the settings that differ from the earlier job `before`, as (key, value before, value
-    now).
-    """
-    if before is None or not before.configuration or not report.configuration:
-        return []
-    old, new = (_values(shown) for shown in (before, report))
-    return [
-        (key, old.get(key, NONE), new.get(key, NONE))
-        for key in {**old, **new}
-        if old.get(key) != new.get(key)
-    ]
-
-
 def _values(report: RunReport) -> dict[str, str]:
     return {
         one_line(row["key"]): one_line(value_text(row["value"])) for row in report.configuration
     }
-
-
-def script_command(report: RunReport, *options: str) -> str | None:
-    """Return the command that runs the job's script on this machine; None if `ebbflow run SCRIPT`
-    did not start it.
-    """
-    given = {
-        row["key"]: row["value"] for row in report.configuration if row["source"] == "argument"
-    }
-    if not given.get("script"):
-        return None
-    words = [
-        "ebbflow",
-        "run",
-        given["script"],
-        *options,
-        *(["--"] if given.get("script_args") else []),
-    ]
-    return shlex.join(one_line(str(word)) for word in [*words, *(given.get("script_args") or ())])
-
-
-def reproduce_command(report: RunReport) -> str:
-    """Return the command that runs the same configuration again under a new name; "" if it was not
-    recorded.
-    """
-    rows = report.configuration
-    own = script_command(report)
-    if own is not None or not rows:
-        return own or ""
-    sources = [str(row["source"]).rpartition(":") for row in rows]
-    files = [path for path, _, line in sources if path and line.isdecimal()]
-    words = ["ebbflow", "run", *(["--config", shlex.quote(one_line(files[0]))] if files else [])]
-    for row in rows:
-        if row["source"] == "--set":
-            words += [
-                "--set",
-                shlex.quote(f"{one_line(row['key'])}={one_line(value_text(row['value']))}"),
-            ]
-    return " ".join(words)

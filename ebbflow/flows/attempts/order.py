@@ -32,25 +32,6 @@ from ebbflow.cost.plan.plan import Plan
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
 
 
-def _read_placement(value: object) -> object:
-    if isinstance(value, dict):
-        return Placement.from_json(value)
-    return value
-
-
-def _read_plan(value: object) -> object:
-    if isinstance(value, dict):
-        return Plan.from_json(value)
-    return value
-
-
-# Placement and plan define their JSON themselves.
-PlacementField = Annotated[
-    InstanceOf[Placement], BeforeValidator(_read_placement), PlainSerializer(Placement.to_json)
-]
-PlanField = Annotated[InstanceOf[Plan], BeforeValidator(_read_plan), PlainSerializer(Plan.to_json)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttemptName:
     """Name that identifies one attempt in Metaflow: run, step, task and retry count."""
@@ -63,6 +44,27 @@ class AttemptName:
     @property
     def key(self) -> str:
         return order_key(self.run, self.step, self.task, self.attempt)
+
+
+def _read_placement(value: object) -> object:
+    if isinstance(value, dict):
+        return Placement.from_json(value)
+    return value
+
+
+# Placement and plan define their JSON themselves.
+PlacementField = Annotated[
+    InstanceOf[Placement], BeforeValidator(_read_placement), PlainSerializer(Placement.to_json)
+]
+
+
+def _read_plan(value: object) -> object:
+    if isinstance(value, dict):
+        return Plan.from_json(value)
+    return value
+
+
+PlanField = Annotated[InstanceOf[Plan], BeforeValidator(_read_plan), PlainSerializer(Plan.to_json)]
 
 
 class AttemptOrder(BaseModel):

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ebbflow.cost.prices.reservations import CapacityEvidence, Reservation
     from ebbflow.infra.batch import QueueState
 
-
 DEADLINE_SECONDS = 60.0
 PLANNED_SECONDS = 30.0  # for the second try, which uses the run's plan
 _REQUEST_SECONDS = 20.0
@@ -111,6 +110,109 @@ def place_attempt(
         return PlacementResult(
             trouble=f"{trouble}; nor by the plan of the run: {type(error).__name__}: {error}"
         )
+
+
+def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
+    """Turn a placement into an order (see `AttemptOrder.does`).
+
+    The step `train_node` cannot run several nodes. If the placement has several nodes, the order is
+    "gang", so that the step `train` runs them. For the last attempt that Metaflow allows
+    `train_node`, the order is "again": the flow then runs the step once more, and Metaflow counts
+    its attempts from 0.
+    """
+    from ebbflow.cost.capacity import with_placement
+
+    nodes = placed.nodes
+    processes_per_node = placed.processes_per_node
+    if request.one_node and nodes > 1:
+        return AttemptOrder(does="gang", nodes=nodes, processes_per_node=processes_per_node)
+    if request.one_node and request.last:  # another round has new retries
+        return AttemptOrder(does="again", nodes=nodes, processes_per_node=processes_per_node)
+    return AttemptOrder(
+        nodes=nodes,
+        processes_per_node=processes_per_node,
+        placement=placed,
+        plan=with_placement(plan, placed).brief(),
+    )
+
+
+def make_fresh_plan(
+    job: Job,
+    events: Sequence[Event],
+    examined: dict | None,
+    now: float,
+    evidence: CapacityEvidence,
+) -> Plan:
+    from ebbflow.cost.plan.candidates import read_progress
+    from ebbflow.cost.plan.plan import make_plan
+    from ebbflow.cost.prices.source import open_prices
+
+    return make_plan(
+        job.config,
+        now_utc=now,
+        shape=None if examined is None else ModelShape.from_json(examined["shape"]),
+        prices=open_prices(job.config, now, project_root=PROJECT_ROOT),
+        history=read_job_history(job),
+        progress=read_progress(events, run=job.run),
+        evidence=evidence,
+    )
+
+
+def give_up_reason(
+    history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
+) -> tuple[Outcome, str] | None:
+    """Return the outcome and message with which the job must end because too many attempts in a row
+    failed, else None.
+
+    An attempt does not count as failed if a commit followed it, if its machine was lost, or if it
+    belongs to a run other than `run`, because a new run may have fixed the cause.
+
+    Args:
+        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused attempts
+            on Spot and in reservations do not count.
+    """
+    committed = max((event.generation for event in events if event.name == COMMIT), default=0)
+
+    def failed(attempt: PastAttempt) -> bool:
+        gained = attempt.run != run or attempt.after_generation < committed
+        return not gained and (attempt.refused or attempt.cause in _FAILED_CAUSES)
+
+    def counts(attempt: PastAttempt) -> bool:
+        placement = attempt.placement
+        before_on_demand = placement.market == "spot" or placement.reservation is not None
+        return not (on_demand_comes and attempt.refused and before_on_demand)
+
+    last = list(filter(counts, itertools.takewhile(failed, reversed(history.attempts))))
+    none_started = all(attempt.refused or attempt.started_utc is None for attempt in last)
+    causes = {attempt.cause for attempt in last}
+    no_container = none_started and causes <= {"user_code", "not_made"}
+    if len(last) < (_MOST_NEVER_MADE if no_container else _MOST_IN_VAIN):
+        return None
+    described = {f"{attempt.placement}: {attempt.cause.replace('_', ' ')}" for attempt in last}
+    words = ", ".join(sorted(described))
+    if none_started and not no_container:
+        outcome = Outcome.NO_CAPACITY
+    else:
+        outcome = Outcome.FAILED
+    if last[0].reason:
+        batch_reason = f"; the last one: {last[0].reason}"
+    else:
+        batch_reason = ""
+    return (
+        outcome,
+        f"{len(last)} attempts in a row failed ({words}), and another would too{batch_reason}",
+    )
+
+
+def describe_order(order: AttemptOrder) -> str:
+    if order.does == "stop":
+        return f"no further attempt: {order.outcome}: {order.message}"
+    if order.does == "gang":
+        return f"continues as a gang of {order.nodes} nodes"
+    if order.does == "again":
+        return "another round, since this was the step's last attempt"
+    assert order.placement is not None  # an order to train has one
+    return f"{order.placement}: {order.placement.reason}"
 
 
 def _place_afresh(request: PlacementRequest) -> AttemptOrder:
@@ -278,106 +380,3 @@ def _refuse_if_abandoned(request: PlacementRequest) -> None:
     """
     if request.abandoned.is_set():
         raise TimeoutError("the deadline for this placement has passed")
-
-
-def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
-    """Turn a placement into an order (see `AttemptOrder.does`).
-
-    The step `train_node` cannot run several nodes. If the placement has several nodes, the order is
-    "gang", so that the step `train` runs them. For the last attempt that Metaflow allows
-    `train_node`, the order is "again": the flow then runs the step once more, and Metaflow counts
-    its attempts from 0.
-    """
-    from ebbflow.cost.capacity import with_placement
-
-    nodes = placed.nodes
-    processes_per_node = placed.processes_per_node
-    if request.one_node and nodes > 1:
-        return AttemptOrder(does="gang", nodes=nodes, processes_per_node=processes_per_node)
-    if request.one_node and request.last:  # another round has new retries
-        return AttemptOrder(does="again", nodes=nodes, processes_per_node=processes_per_node)
-    return AttemptOrder(
-        nodes=nodes,
-        processes_per_node=processes_per_node,
-        placement=placed,
-        plan=with_placement(plan, placed).brief(),
-    )
-
-
-def make_fresh_plan(
-    job: Job,
-    events: Sequence[Event],
-    examined: dict | None,
-    now: float,
-    evidence: CapacityEvidence,
-) -> Plan:
-    from ebbflow.cost.plan.candidates import read_progress
-    from ebbflow.cost.plan.plan import make_plan
-    from ebbflow.cost.prices.source import open_prices
-
-    return make_plan(
-        job.config,
-        now_utc=now,
-        shape=None if examined is None else ModelShape.from_json(examined["shape"]),
-        prices=open_prices(job.config, now, project_root=PROJECT_ROOT),
-        history=read_job_history(job),
-        progress=read_progress(events, run=job.run),
-        evidence=evidence,
-    )
-
-
-def give_up_reason(
-    history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
-) -> tuple[Outcome, str] | None:
-    """Return the outcome and message with which the job must end because too many attempts in a row
-    failed, else None.
-
-    An attempt does not count as failed if a commit followed it, if its machine was lost, or if it
-    belongs to a run other than `run`, because a new run may have fixed the cause.
-
-    Args:
-        on_demand_comes: Whether a deadline will move the job to on-demand. If so, refused attempts
-            on Spot and in reservations do not count.
-    """
-    committed = max((event.generation for event in events if event.name == COMMIT), default=0)
-
-    def failed(attempt: PastAttempt) -> bool:
-        gained = attempt.run != run or attempt.after_generation < committed
-        return not gained and (attempt.refused or attempt.cause in _FAILED_CAUSES)
-
-    def counts(attempt: PastAttempt) -> bool:
-        placement = attempt.placement
-        before_on_demand = placement.market == "spot" or placement.reservation is not None
-        return not (on_demand_comes and attempt.refused and before_on_demand)
-
-    last = list(filter(counts, itertools.takewhile(failed, reversed(history.attempts))))
-    none_started = all(attempt.refused or attempt.started_utc is None for attempt in last)
-    causes = {attempt.cause for attempt in last}
-    no_container = none_started and causes <= {"user_code", "not_made"}
-    if len(last) < (_MOST_NEVER_MADE if no_container else _MOST_IN_VAIN):
-        return None
-    described = {f"{attempt.placement}: {attempt.cause.replace('_', ' ')}" for attempt in last}
-    words = ", ".join(sorted(described))
-    if none_started and not no_container:
-        outcome = Outcome.NO_CAPACITY
-    else:
-        outcome = Outcome.FAILED
-    if last[0].reason:
-        batch_reason = f"; the last one: {last[0].reason}"
-    else:
-        batch_reason = ""
-    return (
-        outcome,
-        f"{len(last)} attempts in a row failed ({words}), and another would too{batch_reason}",
-    )
-
-
-def describe_order(order: AttemptOrder) -> str:
-    if order.does == "stop":
-        return f"no further attempt: {order.outcome}: {order.message}"
-    if order.does == "gang":
-        return f"continues as a gang of {order.nodes} nodes"
-    if order.does == "again":
-        return "another round, since this was the step's last attempt"
-    assert order.placement is not None  # an order to train has one
-    return f"{order.placement}: {order.placement.reason}"

@@ -438,14 +438,14 @@ def replacement_policy(times: int) -> dict[str, Any]:
     return {"backoffLimit": times, "podFailurePolicy": {"rules": [lost, failed]}}
 
 
+def open_pod_submission() -> PodSubmission:
+    return PodSubmission(SubmitOrder.of_environment())
+
+
 def _reason(error: ApiException) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return f"{json.loads(error.body or '')['message']} ({error.status})"
     return f"{error.reason} ({error.status})"
-
-
-def open_pod_submission() -> PodSubmission:
-    return PodSubmission(SubmitOrder.of_environment())
 
 
 def _report_errors(work: Callable[[], object]) -> None:

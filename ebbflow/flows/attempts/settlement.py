@@ -49,6 +49,11 @@ _WHOLE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 _LOOK_ALL_SECONDS = 20.0
 
+_CHECK_SECONDS = 2 * ANSWER_SECONDS + 1.0
+_TITLE = "no job was left behind in AWS Batch"
+
+_LEFTOVER_SECONDS = 90.0
+
 
 def _say(text: str) -> None:
     print(f"batch: {text}", file=sys.stderr, flush=True)
@@ -115,6 +120,116 @@ def settle_attempts(
                     f"{why}"
                 )
     return settled
+
+
+def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
+    """Return {job id: event} for all Batch jobs whose end is not recorded.
+
+    The event is the one that recorded the submission. If no such event exists, it is the agent's
+    NODE_STARTED event.
+    """
+    settled = {event.payload.job_id for event in select_events(events, BatchAttemptPayload)}
+    return {
+        job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled
+    }
+
+
+@for_batch
+def check_left_behind(context: PreflightContext) -> CheckFinding:
+    """Check that no Batch job that a killed launcher submitted is still running, since it would
+    cost money.
+    """
+    if context.job is None:
+        return passed("a new job has no Batch jobs")
+    job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
+    events = read_events(job.store)
+    submitted = unsettled_jobs(events)
+    found: dict[str, BatchAttempt] = {}
+    if submitted:
+        client = batch_client(context.config.batch.region)
+        found = _describe_all(submitted, events, client, ANSWER_SECONDS)
+    left = [
+        _describe_left_behind(attempt, submitted[attempt.job_id])
+        for attempt in found.values()
+        if not attempt.finished
+    ]
+    if not left:
+        return passed(f"AWS Batch runs nothing of job {context.job}")
+    return failed(
+        "\n".join(
+            f"{attempt} is running, but no process of this run waits for it" for attempt in left
+        ),
+        "nothing to do: it is terminated before the next attempt. If another launcher runs this "
+        "job, stop one",
+    )
+
+
+def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
+    """Return the newest placement recorded for the run, attempt, step and task of a Batch job, or
+    None.
+
+    Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step
+    and task of an agent's event, which has neither.
+    """
+    placed = [
+        event
+        for event in select_events(events, PlacedPayload)
+        if (event.run, event.attempt) == (submitted.run, submitted.attempt)
+    ]
+    if is_event(submitted, BatchSubmittedPayload):
+        task = (submitted.step, submitted.payload.task)
+        placed = [event for event in placed if (event.step, event.payload.task) == task]
+    if placed:
+        return read_placement(placed[-1].payload)
+    return None
+
+
+def settle_for_report(job: Job) -> None:
+    """Record the ends of all attempts for the job's report.
+
+    If Batch does not answer, only print a message.
+    """
+    events = read_events(job.store)
+    if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
+        return
+    try:
+        client = _client(job, unsettled_jobs(events) or _incomplete_jobs(events))
+        with job.events("settle") as log:
+            settle_attempts(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
+    except InfraError as error:
+        print(
+            "the end of the last attempt is unknown yet, so the bill uses its agents' records: "
+            f"{error}"
+        )
+
+
+def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
+    """Terminate Batch jobs that a run left behind, and record their ends for the bill, within 90 s.
+
+    Call this only while no launcher of the job is alive. New events have the run id of `job`. If
+    Batch does not answer, print a message. The next placement then terminates these jobs. Raises
+    StoreError if the events cannot be read.
+    """
+    events = read_events(job.store)
+    if not unsettled_jobs(events):
+        return
+    limit = time.monotonic() + _LEFTOVER_SECONDS
+    try:
+        client = _client(job, unsettled_jobs(events))
+        with job.events("leftovers") as log:
+            while True:
+                seconds = max(limit - time.monotonic(), _LOOK_ALL_SECONDS)
+                events += settle_attempts(job, events, client, log, deadline_seconds=seconds)
+                known = _describe_all(unsettled_jobs(events), events, client, _LOOK_ALL_SECONDS)
+                left = [job_id for job_id, attempt in known.items() if not attempt.finished]
+                if not left or time.monotonic() > limit:
+                    break
+                time.sleep(_LOOK_SECONDS)
+            events += settle_attempts(job, events, client, log)
+        if left:
+            say(f"not ended within {_LEFTOVER_SECONDS:g} s and still paid for: {', '.join(left)}")
+    except InfraError as error:
+        say(f"cannot check for jobs left behind: {error}")
 
 
 def _by_region(
@@ -195,18 +310,6 @@ def _is_complete(record: BatchAttempt | BatchAttemptPayload) -> bool:
     return is_timed and (record.status != "FAILED" or bool(record.reason))
 
 
-def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return {job id: event} for all Batch jobs whose end is not recorded.
-
-    The event is the one that recorded the submission. If no such event exists, it is the agent's
-    NODE_STARTED event.
-    """
-    settled = {event.payload.job_id for event in select_events(events, BatchAttemptPayload)}
-    return {
-        job_id: event for job_id, event in _submitted_jobs(events).items() if job_id not in settled
-    }
-
-
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
     """Like `unsettled_jobs`, for jobs whose end is recorded without time or reason.
 
@@ -243,109 +346,6 @@ def _describe_left_behind(attempt: BatchAttempt, submitted: Event) -> str:
     return f"job {attempt.job_id} of run {submitted.run} ({attempt.status} in {attempt.queue})"
 
 
-@for_batch
-def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """Check that no Batch job that a killed launcher submitted is still running, since it would
-    cost money.
-    """
-    if context.job is None:
-        return passed("a new job has no Batch jobs")
-    job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
-    events = read_events(job.store)
-    submitted = unsettled_jobs(events)
-    found: dict[str, BatchAttempt] = {}
-    if submitted:
-        client = batch_client(context.config.batch.region)
-        found = _describe_all(submitted, events, client, ANSWER_SECONDS)
-    left = [
-        _describe_left_behind(attempt, submitted[attempt.job_id])
-        for attempt in found.values()
-        if not attempt.finished
-    ]
-    if not left:
-        return passed(f"AWS Batch runs nothing of job {context.job}")
-    return failed(
-        "\n".join(
-            f"{attempt} is running, but no process of this run waits for it" for attempt in left
-        ),
-        "nothing to do: it is terminated before the next attempt. If another launcher runs this "
-        "job, stop one",
-    )
-
-
-_CHECK_SECONDS = 2 * ANSWER_SECONDS + 1.0
-_TITLE = "no job was left behind in AWS Batch"
 CHECKS = [
     Check("aws-left-behind", _TITLE, "warning", "full", _CHECK_SECONDS, ("D15",), check_left_behind)
 ]
-
-
-def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | None:
-    """Return the newest placement recorded for the run, attempt, step and task of a Batch job, or
-    None.
-
-    Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step
-    and task of an agent's event, which has neither.
-    """
-    placed = [
-        event
-        for event in select_events(events, PlacedPayload)
-        if (event.run, event.attempt) == (submitted.run, submitted.attempt)
-    ]
-    if is_event(submitted, BatchSubmittedPayload):
-        task = (submitted.step, submitted.payload.task)
-        placed = [event for event in placed if (event.step, event.payload.task) == task]
-    if placed:
-        return read_placement(placed[-1].payload)
-    return None
-
-
-def settle_for_report(job: Job) -> None:
-    """Record the ends of all attempts for the job's report.
-
-    If Batch does not answer, only print a message.
-    """
-    events = read_events(job.store)
-    if not {**unsettled_jobs(events), **_incomplete_jobs(events)}:
-        return
-    try:
-        client = _client(job, unsettled_jobs(events) or _incomplete_jobs(events))
-        with job.events("settle") as log:
-            settle_attempts(job, events, client, log, deadline_seconds=_REPORT_SECONDS)
-    except InfraError as error:
-        print(
-            "the end of the last attempt is unknown yet, so the bill uses its agents' records: "
-            f"{error}"
-        )
-
-
-_LEFTOVER_SECONDS = 90.0
-
-
-def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
-    """Terminate Batch jobs that a run left behind, and record their ends for the bill, within 90 s.
-
-    Call this only while no launcher of the job is alive. New events have the run id of `job`. If
-    Batch does not answer, print a message. The next placement then terminates these jobs. Raises
-    StoreError if the events cannot be read.
-    """
-    events = read_events(job.store)
-    if not unsettled_jobs(events):
-        return
-    limit = time.monotonic() + _LEFTOVER_SECONDS
-    try:
-        client = _client(job, unsettled_jobs(events))
-        with job.events("leftovers") as log:
-            while True:
-                seconds = max(limit - time.monotonic(), _LOOK_ALL_SECONDS)
-                events += settle_attempts(job, events, client, log, deadline_seconds=seconds)
-                known = _describe_all(unsettled_jobs(events), events, client, _LOOK_ALL_SECONDS)
-                left = [job_id for job_id, attempt in known.items() if not attempt.finished]
-                if not left or time.monotonic() > limit:
-                    break
-                time.sleep(_LOOK_SECONDS)
-            events += settle_attempts(job, events, client, log)
-        if left:
-            say(f"not ended within {_LEFTOVER_SECONDS:g} s and still paid for: {', '.join(left)}")
-    except InfraError as error:
-        say(f"cannot check for jobs left behind: {error}")

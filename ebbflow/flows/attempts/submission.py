@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ebbflow.core.event_log import EventLog
     from ebbflow.flows.attempts.order import SubmitLimits, SubmitOrder
 
-
 Arguments = TypeVarTuple("Arguments")
 
 # Variable with the path of the file in which the task writes its process id for the signal-passing
@@ -57,43 +56,6 @@ while told=; wait "$child"; code=$?; [ -n "$told" ]; do :; done
 rm -f "${_TASK_VARIABLE}"
 exit "$code"
 """
-
-
-def wrap_command(command: list[str]) -> list[str]:
-    """Wrap a command of the form `bash -c TEXT` in the signal-passing shell.
-
-    Return any other command unchanged.
-    """
-    if len(command) == 3 and command[:2] == ["bash", "-c"]:
-        return ["bash", "-c", _SHELL, "bash", command[2]]
-    return command
-
-
-def wrap_job_commands(params: dict[str, Any], **_: object) -> None:
-    """Let each command of a SubmitJob request run under the signal-passing shell.
-
-    The AWS SDK calls this.
-    """
-    nodes = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
-    for overrides in [
-        params.get("containerOverrides"),
-        *(node.get("containerOverrides") for node in nodes),
-    ]:
-        if command := (overrides or {}).get("command"):
-            overrides["command"] = wrap_command(command)
-
-
-def listen_for_stop() -> None:
-    """Make SIGTERM end this task, and write its process id to the file that the signal-passing
-    shell reads.
-
-    Do nothing if the task does not run under the signal-passing shell.
-    """
-    path = os.environ.get(_TASK_VARIABLE)
-    if path:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        Path(path).write_text(str(os.getpid()))
-
 
 # States in which a job has no machine and costs nothing. From STARTING on it has a machine.
 _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
@@ -358,6 +320,42 @@ class Submission:
                 return
             time.sleep(0.5)
         _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s after its termination")
+
+
+def wrap_command(command: list[str]) -> list[str]:
+    """Wrap a command of the form `bash -c TEXT` in the signal-passing shell.
+
+    Return any other command unchanged.
+    """
+    if len(command) == 3 and command[:2] == ["bash", "-c"]:
+        return ["bash", "-c", _SHELL, "bash", command[2]]
+    return command
+
+
+def wrap_job_commands(params: dict[str, Any], **_: object) -> None:
+    """Let each command of a SubmitJob request run under the signal-passing shell.
+
+    The AWS SDK calls this.
+    """
+    nodes = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
+    for overrides in [
+        params.get("containerOverrides"),
+        *(node.get("containerOverrides") for node in nodes),
+    ]:
+        if command := (overrides or {}).get("command"):
+            overrides["command"] = wrap_command(command)
+
+
+def listen_for_stop() -> None:
+    """Make SIGTERM end this task, and write its process id to the file that the signal-passing
+    shell reads.
+
+    Do nothing if the task does not run under the signal-passing shell.
+    """
+    path = os.environ.get(_TASK_VARIABLE)
+    if path:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Path(path).write_text(str(os.getpid()))
 
 
 def longest_wait_seconds(limits: SubmitLimits) -> float:

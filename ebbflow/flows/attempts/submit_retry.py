@@ -33,6 +33,15 @@ _IN_TROUBLE = (500, 502, 503, 504)  # HTTP status of a proxy, or of Batch after 
 _TWINS_SECONDS = 120.0
 _FIRST_TWINS_PAUSE_SECONDS = 1.0
 
+# All operations of AWS Batch that Metaflow calls for one submit.
+OPERATIONS = (
+    *("SubmitJob", "RegisterJobDefinition", "DescribeJobDefinitions"),
+    *("DescribeJobQueues", "DescribeComputeEnvironments"),
+)
+_SAY_SECONDS = 60.0
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 20.0
+
 
 class LookupUnavailable(Exception):
     """AWS Batch did not answer, so it is unknown whether the job exists, and SubmitJob must not be
@@ -178,23 +187,6 @@ class LostAnswers:
         )
 
 
-def _response(url: str, document: dict[str, str]) -> AWSResponse:
-    from botocore.awsrequest import AWSResponse
-
-    body = SimpleNamespace(stream=lambda: [json.dumps(document).encode()])
-    return AWSResponse(url, 200, {"Content-Type": "application/json"}, body)
-
-
-# All operations of AWS Batch that Metaflow calls for one submit.
-OPERATIONS = (
-    *("SubmitJob", "RegisterJobDefinition", "DescribeJobDefinitions"),
-    *("DescribeJobQueues", "DescribeComputeEnvironments"),
-)
-_SAY_SECONDS = 60.0
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 20.0
-
-
 class SubmitRetry:
     """Retry policy of one submission.
 
@@ -287,6 +279,13 @@ class SubmitRetry:
             )
         pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(attempts - 1, 10), _LONGEST_PAUSE_SECONDS)
         return min(pause * random.uniform(0.5, 1.0), max(0.1, self._seconds - passed))
+
+
+def _response(url: str, document: dict[str, str]) -> AWSResponse:
+    from botocore.awsrequest import AWSResponse
+
+    body = SimpleNamespace(stream=lambda: [json.dumps(document).encode()])
+    return AWSResponse(url, 200, {"Content-Type": "application/json"}, body)
 
 
 def _retry_reason(

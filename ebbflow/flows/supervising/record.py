@@ -25,6 +25,26 @@ from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import TrainingError
 
+LONGEST_PAUSE_SECONDS = 600.0
+# If the gap between two runs exceeds the usual pause by more than this, no supervisor was running
+# in between. AWS Batch replaces a failing machine within this time.
+ALONE_SECONDS = 3600.0
+
+# Outcomes that another run would repeat, or limits that the user has set. PREFLIGHT ends the job
+# only if its settings have never passed preflight, so that the user learns of the problem at once.
+FINAL = frozenset(
+    {
+        Outcome.CONFIG,
+        Outcome.PREFLIGHT,
+        Outcome.BUDGET,
+        Outcome.CRASH_LOOP,
+        Outcome.NON_FINITE,
+        Outcome.DEADLINE,
+        Outcome.NO_RESTORE,
+        Outcome.ROLLED_BACK,
+    }
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRun:
@@ -77,10 +97,18 @@ class JobRecord:
         return f"it has cost ${_money(self.report.total_usd)}{simulated}"
 
 
-def _money(usd: Decimal) -> str:
-    if usd < 1:
-        return f"{usd:.4f}"
-    return f"{usd:.2f}"
+class RunVerdict(StrEnum):
+    """Verdict on one run of the flow, from which the supervisor decides whether and when to start
+    the next run.
+    """
+
+    COMPLETED = "completed"
+    FINAL = "final"  # its outcome ends the job
+    INTERRUPTION = "interruption"  # not the job's fault: continue, however often it happens
+    NO_CAPACITY = "no_capacity"  # try again after a pause
+    NOT_READY = "not_ready"  # preflight failed after an earlier pass: a service does not answer
+    # The program failed or did nothing: only a few are allowed without a new commit
+    FAILURE = "failure"
 
 
 def read_record(job_store: Store, config: RunConfig) -> JobRecord:
@@ -135,60 +163,6 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         passed=bool(generations) and same_settings,
         deadline_utc=None if hours is None or started is None else started + hours * 3600,
     )
-
-
-def _newest_commit(job_store: Store) -> str | None:
-    try:
-        newest = next(newest_commits(job_store), None)
-    except TrainingError:  # a broken lineage, which the next start reports
-        return None
-    if newest is None:
-        return None
-    return newest.key
-
-
-def _written_config(job_store: Store) -> dict | None:
-    """Return the configuration of the newest run that passed preflight, or None if no run has
-    passed it.
-    """
-    if job_store.head("config.json") is None:
-        return None
-    return json.loads(job_store.get("config.json")).get("config")
-
-
-LONGEST_PAUSE_SECONDS = 600.0
-# If the gap between two runs exceeds the usual pause by more than this, no supervisor was running
-# in between. AWS Batch replaces a failing machine within this time.
-ALONE_SECONDS = 3600.0
-
-# Outcomes that another run would repeat, or limits that the user has set. PREFLIGHT ends the job
-# only if its settings have never passed preflight, so that the user learns of the problem at once.
-FINAL = frozenset(
-    {
-        Outcome.CONFIG,
-        Outcome.PREFLIGHT,
-        Outcome.BUDGET,
-        Outcome.CRASH_LOOP,
-        Outcome.NON_FINITE,
-        Outcome.DEADLINE,
-        Outcome.NO_RESTORE,
-        Outcome.ROLLED_BACK,
-    }
-)
-
-
-class RunVerdict(StrEnum):
-    """Verdict on one run of the flow, from which the supervisor decides whether and when to start
-    the next run.
-    """
-
-    COMPLETED = "completed"
-    FINAL = "final"  # its outcome ends the job
-    INTERRUPTION = "interruption"  # not the job's fault: continue, however often it happens
-    NO_CAPACITY = "no_capacity"  # try again after a pause
-    NOT_READY = "not_ready"  # preflight failed after an earlier pass: a service does not answer
-    # The program failed or did nothing: only a few are allowed without a new commit
-    FAILURE = "failure"
 
 
 # Rules in order, of which the first that applies decides.
@@ -299,6 +273,31 @@ def waited_seconds(
             break
         since = past_run.ended_utc
     return now_utc - since
+
+
+def _money(usd: Decimal) -> str:
+    if usd < 1:
+        return f"{usd:.4f}"
+    return f"{usd:.2f}"
+
+
+def _newest_commit(job_store: Store) -> str | None:
+    try:
+        newest = next(newest_commits(job_store), None)
+    except TrainingError:  # a broken lineage, which the next start reports
+        return None
+    if newest is None:
+        return None
+    return newest.key
+
+
+def _written_config(job_store: Store) -> dict | None:
+    """Return the configuration of the newest run that passed preflight, or None if no run has
+    passed it.
+    """
+    if job_store.head("config.json") is None:
+        return None
+    return json.loads(job_store.get("config.json")).get("config")
 
 
 def _since_alone(

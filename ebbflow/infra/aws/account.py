@@ -279,23 +279,6 @@ def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
     return bool(required_field(answer, "imageDetails", client, "describe_images"))
 
 
-def _call_optional(
-    client: Any,
-    operation: str,
-    deadline: RequestDeadline,
-    absent: str,
-    *,
-    iam_action: str,
-    **request: Any,
-) -> Any:
-    try:
-        return call_aws(client, operation, deadline, iam_action=iam_action, **request)
-    except CloudRefused as error:
-        if error.code == absent:
-            return None
-        raise
-
-
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
     """Map the name of each METAFLOW_* setting of this machine to (value, source).
 
@@ -334,3 +317,20 @@ def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str,
 def metaflow_setting(name: str) -> str:
     """Return the value of one Metaflow setting, or "" if it is not set."""
     return metaflow_settings().get(name, ("", ""))[0]
+
+
+def _call_optional(
+    client: Any,
+    operation: str,
+    deadline: RequestDeadline,
+    absent: str,
+    *,
+    iam_action: str,
+    **request: Any,
+) -> Any:
+    try:
+        return call_aws(client, operation, deadline, iam_action=iam_action, **request)
+    except CloudRefused as error:
+        if error.code == absent:
+            return None
+        raise

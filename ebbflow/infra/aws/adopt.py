@@ -54,6 +54,78 @@ _SECONDS = 15.0
 _MOST_BUCKETS = 20  # buckets whose region is read if no bucket is named for these tools
 
 
+def add_adopt_command(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "adopt", help="write a configuration from what an AWS account already has"
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write it, with FILE.env beside it; else printed",
+    )
+    command.add_argument(
+        "--region", metavar="NAME", help="of queues and bucket; else as every AWS tool finds it"
+    )
+    command.add_argument(
+        "--store",
+        metavar="URI",
+        help="s3://bucket/prefix of the jobs, if several buckets are possible",
+    )
+    command.add_argument(
+        "--stack",
+        metavar="NAME",
+        help="CloudFormation stack to take settings from, where there are several",
+    )
+    command.add_argument("--force", action="store_true", help="overwrite files that exist")
+    command.set_defaults(command=adopt)
+
+
+def adopt(options: argparse.Namespace) -> int:
+    """Write a configuration for the queues that an AWS account already has (`ebbflow adopt`).
+
+    Return the exit code.
+
+    The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid
+    options or an output file that already exists. If AWS reports an error, the error determines the
+    exit code.
+    """
+    out = options.out
+    if out is None:
+        files = []
+    else:
+        files = [out, out.with_name(f"{out.name.removesuffix('.yaml')}.env")]
+    there = [str(file) for file in files if file.exists()]
+    if there and not options.force:
+        return _refuse(f"{', '.join(there)} exists; fix: choose another --out, or --force")
+    if options.store and not options.store.startswith("s3://"):
+        return _refuse(
+            f"--store {options.store} is not s3://bucket/prefix, the only store that containers "
+            "reach"
+        )
+    setup = _Setup(
+        _Account(options.region), metaflow_settings(), store=options.store, stack=options.stack
+    )
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    texts = (setup.configuration(day), setup.settings(day))
+    if not files:
+        print("\n".join(texts), end="")
+    try:
+        for file, text in zip(files, texts, strict=False):
+            file.write_text(text, encoding="utf-8")
+            print(f"wrote {file}")
+    except OSError as error:
+        return _refuse(f"{error}; fix: choose another --out")
+    for note in setup.notes:
+        print(f"adopt: {note}", file=sys.stderr)
+    if not setup.queues:
+        fix = "create queues with ebbflow deploy, or name another --region"
+        return _refuse(
+            f"{setup.account.region} has no queue for training; fix: {fix}", Outcome.FAILED
+        )
+    return 0
+
+
 def _is_named_for_this(name: str) -> bool:
     return "ebbflow" in name.lower() or "metaflow" in name.lower()
 
@@ -383,78 +455,6 @@ class _Setup:
             f"export {name}={shlex.quote(value)}" for name, value in settings.items() if value
         ]
         return "\n".join([head, *exports]) + "\n"
-
-
-def add_adopt_command(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "adopt", help="write a configuration from what an AWS account already has"
-    )
-    command.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="where to write it, with FILE.env beside it; else printed",
-    )
-    command.add_argument(
-        "--region", metavar="NAME", help="of queues and bucket; else as every AWS tool finds it"
-    )
-    command.add_argument(
-        "--store",
-        metavar="URI",
-        help="s3://bucket/prefix of the jobs, if several buckets are possible",
-    )
-    command.add_argument(
-        "--stack",
-        metavar="NAME",
-        help="CloudFormation stack to take settings from, where there are several",
-    )
-    command.add_argument("--force", action="store_true", help="overwrite files that exist")
-    command.set_defaults(command=adopt)
-
-
-def adopt(options: argparse.Namespace) -> int:
-    """Write a configuration for the queues that an AWS account already has (`ebbflow adopt`).
-
-    Return the exit code.
-
-    The exit code is 0 on success, 1 if the account has no queue for training, and 2 for invalid
-    options or an output file that already exists. If AWS reports an error, the error determines the
-    exit code.
-    """
-    out = options.out
-    if out is None:
-        files = []
-    else:
-        files = [out, out.with_name(f"{out.name.removesuffix('.yaml')}.env")]
-    there = [str(file) for file in files if file.exists()]
-    if there and not options.force:
-        return _refuse(f"{', '.join(there)} exists; fix: choose another --out, or --force")
-    if options.store and not options.store.startswith("s3://"):
-        return _refuse(
-            f"--store {options.store} is not s3://bucket/prefix, the only store that containers "
-            "reach"
-        )
-    setup = _Setup(
-        _Account(options.region), metaflow_settings(), store=options.store, stack=options.stack
-    )
-    day = time.strftime("%Y-%m-%d", time.gmtime())
-    texts = (setup.configuration(day), setup.settings(day))
-    if not files:
-        print("\n".join(texts), end="")
-    try:
-        for file, text in zip(files, texts, strict=False):
-            file.write_text(text, encoding="utf-8")
-            print(f"wrote {file}")
-    except OSError as error:
-        return _refuse(f"{error}; fix: choose another --out")
-    for note in setup.notes:
-        print(f"adopt: {note}", file=sys.stderr)
-    if not setup.queues:
-        fix = "create queues with ebbflow deploy, or name another --region"
-        return _refuse(
-            f"{setup.account.region} has no queue for training; fix: {fix}", Outcome.FAILED
-        )
-    return 0
 
 
 def _refuse(text: str, outcome: Outcome = Outcome.CONFIG) -> int:

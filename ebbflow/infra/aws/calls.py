@@ -120,17 +120,6 @@ def is_amazons(client: Any) -> bool:
     return host.endswith(_AMAZONS)
 
 
-@cache
-def _loader(path: str | None) -> Any:
-    """Return a cached loader of botocore's service descriptions.
-
-    Reading EC2's description alone takes a second.
-    """
-    from botocore.loaders import create_loader
-
-    return create_loader(path)
-
-
 def call_aws(
     client: Any, operation: str, deadline: RequestDeadline, *, iam_action: str = "", **request: Any
 ) -> Mapping[str, Any]:
@@ -263,6 +252,17 @@ def within(seconds: float, find: Callable[[], T], what: str) -> T:
     return call_within(
         seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s")
     )
+
+
+@cache
+def _loader(path: str | None) -> Any:
+    """Return a cached loader of botocore's service descriptions.
+
+    Reading EC2's description alone takes a second.
+    """
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
 
 
 class _Request:

@@ -28,17 +28,6 @@ _ARM_CHOICE = "default_arm64"
 _ARM = re.compile(r"a1\b|[a-z]+[0-9]+[a-z]*g")
 _ACCELERATED = re.compile(r"(p|g|gr|vt|inf|trn|dl|f)[0-9]")
 
-
-def has_accelerator(instance_type: str) -> bool:
-    """Return whether an instance type or family has GPUs or other accelerators."""
-    return _ACCELERATED.match(instance_type) is not None
-
-
-def is_arm(instance_type: str) -> bool:
-    """Return whether an instance type or family has Arm processors, which run no x86-64 image."""
-    return instance_type == _ARM_CHOICE or _ARM.match(instance_type.partition(".")[0]) is not None
-
-
 Market = Literal["spot", "on_demand"]
 
 _SECONDS = 20.0
@@ -51,6 +40,17 @@ _MARKETS: dict[str, Market] = {
     "EC2": "on_demand",
     "FARGATE": "on_demand",
 }
+
+# Without @resources Metaflow requests 4,096 MiB, more than a machine with 4 GiB has free.
+_LEAST_GIB = 5.0
+_GIB_PER_VCPU = {"c": 2.0, "r": 8.0, "x": 16.0, "z": 8.0}  # others: 4
+_VCPUS = {"nano": 0.5, "micro": 0.5, "small": 0.5, "medium": 1.0, "large": 2.0, "xlarge": 4.0}
+_ANY_SIZE_VCPUS = 2.0  # for a family or for Batch's own choice, where Batch takes a size that fits
+_METAL_VCPUS = 96.0
+_CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
+
+# A parameter that each submit sets. No job definition uses it, and Batch returns it with the job.
+MARK = "ebbflow_submit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,16 @@ class QueueState:
             for environment in self.compute_environments
             if environment.usable
         )
+
+
+def has_accelerator(instance_type: str) -> bool:
+    """Return whether an instance type or family has GPUs or other accelerators."""
+    return _ACCELERATED.match(instance_type) is not None
+
+
+def is_arm(instance_type: str) -> bool:
+    """Return whether an instance type or family has Arm processors, which run no x86-64 image."""
+    return instance_type == _ARM_CHOICE or _ARM.match(instance_type.partition(".")[0]) is not None
 
 
 def describe_queues(
@@ -186,74 +196,6 @@ def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
     )
 
 
-def _queues(
-    wanted: list[str] | None, client: Any, deadline: RequestDeadline
-) -> list[Mapping[str, Any]]:
-    if wanted is None:
-        return list(paginate(client, "describe_job_queues", "jobQueues", deadline))
-    return describe_in_parts(client, "describe_job_queues", "jobQueues", wanted, deadline)
-
-
-def _environments(
-    arns: Sequence[str], client: Any, deadline: RequestDeadline
-) -> dict[str, ComputeEnvironment]:
-    found: dict[str, ComputeEnvironment] = {}
-    listed = describe_in_parts(
-        client, "describe_compute_environments", "computeEnvironments", arns, deadline
-    )
-    for detail in listed:
-        environment = parse_environment(detail)
-        if set(AUTO_INSTANCE_TYPES) & set(environment.instance_types) and not is_amazons(client):
-            # Which types a Batch emulator chooses is unknown
-            environment = replace(environment, instance_types=())
-        found[detail.get("computeEnvironmentArn", environment.name)] = environment
-        found[environment.name] = environment
-    return found
-
-
-def _environment_arns(detail: Mapping[str, Any]) -> list[str]:
-    order = sorted(
-        detail.get("computeEnvironmentOrder") or [], key=lambda entry: entry.get("order", 0)
-    )
-    return [entry["computeEnvironment"] for entry in order]
-
-
-def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -> QueueState:
-    environments = tuple(known[arn] for arn in _environment_arns(detail) if arn in known)
-    usable = tuple(environment for environment in environments if environment.usable)
-    considered = usable or environments
-    markets: set[Market | None] = {_MARKETS.get(environment.kind) for environment in considered}
-    if len(markets) == 1:
-        market = markets.pop()
-    else:
-        market = None
-    problem = _problem(detail, environments, usable, market)
-    limits = [environment.max_vcpus for environment in considered]
-    actions = {
-        action["reason"]: action["maxTimeSeconds"]
-        for action in detail.get("jobStateTimeLimitActions") or []
-    }
-    return QueueState(
-        name=detail["jobQueueName"],
-        arn=detail.get("jobQueueArn", ""),
-        market=market,
-        instance_types=_all_types(considered),
-        # "Multi-node parallel jobs aren't supported on compute environments that use Spot
-        # Instances", nor on unmanaged ones or Fargate:
-        # https://docs.aws.amazon.com/batch/latest/userguide/mnp-ce.html
-        multi_node=bool(considered)
-        and all(environment.kind == "EC2" and environment.managed for environment in considered),
-        usable=not problem,
-        problem=problem,
-        fargate=any(environment.fargate for environment in considered),
-        max_vcpus=None
-        if None in limits or not limits
-        else max(limit for limit in limits if limit is not None),
-        compute_environments=environments,
-        cancels_after_seconds=actions or None,
-    )
-
-
 def region_of_arn(arn: str) -> str | None:
     """Return the region in an ARN (arn:aws:batch:REGION:…); None if `arn` is a name, or has no
     region.
@@ -261,45 +203,6 @@ def region_of_arn(arn: str) -> str | None:
     if arn.count(":") > 3:
         return arn.split(":")[3] or None
     return None
-
-
-def _problem(
-    detail: Mapping[str, Any],
-    environments: Sequence[ComputeEnvironment],
-    usable: Sequence[ComputeEnvironment],
-    market: Market | None,
-) -> str:
-    name = detail["jobQueueName"]
-    if detail.get("state") != "ENABLED":
-        return f"queue {name} is {detail.get('state', 'in no state')} and accepts no jobs"
-    if (detail.get("status") or "VALID") not in ("VALID", "UPDATING"):  # the field is optional
-        why = " ".join(str(detail.get("statusReason") or "").split())
-        return f"queue {name} is {detail['status']}{': ' + why if why else ''}"
-    if not environments:
-        return f"queue {name} has no compute environment"
-    if not usable:
-        return f"queue {name}: " + "; ".join(environment.problem for environment in environments)
-    if market is None:
-        kinds = ", ".join(
-            f"{environment.name}: {environment.kind or 'unmanaged'}" for environment in usable
-        )
-        return f"queue {name} mixes markets ({kinds}), so that a job's price is unknown"
-    return ""
-
-
-def _unseen(name: str, **fields: Any) -> QueueState:
-    """Return the state of a queue that Batch has not described.
-
-    It counts as usable unless `problem` is given.
-    """
-    state: dict[str, Any] = {
-        "arn": "",
-        "market": None,
-        "instance_types": (),
-        "multi_node": False,
-        "problem": "",
-    }
-    return QueueState(name=name, usable="problem" not in fields, **state | fields)
 
 
 def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
@@ -445,18 +348,6 @@ def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
     return ""
 
 
-def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
-    problem = state.problem or declaration_conflict(state, declared)
-    return replace(
-        state,
-        instance_types=_common(declared.instance_types, state.instance_types),
-        multi_node=state.multi_node and declared.multi_node,
-        usable=not problem,
-        problem=problem,
-        reservation=declared.reservation,
-    )
-
-
 def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
     """Return whether a compute environment that lists the instance types `listed` can start
     `instance_type`.
@@ -471,13 +362,6 @@ def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
         or ("." in entry and instance_type.startswith(entry.removesuffix("*")))
         for entry in listed
     )
-
-
-def _all_types(environments: Iterable[ComputeEnvironment]) -> tuple[str, ...]:
-    types: dict[str, None] = {}  # in order, each once
-    for environment in environments:
-        types.update(dict.fromkeys(environment.instance_types))
-    return tuple(types)
 
 
 def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
@@ -496,57 +380,6 @@ def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
     if None in limits:
         return None
     return max(limit for limit in limits if limit is not None)
-
-
-def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
-    """Return the types that are both declared (in the configuration) and offered (by Batch).
-
-    An empty list allows all.
-
-    A declared family, such as g5, is replaced by the types of this family that Batch lists, such as
-    g5.xlarge.
-    """
-    if not declared or not offered:
-        return tuple(declared or offered)
-    narrow = [kind for kind in declared if kind in offered or not _lists_types_of(offered, kind)]
-    listed = [entry for entry in offered if _is_of_a_family(entry, declared)]
-    return tuple(dict.fromkeys([*narrow, *listed])) or tuple(declared)
-
-
-def _is_of_a_family(entry: str, families: Iterable[str]) -> bool:
-    return any(_lists_types_of([entry], family) for family in families)
-
-
-def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
-    """Return whether `offered` contains individual types of the family `kind`, such as g5.xlarge
-    for g5.
-    """
-    whole = kind.rstrip(".")
-    prefix = whole if "." in whole else f"{whole}."
-    return any(entry != whole and entry.startswith(prefix) for entry in offered)
-
-
-def _offered(kind: str, offered: Sequence[str]) -> bool:
-    """Return whether a compute environment that lists `offered` can provide the instance type or
-    family `kind`.
-    """
-    family, _, size = kind.rstrip(".").partition(".")
-    for entry in offered:
-        other, _, its_size = entry.partition(".")
-        if entry in AUTO_INSTANCE_TYPES and not has_accelerator(kind):
-            return True  # Batch's own choice varies and has never had GPUs
-        if family == other and (not size or not its_size or its_size.startswith(size)):
-            return True
-    return False
-
-
-# Without @resources Metaflow requests 4,096 MiB, more than a machine with 4 GiB has free.
-_LEAST_GIB = 5.0
-_GIB_PER_VCPU = {"c": 2.0, "r": 8.0, "x": 16.0, "z": 8.0}  # others: 4
-_VCPUS = {"nano": 0.5, "micro": 0.5, "small": 0.5, "medium": 1.0, "large": 2.0, "xlarge": 4.0}
-_ANY_SIZE_VCPUS = 2.0  # for a family or for Batch's own choice, where Batch takes a size that fits
-_METAL_VCPUS = 96.0
-_CPU, _FARGATE, _UNKNOWN, _GPU, _UNFIT = range(5)
 
 
 def lightest_queue(queues: Mapping[str, QueueState]) -> tuple[str, str] | None:
@@ -594,6 +427,194 @@ def has_gpus_only(queue: QueueState) -> bool:
     return bool(queue.instance_types) and _rank(queue.instance_types)[0] == _GPU
 
 
+def find_marked_jobs(
+    queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0
+) -> list[str]:
+    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first.
+
+    Raises CloudError.
+
+    mark: value of the job's parameter `MARK`, which is unique to one submission.
+    """
+    deadline = RequestDeadline.after(deadline_seconds)
+    by_name = [{"name": "JOB_NAME", "values": [job_name]}]
+    listed = paginate(
+        client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name
+    )
+    named = [job["jobId"] for job in listed if job.get("jobName") == job_name]
+    jobs = describe_in_parts(client, "describe_jobs", "jobs", named, deadline)
+    found = [job for job in jobs if (job.get("parameters") or {}).get(MARK) == mark]
+    return [job["jobId"] for job in sorted(found, key=lambda job: job.get("createdAt") or 0)]
+
+
+def _queues(
+    wanted: list[str] | None, client: Any, deadline: RequestDeadline
+) -> list[Mapping[str, Any]]:
+    if wanted is None:
+        return list(paginate(client, "describe_job_queues", "jobQueues", deadline))
+    return describe_in_parts(client, "describe_job_queues", "jobQueues", wanted, deadline)
+
+
+def _environments(
+    arns: Sequence[str], client: Any, deadline: RequestDeadline
+) -> dict[str, ComputeEnvironment]:
+    found: dict[str, ComputeEnvironment] = {}
+    listed = describe_in_parts(
+        client, "describe_compute_environments", "computeEnvironments", arns, deadline
+    )
+    for detail in listed:
+        environment = parse_environment(detail)
+        if set(AUTO_INSTANCE_TYPES) & set(environment.instance_types) and not is_amazons(client):
+            # Which types a Batch emulator chooses is unknown
+            environment = replace(environment, instance_types=())
+        found[detail.get("computeEnvironmentArn", environment.name)] = environment
+        found[environment.name] = environment
+    return found
+
+
+def _environment_arns(detail: Mapping[str, Any]) -> list[str]:
+    order = sorted(
+        detail.get("computeEnvironmentOrder") or [], key=lambda entry: entry.get("order", 0)
+    )
+    return [entry["computeEnvironment"] for entry in order]
+
+
+def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -> QueueState:
+    environments = tuple(known[arn] for arn in _environment_arns(detail) if arn in known)
+    usable = tuple(environment for environment in environments if environment.usable)
+    considered = usable or environments
+    markets: set[Market | None] = {_MARKETS.get(environment.kind) for environment in considered}
+    if len(markets) == 1:
+        market = markets.pop()
+    else:
+        market = None
+    problem = _problem(detail, environments, usable, market)
+    limits = [environment.max_vcpus for environment in considered]
+    actions = {
+        action["reason"]: action["maxTimeSeconds"]
+        for action in detail.get("jobStateTimeLimitActions") or []
+    }
+    return QueueState(
+        name=detail["jobQueueName"],
+        arn=detail.get("jobQueueArn", ""),
+        market=market,
+        instance_types=_all_types(considered),
+        # "Multi-node parallel jobs aren't supported on compute environments that use Spot
+        # Instances", nor on unmanaged ones or Fargate:
+        # https://docs.aws.amazon.com/batch/latest/userguide/mnp-ce.html
+        multi_node=bool(considered)
+        and all(environment.kind == "EC2" and environment.managed for environment in considered),
+        usable=not problem,
+        problem=problem,
+        fargate=any(environment.fargate for environment in considered),
+        max_vcpus=None
+        if None in limits or not limits
+        else max(limit for limit in limits if limit is not None),
+        compute_environments=environments,
+        cancels_after_seconds=actions or None,
+    )
+
+
+def _problem(
+    detail: Mapping[str, Any],
+    environments: Sequence[ComputeEnvironment],
+    usable: Sequence[ComputeEnvironment],
+    market: Market | None,
+) -> str:
+    name = detail["jobQueueName"]
+    if detail.get("state") != "ENABLED":
+        return f"queue {name} is {detail.get('state', 'in no state')} and accepts no jobs"
+    if (detail.get("status") or "VALID") not in ("VALID", "UPDATING"):  # the field is optional
+        why = " ".join(str(detail.get("statusReason") or "").split())
+        return f"queue {name} is {detail['status']}{': ' + why if why else ''}"
+    if not environments:
+        return f"queue {name} has no compute environment"
+    if not usable:
+        return f"queue {name}: " + "; ".join(environment.problem for environment in environments)
+    if market is None:
+        kinds = ", ".join(
+            f"{environment.name}: {environment.kind or 'unmanaged'}" for environment in usable
+        )
+        return f"queue {name} mixes markets ({kinds}), so that a job's price is unknown"
+    return ""
+
+
+def _unseen(name: str, **fields: Any) -> QueueState:
+    """Return the state of a queue that Batch has not described.
+
+    It counts as usable unless `problem` is given.
+    """
+    state: dict[str, Any] = {
+        "arn": "",
+        "market": None,
+        "instance_types": (),
+        "multi_node": False,
+        "problem": "",
+    }
+    return QueueState(name=name, usable="problem" not in fields, **state | fields)
+
+
+def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:
+    problem = state.problem or declaration_conflict(state, declared)
+    return replace(
+        state,
+        instance_types=_common(declared.instance_types, state.instance_types),
+        multi_node=state.multi_node and declared.multi_node,
+        usable=not problem,
+        problem=problem,
+        reservation=declared.reservation,
+    )
+
+
+def _all_types(environments: Iterable[ComputeEnvironment]) -> tuple[str, ...]:
+    types: dict[str, None] = {}  # in order, each once
+    for environment in environments:
+        types.update(dict.fromkeys(environment.instance_types))
+    return tuple(types)
+
+
+def _common(declared: Sequence[str], offered: Sequence[str]) -> tuple[str, ...]:
+    """Return the types that are both declared (in the configuration) and offered (by Batch).
+
+    An empty list allows all.
+
+    A declared family, such as g5, is replaced by the types of this family that Batch lists, such as
+    g5.xlarge.
+    """
+    if not declared or not offered:
+        return tuple(declared or offered)
+    narrow = [kind for kind in declared if kind in offered or not _lists_types_of(offered, kind)]
+    listed = [entry for entry in offered if _is_of_a_family(entry, declared)]
+    return tuple(dict.fromkeys([*narrow, *listed])) or tuple(declared)
+
+
+def _is_of_a_family(entry: str, families: Iterable[str]) -> bool:
+    return any(_lists_types_of([entry], family) for family in families)
+
+
+def _lists_types_of(offered: Sequence[str], kind: str) -> bool:
+    """Return whether `offered` contains individual types of the family `kind`, such as g5.xlarge
+    for g5.
+    """
+    whole = kind.rstrip(".")
+    prefix = whole if "." in whole else f"{whole}."
+    return any(entry != whole and entry.startswith(prefix) for entry in offered)
+
+
+def _offered(kind: str, offered: Sequence[str]) -> bool:
+    """Return whether a compute environment that lists `offered` can provide the instance type or
+    family `kind`.
+    """
+    family, _, size = kind.rstrip(".").partition(".")
+    for entry in offered:
+        other, _, its_size = entry.partition(".")
+        if entry in AUTO_INSTANCE_TYPES and not has_accelerator(kind):
+            return True  # Batch's own choice varies and has never had GPUs
+        if family == other and (not size or not its_size or its_size.startswith(size)):
+            return True
+    return False
+
+
 def _rank_of(queue: QueueState) -> tuple[int, float]:
     if queue.fargate:
         return (_FARGATE, 0.0)
@@ -632,27 +653,3 @@ def _gib(listed: str) -> float:
     if listed in AUTO_INSTANCE_TYPES or "." not in listed.rstrip("."):
         return _LEAST_GIB
     return _vcpus(listed) * _GIB_PER_VCPU.get(listed[0], 4.0)
-
-
-# A parameter that each submit sets. No job definition uses it, and Batch returns it with the job.
-MARK = "ebbflow_submit"
-
-
-def find_marked_jobs(
-    queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0
-) -> list[str]:
-    """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first.
-
-    Raises CloudError.
-
-    mark: value of the job's parameter `MARK`, which is unique to one submission.
-    """
-    deadline = RequestDeadline.after(deadline_seconds)
-    by_name = [{"name": "JOB_NAME", "values": [job_name]}]
-    listed = paginate(
-        client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name
-    )
-    named = [job["jobId"] for job in listed if job.get("jobName") == job_name]
-    jobs = describe_in_parts(client, "describe_jobs", "jobs", named, deadline)
-    found = [job for job in jobs if (job.get("parameters") or {}).get(MARK) == mark]
-    return [job["jobId"] for job in sorted(found, key=lambda job: job.get("createdAt") or 0)]

@@ -36,10 +36,6 @@ ANSWER_SECONDS = 12.0
 _ADOPT = "ebbflow adopt shows what there is"
 
 
-class _Skip(Exception):
-    """Exception for a check that does not apply. The message is the reason."""
-
-
 def for_batch(
     check: Callable[[PreflightContext], CheckFinding],
 ) -> Callable[[PreflightContext], CheckFinding]:
@@ -57,6 +53,10 @@ def for_batch(
             return skipped(str(error))
 
     return run
+
+
+class _Skip(Exception):
+    """Exception for a check that does not apply. The message is the reason."""
 
 
 @for_batch
@@ -155,51 +155,6 @@ def check_batch_image(context: PreflightContext) -> CheckFinding:
     return failed(f"there is no image {image}", "push it (docs/aws.md), or correct batch.image")
 
 
-def _metaflow_image() -> str:
-    """Return the container image that Metaflow is configured to use.
-
-    If the image's name has no registry, the configured registry is put before it.
-    """
-    image, registry = (
-        metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY")
-    )
-    host, slash, _ = image.partition("/")
-    named = bool(slash) and ("." in host or ":" in host or host == "localhost")
-    if named or not registry or not image:
-        return image
-    return f"{registry.rstrip('/')}/{image}"
-
-
-def _skip_if_stand_in(client: Any, what: str) -> None:
-    if not is_amazons(client):
-        raise _Skip(f"{client.meta.endpoint_url} has no {what}, and is not Amazon's")
-
-
-def _bucket(context: PreflightContext) -> tuple[str, str]:
-    if not context.config.store.startswith("s3://"):
-        raise _Skip("the store is a folder")
-    return split_uri(context.config.store)
-
-
-def _role(context: PreflightContext) -> str:
-    arn = context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
-    if not _ROLE.fullmatch(arn):
-        raise _Skip(
-            f"{arn} is no role's ARN"
-            if arn
-            else "no role is named; the check aws-metaflow says more"
-        )
-    return arn
-
-
-def _client(service: str, context: PreflightContext, region: str | None = None) -> Any:
-    return sibling_client(service, batch_client(context.config.batch.region), region)
-
-
-def _patience() -> RequestDeadline:
-    return RequestDeadline.after(ANSWER_SECONDS)
-
-
 def skip_reason(context: PreflightContext) -> str:
     """Return why the checks of the AWS account are skipped for this job, or "" if they run."""
     cluster = context.config.cluster
@@ -289,6 +244,61 @@ def check_batch_metaflow(context: PreflightContext) -> CheckFinding:
     return passed(f"datastore {root}; {metadata}")
 
 
+@for_batch
+def check_batch_clock(context: PreflightContext) -> CheckFinding:
+    """Check that this machine's clock agrees with AWS's.
+
+    Batch rejects requests if they differ by over 5 minutes.
+    """
+    url = aws_client("batch", context.config.batch.region).meta.endpoint_url
+    return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)
+
+
+def _metaflow_image() -> str:
+    """Return the container image that Metaflow is configured to use.
+
+    If the image's name has no registry, the configured registry is put before it.
+    """
+    image, registry = (
+        metaflow_setting(f"METAFLOW_BATCH_CONTAINER_{part}") for part in ("IMAGE", "REGISTRY")
+    )
+    host, slash, _ = image.partition("/")
+    named = bool(slash) and ("." in host or ":" in host or host == "localhost")
+    if named or not registry or not image:
+        return image
+    return f"{registry.rstrip('/')}/{image}"
+
+
+def _skip_if_stand_in(client: Any, what: str) -> None:
+    if not is_amazons(client):
+        raise _Skip(f"{client.meta.endpoint_url} has no {what}, and is not Amazon's")
+
+
+def _bucket(context: PreflightContext) -> tuple[str, str]:
+    if not context.config.store.startswith("s3://"):
+        raise _Skip("the store is a folder")
+    return split_uri(context.config.store)
+
+
+def _role(context: PreflightContext) -> str:
+    arn = context.config.batch.job_role or metaflow_setting("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+    if not _ROLE.fullmatch(arn):
+        raise _Skip(
+            f"{arn} is no role's ARN"
+            if arn
+            else "no role is named; the check aws-metaflow says more"
+        )
+    return arn
+
+
+def _client(service: str, context: PreflightContext, region: str | None = None) -> Any:
+    return sibling_client(service, batch_client(context.config.batch.region), region)
+
+
+def _patience() -> RequestDeadline:
+    return RequestDeadline.after(ANSWER_SECONDS)
+
+
 def _describe_training(usable: Mapping[str, QueueState]) -> list[str]:
     lines = []
     for name, state in usable.items():
@@ -363,13 +373,3 @@ def _unanswered(said: str) -> CheckFinding:
         return skipped(f"{said}; the launching machine has checked the queues")
     detail, _, fix = said.partition("; fix: ")
     return failed(detail, fix or "check batch.region, and that AWS Batch can be reached from here")
-
-
-@for_batch
-def check_batch_clock(context: PreflightContext) -> CheckFinding:
-    """Check that this machine's clock agrees with AWS's.
-
-    Batch rejects requests if they differ by over 5 minutes.
-    """
-    url = aws_client("batch", context.config.batch.region).meta.endpoint_url
-    return compare_clock(url, warned=_AWS_REFUSES_SECONDS, refused=_AWS_REFUSES_SECONDS)

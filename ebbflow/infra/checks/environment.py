@@ -24,6 +24,47 @@ _ANSWER_SECONDS = 1.5
 _IMPORT_SECONDS = 90.0
 _INSTALL = f"{sys.executable} -m pip install -r requirements.txt"
 
+# All variables that Ebbflow reads, whether a user or Ebbflow sets them. A test checks that this
+# list is complete.
+_OWN_VARIABLES = (
+    "EBBFLOW_STORE_REGION",
+    "EBBFLOW_RUNS",
+    "EBBFLOW_PARENT_PID",
+    "EBBFLOW_SPEC",
+    "EBBFLOW_JOB",
+    "EBBFLOW_PROBE",
+    "EBBFLOW_STANDBY_OF",
+    "EBBFLOW_EXECUTION",
+    "EBBFLOW_SUBMIT",
+    "EBBFLOW_UNPLACED",
+    "EBBFLOW_RUNNABLE_SECONDS",
+    "EBBFLOW_GRACE_SECONDS",
+    "EBBFLOW_TASK_FILE",
+    "EBBFLOW_CLOUD",
+    "EBBFLOW_LAUNCHER",
+    "EBBFLOW_LIVE_PAGE",
+    "EBBFLOW_PROJECT",
+    "EBBFLOW_RUN_CLAIM",
+    "EBBFLOW_SHIM_RULES",
+    "EBBFLOW_SHIM_FILES",
+    NAME_VARIABLE,
+    *MACHINE_VARIABLES.values(),
+)
+_ON = ("1", "true", "yes", "on", "y", "t")
+
+_DEADLINES = "set cluster.step_deadline_seconds and cluster.start_deadline_seconds"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice about one environment variable."""
+
+    variable: str
+    why: str  # the problem; continues the variable's name
+    instead: str  # the alternative
+    # Returns whether the advice applies to a value
+    applies: Callable[[str], bool] = lambda value: True  # noqa: ARG005 (takes the value, as others do)
+
 
 def check_configuration(context: PreflightContext) -> CheckFinding:
     """Check that the configuration, including all overrides, violates no rule."""
@@ -192,6 +233,38 @@ def check_host_name(context: PreflightContext) -> CheckFinding:
     )
 
 
+def check_advice(context: PreflightContext) -> CheckFinding:
+    """Check that no environment variable is set that Ebbflow ignores, that misleads, or that slows
+    down training.
+    """
+    found = [
+        (
+            f"{advice.variable}={os.environ[advice.variable]} {advice.why}",
+            f"{advice.variable}: {advice.instead}",
+        )
+        for advice in ADVICE
+        if advice.variable in os.environ and advice.applies(os.environ[advice.variable])
+    ]
+    found += [_unknown(name) for name in sorted(os.environ) if _is_unknown(name, context)]
+    if found:
+        return failed("\n".join(what for what, _ in found), "\n".join(fix for _, fix in found))
+    return passed(f"none of {len(ADVICE)} variables that mislead or slow down is set")
+
+
+def check_debug_level(context: PreflightContext) -> CheckFinding:
+    """Check that TORCH_DISTRIBUTED_DEBUG is not set to a level that crashes DDP's constructor
+    (torch 2.13 on CPUs).
+    """
+    level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    mode = context.config.parallel.mode
+    detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
+    if mode == "ddp" and _is_detail(level) and not gpu_files():
+        return failed(
+            f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO"
+        )
+    return passed(detail)
+
+
 def _same_environment(python: str) -> bool:
     """Return whether an executable is in the same folder as this process's Python, without
     following symbolic links.
@@ -199,35 +272,6 @@ def _same_environment(python: str) -> bool:
     return os.path.dirname(os.path.abspath(python)) == os.path.dirname(
         os.path.abspath(sys.executable)
     )
-
-
-# All variables that Ebbflow reads, whether a user or Ebbflow sets them. A test checks that this
-# list is complete.
-_OWN_VARIABLES = (
-    "EBBFLOW_STORE_REGION",
-    "EBBFLOW_RUNS",
-    "EBBFLOW_PARENT_PID",
-    "EBBFLOW_SPEC",
-    "EBBFLOW_JOB",
-    "EBBFLOW_PROBE",
-    "EBBFLOW_STANDBY_OF",
-    "EBBFLOW_EXECUTION",
-    "EBBFLOW_SUBMIT",
-    "EBBFLOW_UNPLACED",
-    "EBBFLOW_RUNNABLE_SECONDS",
-    "EBBFLOW_GRACE_SECONDS",
-    "EBBFLOW_TASK_FILE",
-    "EBBFLOW_CLOUD",
-    "EBBFLOW_LAUNCHER",
-    "EBBFLOW_LIVE_PAGE",
-    "EBBFLOW_PROJECT",
-    "EBBFLOW_RUN_CLAIM",
-    "EBBFLOW_SHIM_RULES",
-    "EBBFLOW_SHIM_FILES",
-    NAME_VARIABLE,
-    *MACHINE_VARIABLES.values(),
-)
-_ON = ("1", "true", "yes", "on", "y", "t")
 
 
 def _is_on(value: str) -> bool:
@@ -238,24 +282,11 @@ def _is_detail(value: str) -> bool:
     return value.strip().upper() == "DETAIL"
 
 
-@dataclass(frozen=True)
-class Advice:
-    """Advice about one environment variable."""
-
-    variable: str
-    why: str  # the problem; continues the variable's name
-    instead: str  # the alternative
-    # Returns whether the advice applies to a value
-    applies: Callable[[str], bool] = lambda value: True  # noqa: ARG005 (takes the value, as others do)
-
-
 def _renamed(old: str, new: str) -> Advice:
     return Advice(
         old, f"is a deprecated name of {new}, which torch 2.13 reads as well", f"set {new}"
     )
 
-
-_DEADLINES = "set cluster.step_deadline_seconds and cluster.start_deadline_seconds"
 
 ADVICE = (
     Advice(
@@ -296,38 +327,6 @@ ADVICE = (
         _is_on,
     ),
 )
-
-
-def check_advice(context: PreflightContext) -> CheckFinding:
-    """Check that no environment variable is set that Ebbflow ignores, that misleads, or that slows
-    down training.
-    """
-    found = [
-        (
-            f"{advice.variable}={os.environ[advice.variable]} {advice.why}",
-            f"{advice.variable}: {advice.instead}",
-        )
-        for advice in ADVICE
-        if advice.variable in os.environ and advice.applies(os.environ[advice.variable])
-    ]
-    found += [_unknown(name) for name in sorted(os.environ) if _is_unknown(name, context)]
-    if found:
-        return failed("\n".join(what for what, _ in found), "\n".join(fix for _, fix in found))
-    return passed(f"none of {len(ADVICE)} variables that mislead or slow down is set")
-
-
-def check_debug_level(context: PreflightContext) -> CheckFinding:
-    """Check that TORCH_DISTRIBUTED_DEBUG is not set to a level that crashes DDP's constructor
-    (torch 2.13 on CPUs).
-    """
-    level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
-    mode = context.config.parallel.mode
-    detail = f"TORCH_DISTRIBUTED_DEBUG={level}, parallel.mode {mode}"
-    if mode == "ddp" and _is_detail(level) and not gpu_files():
-        return failed(
-            f"{detail}: every rank would be killed by signal 11", "TORCH_DISTRIBUTED_DEBUG=INFO"
-        )
-    return passed(detail)
 
 
 def _is_unknown(name: str, context: PreflightContext) -> bool:

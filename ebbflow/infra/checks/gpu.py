@@ -22,27 +22,6 @@ from ebbflow.core.requirements import DRIVER_FILE, installed_versions
 GPU_FILES = "/dev/nvidia[0-9]*"  # one for each GPU
 RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE and EFA alike
 
-
-def gpu_files() -> list[str]:
-    return glob.glob(GPU_FILES)
-
-
-def gpus_hidden() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-
-
-def visible_gpus() -> int:
-    """Count the GPUs that a new process would see, from device files and CUDA_VISIBLE_DEVICES."""
-    if gpus_hidden():
-        return 0
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return min(len(gpu_files()), len(named) or len(gpu_files()))
-
-
-def has_rdma() -> bool:
-    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
-
-
 _ANSWER_SECONDS = 15.0  # nvidia-smi initializes each GPU that no process keeps awake
 _TORCH_SECONDS = 75.0
 # The oldest driver of each CUDA release family: NVIDIA, CUDA Compatibility, "Minor Version
@@ -74,17 +53,31 @@ print(json.dumps(answer))
 """
 
 
-@dataclass(frozen=True)
-class _Driver:
-    version: str
-    gpus: list[str]
-
-
 class NoAnswer(Exception):
     """Failure of another program, such as nvidia-smi or a Python that imports torch.
 
     The message is the reason.
     """
+
+
+def gpu_files() -> list[str]:
+    return glob.glob(GPU_FILES)
+
+
+def gpus_hidden() -> bool:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+
+
+def visible_gpus() -> int:
+    """Count the GPUs that a new process would see, from device files and CUDA_VISIBLE_DEVICES."""
+    if gpus_hidden():
+        return 0
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return min(len(gpu_files()), len(named) or len(gpu_files()))
+
+
+def has_rdma() -> bool:
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
 def check_gpu(context: PreflightContext) -> CheckFinding:  # noqa: PLR0911 (one return for each case)
@@ -192,6 +185,42 @@ def has_kernels_for(capability: int, architectures: list[str]) -> bool:
     return False
 
 
+def run_program(command: list[str], seconds: float, variables: dict[str, str] | None = None) -> str:
+    """Run a program in the folder / and return its standard output.
+
+    Raises NoAnswer if it fails or takes too long.
+    """
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(
+            command,
+            cwd="/",
+            env=os.environ | (variables or {}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"{name} did not answer within {seconds:g} s") from None
+    except OSError as error:
+        raise NoAnswer(f"{name} cannot be started: {error}") from None
+    if done.returncode != 0:
+        said = (done.stderr + done.stdout).strip().splitlines() or ["it says nothing"]
+        raise NoAnswer(
+            f"{name} ended with {done.returncode}: "
+            f"{said[-1] if command[0] == sys.executable else said[0]}"
+        )
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class _Driver:
+    version: str
+    gpus: list[str]
+
+
 def _compare(driver: _Driver, answer: dict) -> CheckFinding:
     torch = answer["torch"]
     cuda = answer["cuda"]
@@ -269,33 +298,3 @@ def _ask_torch() -> dict:
         return json.loads(said.splitlines()[-1])
     except (ValueError, IndexError):
         raise NoAnswer("torch did not say what it was built for") from None
-
-
-def run_program(command: list[str], seconds: float, variables: dict[str, str] | None = None) -> str:
-    """Run a program in the folder / and return its standard output.
-
-    Raises NoAnswer if it fails or takes too long.
-    """
-    name = Path(command[0]).name
-    try:
-        done = subprocess.run(
-            command,
-            cwd="/",
-            env=os.environ | (variables or {}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{name} did not answer within {seconds:g} s") from None
-    except OSError as error:
-        raise NoAnswer(f"{name} cannot be started: {error}") from None
-    if done.returncode != 0:
-        said = (done.stderr + done.stdout).strip().splitlines() or ["it says nothing"]
-        raise NoAnswer(
-            f"{name} ended with {done.returncode}: "
-            f"{said[-1] if command[0] == sys.executable else said[0]}"
-        )
-    return done.stdout

@@ -35,6 +35,12 @@ _NOTICE = "meta-data/spot/instance-action"
 _OPTIONS = "aws ec2 modify-instance-metadata-options --instance-id ID"
 _INTERFACES = Path("/sys/class/net")
 
+_SHARED_MEMORY = Path("/dev/shm")
+# Advised by the NCCL user guide for containers, whose default is 64 MiB
+_NCCL_SHARED_BYTES = 1 << 30
+
+_NEAR = 4  # largest batch to suggest, as a multiple of the given one
+
 
 def check_imds(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
     """Check that EC2's metadata service accepts only requests with a token (IMDSv2) and has no spot
@@ -83,70 +89,6 @@ def check_interfaces(context: PreflightContext) -> CheckFinding:  # noqa: ARG001
         )
     given = ", ".join(f"{variable}={value}" for variable, value in named.items() if value)
     return passed(f"{given or 'none is named: gloo and NCCL choose'}")
-
-
-def _ask(service: MetadataService) -> CheckFinding:
-    limit = time.monotonic() + _ALL_ANSWERS_SECONDS
-
-    def get(path: str, token: str) -> tuple[int, str]:
-        return service.get(path, token, seconds=limit - time.monotonic())
-
-    status, token = service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=limit - time.monotonic())
-    if status == 403:
-        return failed(
-            "the metadata service is turned off (403)", f"{_OPTIONS} --http-endpoint enabled"
-        )
-    if status != 200 or not token:
-        detail = (
-            f"{service.endpoint} gives no token: status {status}; this is not an IMDSv2 service"
-        )
-        return failed(
-            detail, "check AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there"
-        )
-    status, instance = get(_PATH, token)
-    if status != 200:
-        return failed(
-            f"{_PATH} answers {status} to a fresh token",
-            "check proxies and firewalls between here and the service",
-        )
-    status, notice = get(_NOTICE, token)
-    if status == 200:
-        return failed(
-            f"{instance} has a spot interruption notice: {notice}", "start on another instance"
-        )
-    status, _ = get(_PATH, "")
-    if status == 200:
-        detail = f"{instance}: IMDSv1 answers requests without a token"
-        return failed(detail, f"{_OPTIONS} --http-tokens required")
-    return passed(
-        f"{instance}: IMDSv2 works, IMDSv1 is refused ({status}), no spot notice is pending"
-    )
-
-
-def _matches(variable: str, value: str, there: list[str]) -> bool:
-    """Return whether the value of an interface variable matches the interfaces of this machine,
-    listed in `there`.
-
-    GLOO_SOCKET_IFNAME contains names, all of which must exist. NCCL_SOCKET_IFNAME contains
-    prefixes, exclusions after '^', or exact names after '=' (NCCL user guide,
-    "NCCL_SOCKET_IFNAME").
-    """
-    if variable.startswith("GLOO"):
-        return all(name.strip() in there for name in value.split(","))
-    names = [
-        name.strip().partition(":")[0] for name in value.lstrip("^=").split(",") if name.strip()
-    ]
-    if value.startswith("="):
-        return any(name in there for name in names)
-    found = [name for name in there if name.startswith(tuple(names))]
-    if value.startswith("^"):
-        return len(found) < len(there)
-    return bool(found)
-
-
-_SHARED_MEMORY = Path("/dev/shm")
-# Advised by the NCCL user guide for containers, whose default is 64 MiB
-_NCCL_SHARED_BYTES = 1 << 30
 
 
 def check_shared_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
@@ -287,9 +229,6 @@ def usable_cores() -> float:
     return available
 
 
-_NEAR = 4  # largest batch to suggest, as a multiple of the given one
-
-
 def check_derived(context: PreflightContext) -> CheckFinding:
     """Check that no derived quantity, such as samples per micro-batch, is 0.
 
@@ -351,6 +290,65 @@ def check_elastic(config: RunConfig, gang: footprint.HostGang) -> CheckFinding:
         + "\n".join(fails)
     )
     return failed(told, _fix(batch, accumulation, gang, shard))
+
+
+def _ask(service: MetadataService) -> CheckFinding:
+    limit = time.monotonic() + _ALL_ANSWERS_SECONDS
+
+    def get(path: str, token: str) -> tuple[int, str]:
+        return service.get(path, token, seconds=limit - time.monotonic())
+
+    status, token = service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=limit - time.monotonic())
+    if status == 403:
+        return failed(
+            "the metadata service is turned off (403)", f"{_OPTIONS} --http-endpoint enabled"
+        )
+    if status != 200 or not token:
+        detail = (
+            f"{service.endpoint} gives no token: status {status}; this is not an IMDSv2 service"
+        )
+        return failed(
+            detail, "check AWS_EC2_METADATA_SERVICE_ENDPOINT, and what else listens there"
+        )
+    status, instance = get(_PATH, token)
+    if status != 200:
+        return failed(
+            f"{_PATH} answers {status} to a fresh token",
+            "check proxies and firewalls between here and the service",
+        )
+    status, notice = get(_NOTICE, token)
+    if status == 200:
+        return failed(
+            f"{instance} has a spot interruption notice: {notice}", "start on another instance"
+        )
+    status, _ = get(_PATH, "")
+    if status == 200:
+        detail = f"{instance}: IMDSv1 answers requests without a token"
+        return failed(detail, f"{_OPTIONS} --http-tokens required")
+    return passed(
+        f"{instance}: IMDSv2 works, IMDSv1 is refused ({status}), no spot notice is pending"
+    )
+
+
+def _matches(variable: str, value: str, there: list[str]) -> bool:
+    """Return whether the value of an interface variable matches the interfaces of this machine,
+    listed in `there`.
+
+    GLOO_SOCKET_IFNAME contains names, all of which must exist. NCCL_SOCKET_IFNAME contains
+    prefixes, exclusions after '^', or exact names after '=' (NCCL user guide,
+    "NCCL_SOCKET_IFNAME").
+    """
+    if variable.startswith("GLOO"):
+        return all(name.strip() in there for name in value.split(","))
+    names = [
+        name.strip().partition(":")[0] for name in value.lstrip("^=").split(",") if name.strip()
+    ]
+    if value.startswith("="):
+        return any(name in there for name in names)
+    found = [name for name in there if name.startswith(tuple(names))]
+    if value.startswith("^"):
+        return len(found) < len(there)
+    return bool(found)
 
 
 def _trouble(

@@ -22,6 +22,11 @@ _PROBE_BYTES = 4096
 _REQUEST_SECONDS = 10.0
 _MISSING_RIGHT = ("AccessDenied", "403")
 
+_DATE_SECONDS = 5.0
+_SKEW_WARNING_SECONDS = 60.0
+_STORE_REFUSES_SECONDS = 900.0  # S3 answers RequestTimeTooSkewed beyond it
+_FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
+
 
 def store_folder(context: PreflightContext) -> Path | None:
     """Return the folder of a local store, or None for a remote store."""
@@ -152,51 +157,6 @@ def check_store_multipart(context: PreflightContext) -> CheckFinding:
     return passed(f"{context.config.store}: a multipart upload was started and aborted")
 
 
-def _probe(store: Store, place: str) -> CheckFinding:
-    key = f"{place}/probe"
-    written = secrets.token_bytes(_PROBE_BYTES)
-    trials: dict[str, Callable[[], object]] = {
-        "put": lambda: store.put(key, written),
-        "list": lambda: store.list(place),
-        "get": lambda: store.get(key),
-        "delete": lambda: store.delete(key),
-    }
-    read = None
-    refused = {}
-    for operation, trial in trials.items():
-        try:
-            answer = trial()
-            if operation == "get":
-                read = answer
-        except StoreForbidden as error:
-            refused[operation] = str(error)
-        except ObjectNotFound:
-            if "put" not in refused:
-                raise
-    # One right is missing, or every request is rejected
-    if len(refused) == 1 or len(refused) == len(trials):
-        return _failed(next(iter(refused.values())))
-    if refused:
-        actions = ", ".join(ACTIONS[operation] for operation in refused)
-        return failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
-    if read != written:
-        return failed(
-            f"{store.uri}: what was read back is not what was written", "use another store"
-        )
-    return passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
-
-
-def _failed(error: StoreError | str) -> CheckFinding:
-    detail, _, fix = str(error).partition("; fix: ")
-    return failed(detail, fix or "check that the store may be read, written and deleted from")
-
-
-_DATE_SECONDS = 5.0
-_SKEW_WARNING_SECONDS = 60.0
-_STORE_REFUSES_SECONDS = 900.0  # S3 answers RequestTimeTooSkewed beyond it
-_FIX = "set the clock: chronyc makestep, or timedatectl set-ntp true"
-
-
 def check_store_clock(context: PreflightContext) -> CheckFinding:
     """Check that this machine's clock agrees with the store's.
 
@@ -241,6 +201,45 @@ def compare_clock(url: str, *, warned: float, refused: float) -> CheckFinding:
         f"allowed){consequence}",
         _FIX,
     )
+
+
+def _probe(store: Store, place: str) -> CheckFinding:
+    key = f"{place}/probe"
+    written = secrets.token_bytes(_PROBE_BYTES)
+    trials: dict[str, Callable[[], object]] = {
+        "put": lambda: store.put(key, written),
+        "list": lambda: store.list(place),
+        "get": lambda: store.get(key),
+        "delete": lambda: store.delete(key),
+    }
+    read = None
+    refused = {}
+    for operation, trial in trials.items():
+        try:
+            answer = trial()
+            if operation == "get":
+                read = answer
+        except StoreForbidden as error:
+            refused[operation] = str(error)
+        except ObjectNotFound:
+            if "put" not in refused:
+                raise
+    # One right is missing, or every request is rejected
+    if len(refused) == 1 or len(refused) == len(trials):
+        return _failed(next(iter(refused.values())))
+    if refused:
+        actions = ", ".join(ACTIONS[operation] for operation in refused)
+        return failed(f"{store.uri}: forbidden: {', '.join(refused)}", f"allow {actions} there")
+    if read != written:
+        return failed(
+            f"{store.uri}: what was read back is not what was written", "use another store"
+        )
+    return passed(f"{store.uri}: {', '.join(trials)} of {_PROBE_BYTES} bytes")
+
+
+def _failed(error: StoreError | str) -> CheckFinding:
+    detail, _, fix = str(error).partition("; fix: ")
+    return failed(detail, fix or "check that the store may be read, written and deleted from")
 
 
 def _date_of(url: str) -> float:

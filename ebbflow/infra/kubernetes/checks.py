@@ -199,6 +199,20 @@ CHECKS = [
 ]
 
 
+def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "kubernetes", help="check whether a Kubernetes cluster can run a job"
+    )
+    command.add_argument(
+        "what", choices=["check"], help="check: what the cluster has, each problem with its fix"
+    )
+    command.add_argument("config", nargs="?", metavar="CONFIG")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key"
+    )
+    command.set_defaults(command=_check)
+
+
 def _example(context: PreflightContext) -> dict:
     """Return a minimal Job or, unless the job has one node, JobSet with a control job and a worker
     job.
@@ -224,20 +238,6 @@ def _example(context: PreflightContext) -> dict:
         "metadata": metadata,
         "spec": spec,
     }
-
-
-def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "kubernetes", help="check whether a Kubernetes cluster can run a job"
-    )
-    command.add_argument(
-        "what", choices=["check"], help="check: what the cluster has, each problem with its fix"
-    )
-    command.add_argument("config", nargs="?", metavar="CONFIG")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key"
-    )
-    command.set_defaults(command=_check)
 
 
 def _check(options: argparse.Namespace) -> int:

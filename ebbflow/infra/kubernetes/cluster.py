@@ -63,14 +63,6 @@ _SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 
 
-def namespace() -> str:
-    return os.environ.get("METAFLOW_KUBERNETES_NAMESPACE") or "default"
-
-
-def is_cluster_id(job_id: str) -> bool:
-    return job_id.count("/") == 2
-
-
 @dataclass(frozen=True, kw_only=True)
 class PodState:
     """One pod of an attempt.
@@ -339,31 +331,8 @@ class Cluster:
         return self._labels.get(name, {})
 
 
-def open_cluster(seconds: float = _SECONDS) -> Cluster:
-    """Connect as Metaflow does: KUBECONFIG, else the pod's service account, else ~/.kube/config.
-
-    Sends no request.
-
-    Raises CloudRefused if there is no configuration.
-    """
-    try:
-        from kubernetes import client, config
-    except ImportError:
-        raise CloudRefused(
-            "--with kubernetes needs a package; fix: pip install kubernetes"
-        ) from None
-    try:
-        made = client.Configuration()
-        if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
-            config.load_incluster_config(made)
-        else:
-            config.load_kube_config(client_configuration=made)
-    except (config.ConfigException, OSError, ValueError, TypeError) as error:
-        raise CloudRefused(
-            f"no usable kubeconfig: {error}; fix: set KUBECONFIG, or run in a pod"
-        ) from None
-    made.retries = False
-    return Cluster(client.ApiClient(made), seconds)
+def namespace() -> str:
+    return os.environ.get("METAFLOW_KUBERNETES_NAMESPACE") or "default"
 
 
 def _path(job_id: str) -> tuple[str, ...]:
@@ -708,14 +677,35 @@ class AttemptWatch:
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
 
-def _why(pod: PodState) -> str:
-    if pod.lost and pod.started:
-        return "its node was lost or drained"
-    if pod.waiting:
-        return pod.waiting
-    if pod.exit_code:
-        return f"exit code {pod.exit_code}"
-    return ""
+def is_cluster_id(job_id: str) -> bool:
+    return job_id.count("/") == 2
+
+
+def open_cluster(seconds: float = _SECONDS) -> Cluster:
+    """Connect as Metaflow does: KUBECONFIG, else the pod's service account, else ~/.kube/config.
+
+    Sends no request.
+
+    Raises CloudRefused if there is no configuration.
+    """
+    try:
+        from kubernetes import client, config
+    except ImportError:
+        raise CloudRefused(
+            "--with kubernetes needs a package; fix: pip install kubernetes"
+        ) from None
+    try:
+        made = client.Configuration()
+        if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
+            config.load_incluster_config(made)
+        else:
+            config.load_kube_config(client_configuration=made)
+    except (config.ConfigException, OSError, ValueError, TypeError) as error:
+        raise CloudRefused(
+            f"no usable kubeconfig: {error}; fix: set KUBECONFIG, or run in a pod"
+        ) from None
+    made.retries = False
+    return Cluster(client.ApiClient(made), seconds)
 
 
 def describe_attempts(
@@ -748,3 +738,13 @@ def end_attempt(job_id: str, cluster: Cluster, seconds: float) -> BatchAttempt:
         ended_by = "terminated"
     watch.end(cluster, time.monotonic() + seconds)
     return watch.attempt(now=time.time(), ended_by=ended_by)
+
+
+def _why(pod: PodState) -> str:
+    if pod.lost and pod.started:
+        return "its node was lost or drained"
+    if pod.waiting:
+        return pod.waiting
+    if pod.exit_code:
+        return f"exit code {pod.exit_code}"
+    return ""

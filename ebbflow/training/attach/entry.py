@@ -105,6 +105,36 @@ def attach_folder(
         refuse(error)
 
 
+def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
+    """Create the job of this process.
+
+    Without an agent, rank 0 first opens a generation. Collective.
+
+    `make` creates the job from the specification of this rank. `wanted` has the store, name and
+    config of `attach`.
+
+    Raises:
+        AttachError: this process already has a job, or there are several ranks without a process
+            group.
+    """
+    current = attached_loop.current
+    if current is not None:
+        raise AttachError(
+            f"attach: this process already runs job {current.name}; fix: call attach once, and "
+            "pass other models and optimizers as keywords: attach(model, optimizer, "
+            "critic=critic)"
+        )
+    gang = _join_gang()
+    spec = WorkerSpec.from_environment() or share_from_rank_0(
+        gang, lambda: _open(**wanted), gang.group
+    )
+    if isinstance(spec, int):
+        sys.exit(spec)
+    if gang.store is not None:  # a later job of this process has keys of its own
+        gang = replace(gang, store=PrefixStore(spec.generation_id, gang.store))
+    return make(spec, gang)
+
+
 def _make_state(
     spec: WorkerSpec,
     gang: Gang,
@@ -164,36 +194,6 @@ def _check_arguments(
             f"attach: {error}; fix: make the optimizer from model.parameters() of this model, "
             "and pass the optimizer of another model as a keyword"
         ) from error
-
-
-def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:
-    """Create the job of this process.
-
-    Without an agent, rank 0 first opens a generation. Collective.
-
-    `make` creates the job from the specification of this rank. `wanted` has the store, name and
-    config of `attach`.
-
-    Raises:
-        AttachError: this process already has a job, or there are several ranks without a process
-            group.
-    """
-    current = attached_loop.current
-    if current is not None:
-        raise AttachError(
-            f"attach: this process already runs job {current.name}; fix: call attach once, and "
-            "pass other models and optimizers as keywords: attach(model, optimizer, "
-            "critic=critic)"
-        )
-    gang = _join_gang()
-    spec = WorkerSpec.from_environment() or share_from_rank_0(
-        gang, lambda: _open(**wanted), gang.group
-    )
-    if isinstance(spec, int):
-        sys.exit(spec)
-    if gang.store is not None:  # a later job of this process has keys of its own
-        gang = replace(gang, store=PrefixStore(spec.generation_id, gang.store))
-    return make(spec, gang)
 
 
 def _join_gang() -> Gang:

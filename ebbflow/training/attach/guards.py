@@ -46,20 +46,6 @@ CLOSE = "within tolerance"
 NOT_EXACT = "not exact"
 
 
-def make_script_guards(
-    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
-) -> Guards:
-    """Return the guards of an attached job. They go back to a commit instead of skipping a step."""
-    changed: dict[str, Any] = {"memory_growth": "off"}
-    if config.guards.non_finite == "skip":
-        changed["non_finite"] = "rewind"
-    if config.guards.spike == "skip":
-        changed["spike"] = "rewind"
-    return make_guards(
-        spec, config.changed("guards", **changed), gang, copies=1, emit=reporter.emit
-    )
-
-
 class ScriptGuards:
     """What the guards of an attached job need of a script: judgement of its losses between two
     syncs, its ranks' own times, its promise, and the probe of `ebbflow examine`.
@@ -151,15 +137,6 @@ class ScriptGuards:
         if self._session.gang.rank == 0 and promise != self._promised:
             self._promised = promise
             self._session.reporter.emit(PROMISE, step=step, **promise)
-
-
-def script_sha256(model: nn.Module) -> str:
-    """Return the hash of a script's weights, as `weights_sha256`, without the names that DDP adds."""
-    model = getattr(model, "module", model)
-    if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
-        parts = {name: getattr(part, "module", part) for name, part in model.items()}
-        model = nn.ModuleDict(parts)
-    return weights_sha256(model)
 
 
 class Probe:
@@ -281,6 +258,29 @@ class LoopWatch:
                 self._store.set(f"informed {self._rank}", "")
                 self._store.wait([f"informed {rank}" for rank in range(self._size)], _ALL_END)
         os._exit(error.outcome.exit_code)
+
+
+def make_script_guards(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+) -> Guards:
+    """Return the guards of an attached job. They go back to a commit instead of skipping a step."""
+    changed: dict[str, Any] = {"memory_growth": "off"}
+    if config.guards.non_finite == "skip":
+        changed["non_finite"] = "rewind"
+    if config.guards.spike == "skip":
+        changed["spike"] = "rewind"
+    return make_guards(
+        spec, config.changed("guards", **changed), gang, copies=1, emit=reporter.emit
+    )
+
+
+def script_sha256(model: nn.Module) -> str:
+    """Return the hash of a script's weights, as `weights_sha256`, without the names that DDP adds."""
+    model = getattr(model, "module", model)
+    if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
+        parts = {name: getattr(part, "module", part) for name, part in model.items()}
+        model = nn.ModuleDict(parts)
+    return weights_sha256(model)
 
 
 def describe_resize(before: int, now: int) -> str:

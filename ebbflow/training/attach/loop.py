@@ -56,13 +56,6 @@ _LAST_SECONDS = 2.0
 current: AttachedLoop | None = None  # the loop of this process's job
 
 
-def refuse(error: TrainingError | InfraError) -> NoReturn:
-    """Print the error in one line, and exit with the error's exit code."""
-    release_job()
-    print(f"ebbflow: {describe_error(error)}", file=sys.stderr, flush=True)
-    raise SystemExit(error.outcome.exit_code) from error
-
-
 class AttachedLoop:
     """The loop of the job to which `attach` has attached this process.
 
@@ -524,6 +517,13 @@ class AttachedLoop:
         signal.signal(signal.SIGTERM, self._former_handler)
         release_job()
         current = None
+
+
+def refuse(error: TrainingError | InfraError) -> NoReturn:
+    """Print the error in one line, and exit with the error's exit code."""
+    release_job()
+    print(f"ebbflow: {describe_error(error)}", file=sys.stderr, flush=True)
+    raise SystemExit(error.outcome.exit_code) from error
 
 
 def _open_session(

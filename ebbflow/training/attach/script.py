@@ -163,14 +163,6 @@ def main(words: list[str]) -> int:
         claim.release()
 
 
-def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the command, and those after "--", which are the script's arguments."""
-    if "--" not in words:
-        return words, []
-    end = words.index("--")
-    return words[:end], words[end + 1 :]
-
-
 def run_script(spec: WorkerSpec) -> LoopResult:
     """Run the script in this rank.
 
@@ -220,6 +212,14 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     ending = LoopResult(Outcome.COMPLETED, 0, f"{script.name} has ended")
     write_result(result, ending)
     return ending
+
+
+def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words of the command, and those after "--", which are the script's arguments."""
+    if "--" not in words:
+        return words, []
+    end = words.index("--")
+    return words[:end], words[end + 1 :]
 
 
 def _beat_while_working(heartbeat: Heartbeat, is_attached: Callable[[], bool]) -> None:

@@ -36,281 +36,6 @@ _MOST_ITEMS = 64  # of a list
 _MOST_OBJECTS = 10_000  # in all
 
 
-def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to
-    `tensors`.
-
-    Raises:
-        AttachError: a value is neither a tensor nor plain data (numbers, texts, lists, dicts).
-    """
-    if state is None or isinstance(state, bool | int | str):
-        form = state
-    elif isinstance(state, float):
-        form = state if math.isfinite(state) else {"float": str(state)}
-    elif isinstance(state, Tensor):
-        tensors[path] = state.detach()
-        form = {"tensor": path}
-    elif isinstance(state, bytes):
-        tensors[path] = (
-            torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.empty(0)
-        )
-        form = {"bytes": path}
-    elif isinstance(state, list | tuple | set):
-        form = _split_sequence(state, path, tensors)
-    elif isinstance(state, Mapping):
-        form = _split_mapping(state, path, tensors)
-    elif _is_numpy_number(state):
-        tensors[path] = torch.from_numpy(sys.modules["numpy"].array(state))
-        form = {"array" if isinstance(state, sys.modules["numpy"].ndarray) else "number": path}
-    else:
-        kind = f"{type(state).__module__}.{type(state).__qualname__}"
-        raise AttachError(
-            f"{path}: a {kind} in state_dict() cannot be saved; fix: let its state_dict return "
-            "tensors, numbers, texts, lists and dicts"
-        )
-    return form
-
-
-def _split_sequence(
-    values: list | tuple | set, path: str, tensors: dict[str, Tensor]
-) -> dict[str, list]:
-    kind = next(kind for kind in (list, tuple, set) if isinstance(values, kind))
-    forms = [split_state(value, f"{path}.{number}", tensors) for number, value in enumerate(values)]
-    return {kind.__name__: forms}
-
-
-def _split_mapping(values: Mapping, path: str, tensors: dict[str, Tensor]) -> dict[str, list]:
-    kind = next((name for name, known in _MAPPINGS.items() if type(values) is known), "dict")
-    forms = [
-        [_key(key, path), split_state(value, f"{path}.{number}", tensors)]
-        for number, (key, value) in enumerate(values.items())
-    ]
-    return {kind: forms}
-
-
-def _is_numpy_number(state: Any) -> bool:
-    """Return whether `state` is a number or an array of numbers of numpy, if it is loaded."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(state, numpy.generic | numpy.ndarray):
-        return False
-    return state.dtype.kind in "biuf"
-
-
-def _key(key: Any, path: str) -> Any:
-    if isinstance(key, str | int | bool | None):
-        return key
-    if isinstance(key, tuple):
-        return {"tuple": [_key(part, path) for part in key]}
-    raise AttachError(
-        f"{path}: the key {key!r} of a dict has type {type(key).__name__}; fix: use texts or "
-        "integers"
-    )
-
-
-def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state that `split_state` has split into `form` and `tensors`."""
-    if not isinstance(form, dict):
-        return form
-    (kind, value), *_ = form.items()
-    if kind == "tensor":
-        state = tensors[value]
-    elif kind == "float":
-        state = float(value)
-    elif kind == "bytes":
-        state = tensors[value].numpy().tobytes()
-    elif kind == "array":
-        state = tensors[value].numpy()
-    elif kind == "number":
-        state = tensors[value].numpy()[()]
-    elif kind in _MAPPINGS:
-        pairs = {join_state(key, {}): join_state(inner, tensors) for key, inner in value}
-        state = _MAPPINGS[kind](pairs)
-    else:
-        state = _SEQUENCES[kind](join_state(inner, tensors) for inner in value)
-    return state
-
-
-def from_bytes(tensor: Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
-
-
-def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that can differ between ranks, such as the running statistics of
-    BatchNorm, by name.
-    """
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if kept and buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER_BYTES:
-                found[f"buffer.{name}"] = buffer.detach()
-    return found
-
-
-def derive_seed(*parts: object) -> int:
-    text = "\n".join(map(str, parts))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-
-
-def seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-@contextlib.contextmanager
-def random_numbers_of(seed: int) -> Iterator[None]:
-    """Seed the random generators with `seed` within the context, and restore their previous states
-    afterwards.
-    """
-    numpy = sys.modules.get("numpy")
-    kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    seed_all(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        if numpy:
-            numpy.random.set_state(kept[2])
-
-
-def find_generators(dataset: Any) -> list[Any]:
-    """Return the random generators of a dataset: in its attributes, such as transforms, and as
-    globals of its code.
-    """
-    numpy: Any = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (random.Random, torch.Generator)
-    # Whose states are part of the commit
-    common = [torch.default_generator, getattr(random, "_inst", None)]
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-        common.append(numpy.random.mtrand._rand)
-    generators = []
-    seen = {id(generator) for generator in common}
-
-    def search(value: Any, depth: int) -> None:
-        plain = value is None or isinstance(
-            value, ModuleType | type | Tensor | str | bytes | int | float
-        )
-        if plain or id(value) in seen or depth == 0 or len(seen) > _MOST_OBJECTS:
-            return
-        seen.add(id(value))
-        if isinstance(value, kinds):
-            generators.append(value)
-            return
-        if isinstance(value, list | tuple):
-            parts = value
-        elif isinstance(value, Mapping):
-            parts = value.values()
-        else:
-            parts = _names_of(value)
-        for part in itertools.islice(parts, _MOST_ITEMS):
-            search(part, depth - 1)
-
-    search(dataset, 6)
-    return generators
-
-
-def _names_of(value: Any) -> Iterator[Any]:
-    """Yield the attributes of an object, and the globals to which its methods for samples refer."""
-    yield from list(getattr(value, "__dict__", {}).values())
-    for name in ("__getitem__", "__getitems__", "__call__"):
-        method: Any = getattr(type(value), name, None)
-        code = getattr(method, "__code__", None)
-        if code is not None:
-            yield from (method.__globals__.get(other) for other in code.co_names)
-
-
-def _seed_generator(generator: Any, seed: int) -> None:
-    bits = getattr(generator, "bit_generator", None)
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif bits is not None:  # numpy.random.Generator
-        bits.state = type(bits)(seed).state
-    else:
-        generator.seed(seed % 2**32)
-
-
-class _SeededBatch(list):
-    """The indices of a batch, with the seed that is set before the batch is loaded."""
-
-    seed = 0
-
-
-class _SeededDataset:
-    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no
-    other batch.
-
-    Those of this process are part of the commit, so that only a worker process seeds more than the
-    dataset's own.
-    """
-
-    _generators: list[Any] | None = None  # found in the process that loads the batches
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
-
-    def __getitems__(self, batch: list[Any]) -> list[Any]:
-        if isinstance(batch, _SeededBatch):
-            if get_worker_info() is not None:
-                seed_all(batch.seed)
-            if self._generators is None:
-                self._generators = find_generators(self._dataset)
-            for generator in self._generators:
-                _seed_generator(generator, batch.seed)
-        whole = getattr(self._dataset, "__getitems__", None)
-        if whole:
-            return whole(list(batch))
-        return [self._dataset[index] for index in batch]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # not set yet, while a worker process unpickles this object
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-
-class _EpochOrder:
-    """Batch sampler for one epoch of a loader, without the first `skip` batches."""
-
-    def __init__(self, sampler: Any, seed: int, skip: int, *, seeded: bool) -> None:
-        self._sampler = sampler
-        self._seed = seed
-        self._skip = skip
-        self._seeds_batches = seeded
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        with random_numbers_of(self._seed):
-            order = iter(self._sampler)
-            # A sampler shuffles when it is asked
-            first = list(itertools.islice(order, self._skip, self._skip + 1))
-        batches = itertools.chain(first, order)
-        if self._seeds_batches:
-            return self._seeded(batches)
-        return batches
-
-    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for number, indices in enumerate(batches, start=self._skip):
-            batch = _SeededBatch(indices)
-            batch.seed = derive_seed(self._seed, number)
-            yield batch
-
-
-def _is_stateful(source: Any) -> bool:
-    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-
-
 class BatchSource:
     """Reader of a user's loader that can begin at any batch of any epoch.
 
@@ -467,22 +192,6 @@ class BatchSource:
             object.__setattr__(loader, name, sampler)
 
 
-def change_iteration(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> None:
-    """Let each loop over `loader` call `iterate(loader)`.
-
-    Raises AttachError for types such as list.
-    """
-    try:
-        changed = type(type(loader).__name__, (type(loader),), {"__iter__": iterate})
-        # Accelerate's loaders refuse a plain assignment
-        vars(object)["__class__"].__set__(loader, changed)
-    except TypeError as error:
-        raise AttachError(
-            f"job.epochs: the job cannot follow a loop over a {type(loader).__name__}; fix: loop "
-            "over job.batches(…) in it"
-        ) from error
-
-
 class StrayReads:
     """Watch for a DataLoader from which the script draws batches itself, one after another in
     several steps.
@@ -537,6 +246,164 @@ class StrayReads:
             )
 
 
+def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to
+    `tensors`.
+
+    Raises:
+        AttachError: a value is neither a tensor nor plain data (numbers, texts, lists, dicts).
+    """
+    if state is None or isinstance(state, bool | int | str):
+        form = state
+    elif isinstance(state, float):
+        form = state if math.isfinite(state) else {"float": str(state)}
+    elif isinstance(state, Tensor):
+        tensors[path] = state.detach()
+        form = {"tensor": path}
+    elif isinstance(state, bytes):
+        tensors[path] = (
+            torch.frombuffer(bytearray(state), dtype=torch.uint8) if state else torch.empty(0)
+        )
+        form = {"bytes": path}
+    elif isinstance(state, list | tuple | set):
+        form = _split_sequence(state, path, tensors)
+    elif isinstance(state, Mapping):
+        form = _split_mapping(state, path, tensors)
+    elif _is_numpy_number(state):
+        tensors[path] = torch.from_numpy(sys.modules["numpy"].array(state))
+        form = {"array" if isinstance(state, sys.modules["numpy"].ndarray) else "number": path}
+    else:
+        kind = f"{type(state).__module__}.{type(state).__qualname__}"
+        raise AttachError(
+            f"{path}: a {kind} in state_dict() cannot be saved; fix: let its state_dict return "
+            "tensors, numbers, texts, lists and dicts"
+        )
+    return form
+
+
+def join_state(form: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Rebuild the state that `split_state` has split into `form` and `tensors`."""
+    if not isinstance(form, dict):
+        return form
+    (kind, value), *_ = form.items()
+    if kind == "tensor":
+        state = tensors[value]
+    elif kind == "float":
+        state = float(value)
+    elif kind == "bytes":
+        state = tensors[value].numpy().tobytes()
+    elif kind == "array":
+        state = tensors[value].numpy()
+    elif kind == "number":
+        state = tensors[value].numpy()[()]
+    elif kind in _MAPPINGS:
+        pairs = {join_state(key, {}): join_state(inner, tensors) for key, inner in value}
+        state = _MAPPINGS[kind](pairs)
+    else:
+        state = _SEQUENCES[kind](join_state(inner, tensors) for inner in value)
+    return state
+
+
+def from_bytes(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())
+
+
+def own_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that can differ between ranks, such as the running statistics of
+    BatchNorm, by name.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if kept and buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER_BYTES:
+                found[f"buffer.{name}"] = buffer.detach()
+    return found
+
+
+def derive_seed(*parts: object) -> int:
+    text = "\n".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def random_numbers_of(seed: int) -> Iterator[None]:
+    """Seed the random generators with `seed` within the context, and restore their previous states
+    afterwards.
+    """
+    numpy = sys.modules.get("numpy")
+    kept = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        if numpy:
+            numpy.random.set_state(kept[2])
+
+
+def find_generators(dataset: Any) -> list[Any]:
+    """Return the random generators of a dataset: in its attributes, such as transforms, and as
+    globals of its code.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    # Whose states are part of the commit
+    common = [torch.default_generator, getattr(random, "_inst", None)]
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+        common.append(numpy.random.mtrand._rand)
+    generators = []
+    seen = {id(generator) for generator in common}
+
+    def search(value: Any, depth: int) -> None:
+        plain = value is None or isinstance(
+            value, ModuleType | type | Tensor | str | bytes | int | float
+        )
+        if plain or id(value) in seen or depth == 0 or len(seen) > _MOST_OBJECTS:
+            return
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            generators.append(value)
+            return
+        if isinstance(value, list | tuple):
+            parts = value
+        elif isinstance(value, Mapping):
+            parts = value.values()
+        else:
+            parts = _names_of(value)
+        for part in itertools.islice(parts, _MOST_ITEMS):
+            search(part, depth - 1)
+
+    search(dataset, 6)
+    return generators
+
+
+def change_iteration(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> None:
+    """Let each loop over `loader` call `iterate(loader)`.
+
+    Raises AttachError for types such as list.
+    """
+    try:
+        changed = type(type(loader).__name__, (type(loader),), {"__iter__": iterate})
+        # Accelerate's loaders refuse a plain assignment
+        vars(object)["__class__"].__set__(loader, changed)
+    except TypeError as error:
+        raise AttachError(
+            f"job.epochs: the job cannot follow a loop over a {type(loader).__name__}; fix: loop "
+            "over job.batches(…) in it"
+        ) from error
+
+
 def split_states(states: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Apply `split_state` to each object's `state_dict()`.
 
@@ -557,12 +424,6 @@ def restore_buffers(model: nn.Module, own: Mapping[str, Tensor]) -> None:
         stored = own.get(name)
         if stored is not None and stored.shape == buffer.shape:
             buffer.copy_(stored)
-
-
-def _is_trained(tensor: Tensor) -> bool | None:
-    if isinstance(tensor, nn.Parameter):
-        return tensor.requires_grad
-    return None  # a buffer
 
 
 def find_frozen(model: nn.Module) -> list[str]:
@@ -627,3 +488,142 @@ def find_enumerate(frame: FrameType | None) -> str:
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}: enumerate"
         frame = frame.f_back
     return ""
+
+
+def _split_sequence(
+    values: list | tuple | set, path: str, tensors: dict[str, Tensor]
+) -> dict[str, list]:
+    kind = next(kind for kind in (list, tuple, set) if isinstance(values, kind))
+    forms = [split_state(value, f"{path}.{number}", tensors) for number, value in enumerate(values)]
+    return {kind.__name__: forms}
+
+
+def _split_mapping(values: Mapping, path: str, tensors: dict[str, Tensor]) -> dict[str, list]:
+    kind = next((name for name, known in _MAPPINGS.items() if type(values) is known), "dict")
+    forms = [
+        [_key(key, path), split_state(value, f"{path}.{number}", tensors)]
+        for number, (key, value) in enumerate(values.items())
+    ]
+    return {kind: forms}
+
+
+def _is_numpy_number(state: Any) -> bool:
+    """Return whether `state` is a number or an array of numbers of numpy, if it is loaded."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(state, numpy.generic | numpy.ndarray):
+        return False
+    return state.dtype.kind in "biuf"
+
+
+def _key(key: Any, path: str) -> Any:
+    if isinstance(key, str | int | bool | None):
+        return key
+    if isinstance(key, tuple):
+        return {"tuple": [_key(part, path) for part in key]}
+    raise AttachError(
+        f"{path}: the key {key!r} of a dict has type {type(key).__name__}; fix: use texts or "
+        "integers"
+    )
+
+
+def _names_of(value: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and the globals to which its methods for samples refer."""
+    yield from list(getattr(value, "__dict__", {}).values())
+    for name in ("__getitem__", "__getitems__", "__call__"):
+        method: Any = getattr(type(value), name, None)
+        code = getattr(method, "__code__", None)
+        if code is not None:
+            yield from (method.__globals__.get(other) for other in code.co_names)
+
+
+def _seed_generator(generator: Any, seed: int) -> None:
+    bits = getattr(generator, "bit_generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif bits is not None:  # numpy.random.Generator
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed % 2**32)
+
+
+class _SeededBatch(list):
+    """The indices of a batch, with the seed that is set before the batch is loaded."""
+
+    seed = 0
+
+
+class _SeededDataset:
+    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no
+    other batch.
+
+    Those of this process are part of the commit, so that only a worker process seeds more than the
+    dataset's own.
+    """
+
+    _generators: list[Any] | None = None  # found in the process that loads the batches
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, batch: list[Any]) -> list[Any]:
+        if isinstance(batch, _SeededBatch):
+            if get_worker_info() is not None:
+                seed_all(batch.seed)
+            if self._generators is None:
+                self._generators = find_generators(self._dataset)
+            for generator in self._generators:
+                _seed_generator(generator, batch.seed)
+        whole = getattr(self._dataset, "__getitems__", None)
+        if whole:
+            return whole(list(batch))
+        return [self._dataset[index] for index in batch]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # not set yet, while a worker process unpickles this object
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+
+class _EpochOrder:
+    """Batch sampler for one epoch of a loader, without the first `skip` batches."""
+
+    def __init__(self, sampler: Any, seed: int, skip: int, *, seeded: bool) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._skip = skip
+        self._seeds_batches = seeded
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        with random_numbers_of(self._seed):
+            order = iter(self._sampler)
+            # A sampler shuffles when it is asked
+            first = list(itertools.islice(order, self._skip, self._skip + 1))
+        batches = itertools.chain(first, order)
+        if self._seeds_batches:
+            return self._seeded(batches)
+        return batches
+
+    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number, indices in enumerate(batches, start=self._skip):
+            batch = _SeededBatch(indices)
+            batch.seed = derive_seed(self._seed, number)
+            yield batch
+
+
+def _is_stateful(source: Any) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def _is_trained(tensor: Tensor) -> bool | None:
+    if isinstance(tensor, nn.Parameter):
+        return tensor.requires_grad
+    return None  # a buffer

@@ -61,14 +61,6 @@ class SyncSchedule:
         self.synced_step = step
 
 
-@dataclass
-class _PendingStep:
-    step: int
-    at: tuple[float, float]  # wall clock and monotonic clock at the step's end
-    data: dict[str, Any]
-    loss: Any  # a number or a tensor on the device; None if none was logged
-
-
 class StepLog:
     """The script's metrics of the current step, and the step events that are not emitted yet,
     because reading their losses would make the loop wait for the device.
@@ -126,3 +118,11 @@ def worst_loss(losses: list[float]) -> float:
     if all(map(math.isfinite, losses)):
         return max(losses, default=0.0)
     return math.nan
+
+
+@dataclass
+class _PendingStep:
+    step: int
+    at: tuple[float, float]  # wall clock and monotonic clock at the step's end
+    data: dict[str, Any]
+    loss: Any  # a number or a tensor on the device; None if none was logged

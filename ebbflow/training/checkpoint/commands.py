@@ -62,6 +62,54 @@ def main(argv: list[str]) -> int:
         return 1
 
 
+def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
+    """Find the environment variable that holds the signing key, and use this key from now on.
+
+    The variable's name is `name`, else the value of EBBFLOW_SIGNING_KEY_ENV, else a value in the
+    job's configuration. Without a usable key in the variable, this function raises NoSigningKey.
+    There is one exception: if the name comes from the configuration and `must_check` is False,
+    signatures are not checked and no error is raised.
+    """
+    name = name or os.environ.get(NAME_VARIABLE)
+    named = _configured_name(store) if name is None else None
+    if named:
+        if must_check or not signing_key_problem(named):
+            name = named
+        else:
+            name = None
+    use_signing_key(name)
+    signer()
+
+
+def find(store: Store, wanted: str | None) -> TracedCommit:
+    """Find one commit of a job.
+
+    `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest
+    reachable commit. A commit is reachable if the job may still be resumed from it. If several
+    commits match, only reachable ones count. Raises CheckpointError if no commit or more than one
+    is left; the message lists the candidates.
+    """
+    traced = trace_lineage(store)
+    if wanted is None:
+        newest = next((commit for commit in traced if commit.unreachable_because is None), None)
+        if newest is None:
+            raise CheckpointError(
+                f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not"
+            )
+        return newest
+    matches = [commit for commit in traced if _matches(commit, wanted)]
+    if len(matches) > 1:  # of several commits of one step, the reachable one
+        reachable = [commit for commit in matches if commit.unreachable_because is None]
+        matches = reachable or matches
+    if len(matches) != 1:
+        keys = "".join(f"\n  {commit.ref.key}" for commit in (matches or traced)[:10])
+        raise CheckpointError(
+            f"{store.uri}: {wanted!r} is {len(matches)} commits, not one; there are:"
+            f"{keys or ' none'}"
+        )
+    return matches[0]
+
+
 def _store_uri(uri: str) -> str:
     """Return the URI of the job's folder in the store.
 
@@ -160,25 +208,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> None:
-    """Find the environment variable that holds the signing key, and use this key from now on.
-
-    The variable's name is `name`, else the value of EBBFLOW_SIGNING_KEY_ENV, else a value in the
-    job's configuration. Without a usable key in the variable, this function raises NoSigningKey.
-    There is one exception: if the name comes from the configuration and `must_check` is False,
-    signatures are not checked and no error is raised.
-    """
-    name = name or os.environ.get(NAME_VARIABLE)
-    named = _configured_name(store) if name is None else None
-    if named:
-        if must_check or not signing_key_problem(named):
-            name = named
-        else:
-            name = None
-    use_signing_key(name)
-    signer()
-
-
 def _configured_name(store: Store) -> str | None:
     try:
         name = json.loads(store.get("config.json"))["config"]["checkpoint"]["signing_key_env"]
@@ -187,35 +216,6 @@ def _configured_name(store: Store) -> str | None:
     if isinstance(name, str) and NAME_PATTERN.fullmatch(name):
         return name
     return None
-
-
-def find(store: Store, wanted: str | None) -> TracedCommit:
-    """Find one commit of a job.
-
-    `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest
-    reachable commit. A commit is reachable if the job may still be resumed from it. If several
-    commits match, only reachable ones count. Raises CheckpointError if no commit or more than one
-    is left; the message lists the candidates.
-    """
-    traced = trace_lineage(store)
-    if wanted is None:
-        newest = next((commit for commit in traced if commit.unreachable_because is None), None)
-        if newest is None:
-            raise CheckpointError(
-                f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not"
-            )
-        return newest
-    matches = [commit for commit in traced if _matches(commit, wanted)]
-    if len(matches) > 1:  # of several commits of one step, the reachable one
-        reachable = [commit for commit in matches if commit.unreachable_because is None]
-        matches = reachable or matches
-    if len(matches) != 1:
-        keys = "".join(f"\n  {commit.ref.key}" for commit in (matches or traced)[:10])
-        raise CheckpointError(
-            f"{store.uri}: {wanted!r} is {len(matches)} commits, not one; there are:"
-            f"{keys or ' none'}"
-        )
-    return matches[0]
 
 
 def _matches(traced: TracedCommit, wanted: str) -> bool:

@@ -113,16 +113,6 @@ def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
         ) from error
 
 
-def _refuse_special_files(path: Path) -> None:
-    """Raise CheckpointError for FIFOs, sockets and devices, which could block a reader forever."""
-    paths = [path]
-    if path.is_dir():
-        paths += path.iterdir()
-    for place in paths:
-        if place.exists() and not (place.is_file() or place.is_dir()):
-            raise CheckpointError(f"{place}: is not a regular file")
-
-
 def write_file(
     content: PortableState, path: Path, kind: str, config: RunConfig | None = None
 ) -> None:
@@ -174,22 +164,6 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def _kind_of(path: Path) -> str:
-    if path.is_dir():
-        if (path / ".metadata").exists():
-            return "dcp"
-        if any(path.glob("*.safetensors")):
-            return "safetensors"
-        raise CheckpointError(
-            f"{path}: neither a DCP folder (no .metadata) nor one with *.safetensors"
-        )
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file")
-    if path.suffix == ".safetensors":
-        return "safetensors"
-    return "torch"
-
-
 def read_dcp(path: Path, weights_only: bool) -> PortableState:
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
@@ -229,55 +203,6 @@ def write_dcp(content: PortableState, path: Path) -> None:
     except CheckpointException as error:  # a BaseException around the cause
         cause, _ = next(iter(error.failures.values()))
         raise cause from None
-
-
-class _Planner(DefaultSavePlanner):
-    """DCP save planner that needs only shapes to plan.
-
-    It reads each tensor's values only when they are written.
-    """
-
-    def __init__(self, content: PortableState) -> None:
-        super().__init__()
-        self._content = content
-        self._names = {id(tensor): name for name, tensor in content.named().items()}
-        self._values: Iterator[tuple[str, Tensor]] = iter(())
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        plan = super().finish_plan(new_plan)
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        self._values = self._content.stream([self._name(item) for item in tensors])
-        return plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return super().resolve_data(write_item)
-        # The previous tensor has been written and is not read again
-        name, value = next(self._values)
-        if name != self._name(write_item):
-            raise CheckpointError(
-                f"torch's writer requests {self._name(write_item)}, but {name} is next in the plan"
-            )
-        return value
-
-    def _name(self, item: WriteItem) -> str:
-        return self._names[id(self.lookup_object(item.index))]
-
-
-def _put(document: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for part in path[:-1]:
-        document = document.setdefault(part, {})
-    document[path[-1]] = value
-
-
-def _restore_lists(document: Any) -> Any:
-    """Convert each nested dictionary whose keys are all integers to a list."""
-    if not isinstance(document, dict):
-        return document
-    inner = {key: _restore_lists(value) for key, value in document.items()}
-    if inner and all(isinstance(key, int) for key in inner):
-        return [inner[key] for key in sorted(inner)]
-    return inner
 
 
 def save_hollow(document: Any, names: Mapping[int, str], path: Path) -> list[str]:
@@ -332,37 +257,6 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
                 file.seek(start + len(raw) + _DESCRIPTOR_CRC)
                 file.write(struct.pack("<I", sums[info.filename]))
         _fill_directory(file, directory, sums)
-
-
-def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
-    """Copy nested dictionaries and lists, and replace each tensor by an uninitialised one of its
-    shape and dtype.
-
-    The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
-    """
-    if isinstance(value, Tensor):
-        order.append(names[id(value)])
-        return torch.empty(value.shape, dtype=value.dtype)
-    if isinstance(value, dict):
-        return {key: _hollow_copy(inner, names, order) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_hollow_copy(inner, names, order) for inner in value)
-    return value
-
-
-def _fill_directory(file: BinaryIO, start: int, sums: Mapping[str, int]) -> None:
-    at = start
-    while True:
-        file.seek(at)
-        entry = file.read(_ENTRY_BYTES)
-        if entry[: len(_ENTRY)] != _ENTRY:
-            return
-        lengths = struct.unpack("<HHH", entry[_ENTRY_LENGTHS : _ENTRY_LENGTHS + 6])
-        crc = sums.get(file.read(lengths[0]).decode())
-        if crc is not None:
-            file.seek(at + _ENTRY_CRC)
-            file.write(struct.pack("<I", crc))
-        at += _ENTRY_BYTES + sum(lengths)
 
 
 def read_torch(path: Path, weights_only: bool) -> PortableState:
@@ -482,6 +376,112 @@ def write_hugging_face(content: PortableState, path: Path, config: RunConfig) ->
     for name, source in sources.items() if config.data.tokenizer != "bytes" else ():
         if source.is_file():
             shutil.copyfile(source, path / name)
+
+
+def _refuse_special_files(path: Path) -> None:
+    """Raise CheckpointError for FIFOs, sockets and devices, which could block a reader forever."""
+    paths = [path]
+    if path.is_dir():
+        paths += path.iterdir()
+    for place in paths:
+        if place.exists() and not (place.is_file() or place.is_dir()):
+            raise CheckpointError(f"{place}: is not a regular file")
+
+
+def _kind_of(path: Path) -> str:
+    if path.is_dir():
+        if (path / ".metadata").exists():
+            return "dcp"
+        if any(path.glob("*.safetensors")):
+            return "safetensors"
+        raise CheckpointError(
+            f"{path}: neither a DCP folder (no .metadata) nor one with *.safetensors"
+        )
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file")
+    if path.suffix == ".safetensors":
+        return "safetensors"
+    return "torch"
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP save planner that needs only shapes to plan.
+
+    It reads each tensor's values only when they are written.
+    """
+
+    def __init__(self, content: PortableState) -> None:
+        super().__init__()
+        self._content = content
+        self._names = {id(tensor): name for name, tensor in content.named().items()}
+        self._values: Iterator[tuple[str, Tensor]] = iter(())
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self._values = self._content.stream([self._name(item) for item in tensors])
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        # The previous tensor has been written and is not read again
+        name, value = next(self._values)
+        if name != self._name(write_item):
+            raise CheckpointError(
+                f"torch's writer requests {self._name(write_item)}, but {name} is next in the plan"
+            )
+        return value
+
+    def _name(self, item: WriteItem) -> str:
+        return self._names[id(self.lookup_object(item.index))]
+
+
+def _put(document: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for part in path[:-1]:
+        document = document.setdefault(part, {})
+    document[path[-1]] = value
+
+
+def _restore_lists(document: Any) -> Any:
+    """Convert each nested dictionary whose keys are all integers to a list."""
+    if not isinstance(document, dict):
+        return document
+    inner = {key: _restore_lists(value) for key, value in document.items()}
+    if inner and all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner
+
+
+def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
+    """Copy nested dictionaries and lists, and replace each tensor by an uninitialised one of its
+    shape and dtype.
+
+    The tensors' names are appended to `order`, in the order in which pickle visits the tensors.
+    """
+    if isinstance(value, Tensor):
+        order.append(names[id(value)])
+        return torch.empty(value.shape, dtype=value.dtype)
+    if isinstance(value, dict):
+        return {key: _hollow_copy(inner, names, order) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_hollow_copy(inner, names, order) for inner in value)
+    return value
+
+
+def _fill_directory(file: BinaryIO, start: int, sums: Mapping[str, int]) -> None:
+    at = start
+    while True:
+        file.seek(at)
+        entry = file.read(_ENTRY_BYTES)
+        if entry[: len(_ENTRY)] != _ENTRY:
+            return
+        lengths = struct.unpack("<HHH", entry[_ENTRY_LENGTHS : _ENTRY_LENGTHS + 6])
+        crc = sums.get(file.read(lengths[0]).decode())
+        if crc is not None:
+            file.seek(at + _ENTRY_CRC)
+            file.write(struct.pack("<I", crc))
+        at += _ENTRY_BYTES + sum(lengths)
 
 
 def _write(

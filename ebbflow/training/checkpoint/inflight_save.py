@@ -129,25 +129,6 @@ class UploaderClient:
         self.give_up()
 
 
-def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(OSError, ValueError):
-        while process.poll() is None:
-            with contextlib.suppress(queue.Empty):
-                line = lines.get(timeout=_LOOK_SECONDS)
-                process.stdin.write(line)
-                process.stdin.flush()
-
-
-def _read_answers(
-    process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]
-) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        answers.put(json.loads(line))
-    answers.put({"event": "ended", "exit_code": process.wait()})
-
-
 class UploadCost(NamedTuple):
     """Totals over a rank's uploads: bytes, CPU seconds of the uploader, and seconds until the
     indexes were durable.
@@ -167,6 +148,25 @@ class InflightSave:
     deadline: Deadline
     size: int  # bytes of this rank's part
     stall_seconds: float  # time for which the save held up training
+
+
+def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        while process.poll() is None:
+            with contextlib.suppress(queue.Empty):
+                line = lines.get(timeout=_LOOK_SECONDS)
+                process.stdin.write(line)
+                process.stdin.flush()
+
+
+def _read_answers(
+    process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(json.loads(line))
+    answers.put({"event": "ended", "exit_code": process.wait()})
 
 
 class SaveTracker:

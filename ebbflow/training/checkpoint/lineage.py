@@ -66,70 +66,6 @@ class Generation:
         return layout.generation_name(self.number, self.id)
 
 
-def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
-    """Read a generation's record.
-
-    Raises ObjectNotFound if there is no record, and DamagedLineage if the record is damaged or
-    belongs to another generation.
-    """
-    key = layout.generation_key(number, generation_id)
-    try:
-        record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
-    except CorruptCommit as error:
-        raise DamagedLineage(str(error)) from error
-    if (record["generation"], record["id"]) != (number, generation_id):
-        raise DamagedLineage(
-            f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}"
-        )
-    return Generation(number, generation_id, record["parent"], record["parent_step"])
-
-
-def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
-    """Replace the parent in the record of the generation `opened` by `actual.parent`, an older
-    commit.
-
-    Call this if the recorded parent could not be restored. Otherwise the abandoned commits between
-    the two parents would stay reachable. One process calls it, before the generation's first save.
-    Raises StoreError or CorruptCommit.
-    """
-    key = layout.generation_key(opened.number, opened.id)
-    record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
-    start = {"parent": actual.parent, "parent_step": actual.parent_step, "refused": opened.parent}
-    put_verified(job_store, key, seal({**record, **start}))
-
-
-def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
-    """Return the highest recorded generation number, or 0 if there is none.
-
-    For `near` see `GenerationRecords`.
-    """
-    return GenerationRecords(job_store, near=near).newest
-
-
-def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
-    """Wait until the store lists the record of `generation`, and return all ids recorded under its
-    number.
-
-    More than one id means that several launchers opened it simultaneously. A store may list a new
-    object only after a delay. A launcher that waits until its own record is listed also sees every
-    record that was listed earlier, and the next launcher sees this number and takes a higher
-    number. Raises StoreUnavailable if the record is not listed within 10 s.
-    """
-    limit = time.monotonic() + LISTING_SECONDS
-    for pause in backoff_pauses(longest_seconds=0.5):
-        ids = GenerationRecords(job_store, near=generation.number).ids(generation.number)
-        if generation.id in ids:
-            return ids
-        if time.monotonic() >= limit:
-            break
-        time.sleep(pause)
-    raise StoreUnavailable(
-        f"list {job_store.uri}/generations: {generation.name}.json was put and is not listed "
-        f"within {LISTING_SECONDS:g} s; fix: the store's listings lag too far behind; ask its "
-        "operator"
-    )
-
-
 class GenerationRecords:
     """The numbers and ids of the recorded generations, read by listing the store.
 
@@ -292,6 +228,70 @@ class GenerationOpening:
     number: int = 0  # the highest number that a try has used; 0 before the first
 
 
+def read_generation(job_store: Store, number: int, generation_id: str) -> Generation:
+    """Read a generation's record.
+
+    Raises ObjectNotFound if there is no record, and DamagedLineage if the record is damaged or
+    belongs to another generation.
+    """
+    key = layout.generation_key(number, generation_id)
+    try:
+        record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
+    except CorruptCommit as error:
+        raise DamagedLineage(str(error)) from error
+    if (record["generation"], record["id"]) != (number, generation_id):
+        raise DamagedLineage(
+            f"{job_store.uri}/{key}: is the record of {record['generation']}-{record['id']}"
+        )
+    return Generation(number, generation_id, record["parent"], record["parent_step"])
+
+
+def amend_parent(job_store: Store, opened: Generation, actual: Generation) -> None:
+    """Replace the parent in the record of the generation `opened` by `actual.parent`, an older
+    commit.
+
+    Call this if the recorded parent could not be restored. Otherwise the abandoned commits between
+    the two parents would stay reachable. One process calls it, before the generation's first save.
+    Raises StoreError or CorruptCommit.
+    """
+    key = layout.generation_key(opened.number, opened.id)
+    record = fetch_verified(job_store, key, unseal, f"{job_store.uri}/{key}")
+    start = {"parent": actual.parent, "parent_step": actual.parent_step, "refused": opened.parent}
+    put_verified(job_store, key, seal({**record, **start}))
+
+
+def newest_generation_number(job_store: Store, *, near: int = 0) -> int:
+    """Return the highest recorded generation number, or 0 if there is none.
+
+    For `near` see `GenerationRecords`.
+    """
+    return GenerationRecords(job_store, near=near).newest
+
+
+def await_listed_ids(job_store: Store, generation: Generation) -> list[str]:
+    """Wait until the store lists the record of `generation`, and return all ids recorded under its
+    number.
+
+    More than one id means that several launchers opened it simultaneously. A store may list a new
+    object only after a delay. A launcher that waits until its own record is listed also sees every
+    record that was listed earlier, and the next launcher sees this number and takes a higher
+    number. Raises StoreUnavailable if the record is not listed within 10 s.
+    """
+    limit = time.monotonic() + LISTING_SECONDS
+    for pause in backoff_pauses(longest_seconds=0.5):
+        ids = GenerationRecords(job_store, near=generation.number).ids(generation.number)
+        if generation.id in ids:
+            return ids
+        if time.monotonic() >= limit:
+            break
+        time.sleep(pause)
+    raise StoreUnavailable(
+        f"list {job_store.uri}/generations: {generation.name}.json was put and is not listed "
+        f"within {LISTING_SECONDS:g} s; fix: the store's listings lag too far behind; ask its "
+        "operator"
+    )
+
+
 def open_generation(
     job_store: Store,
     *,
@@ -405,46 +405,6 @@ def newest_commits(job_store: Store) -> Iterator[CommitRef]:
     return (ref for ref, refused in _newest_with_refusals(job_store) if not refused)
 
 
-def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
-    """Yield the reachable commits, newest first, each with the reason why its signature is refused,
-    or "".
-    """
-    chain = None
-    out = set()
-    signs = signer()
-    for page in _commit_pages(job_store):
-        if chain is None:
-            chain = LineageChain(job_store, near=max(ref.generation for ref, _ in page))
-            out = _names_below(job_store, "quarantine") | _names_below(job_store, "tombstones")
-        for ref, _ in page:
-            if ref.sha256 not in out and chain.is_in_history(ref.generation, ref.step):
-                yield ref, _refusal_reason(signs, job_store, ref)
-
-
-def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> str:
-    try:
-        if signs is not None:
-            signs.check(job_store, ref.key)
-    except RefusedCommit as error:
-        return str(error)
-    return ""
-
-
-def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
-    """Warn about each commit newer than `chosen` whose signature is refused.
-
-    Return the first reason, or "".
-    """
-    first = ""
-    for ref, refused in _newest_with_refusals(job_store) if signer() is not None else ():
-        if ref == chosen:
-            break
-        if refused:
-            first = first or refused
-            _warn(f"passed over as a parent: {refused}")
-    return first
-
-
 def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[CommitRef]:
     """Return the newest `limit` (default: all) commits that may be restored.
 
@@ -486,29 +446,6 @@ def trace_lineage(job_store: Store) -> list[TracedCommit]:
     return sorted(traced, key=lambda commit: commit.unreachable_because is not None)
 
 
-def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
-    """Yield non-empty pages of commits, highest step first, each commit with the Unix time of its
-    manifest.
-    """
-    for page in job_store.pages("commits"):
-        found = []
-        for meta in page:
-            try:
-                found.append((CommitRef.from_key(meta.key), meta.modified))
-            except ValueError:
-                continue  # not a commit key
-        if found:
-            yield found
-
-
-def _warn(text: str) -> None:
-    print(f"checkpoint: WARNING: {text}", file=sys.stderr)
-
-
-def _names_below(job_store: Store, prefix: str) -> set[str]:
-    return {meta.key.rpartition("/")[2].removesuffix(".json") for meta in job_store.list(prefix)}
-
-
 def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
     """Return whether a commit's manifest is readable, so that a generation can start from it.
 
@@ -531,6 +468,69 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
         _warn(f"passed over as a parent: {error}")
         return False
     return True
+
+
+def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
+    """Yield the reachable commits, newest first, each with the reason why its signature is refused,
+    or "".
+    """
+    chain = None
+    out = set()
+    signs = signer()
+    for page in _commit_pages(job_store):
+        if chain is None:
+            chain = LineageChain(job_store, near=max(ref.generation for ref, _ in page))
+            out = _names_below(job_store, "quarantine") | _names_below(job_store, "tombstones")
+        for ref, _ in page:
+            if ref.sha256 not in out and chain.is_in_history(ref.generation, ref.step):
+                yield ref, _refusal_reason(signs, job_store, ref)
+
+
+def _refusal_reason(signs: Signer | None, job_store: Store, ref: CommitRef) -> str:
+    try:
+        if signs is not None:
+            signs.check(job_store, ref.key)
+    except RefusedCommit as error:
+        return str(error)
+    return ""
+
+
+def _report_refused(job_store: Store, chosen: CommitRef | None) -> str:
+    """Warn about each commit newer than `chosen` whose signature is refused.
+
+    Return the first reason, or "".
+    """
+    first = ""
+    for ref, refused in _newest_with_refusals(job_store) if signer() is not None else ():
+        if ref == chosen:
+            break
+        if refused:
+            first = first or refused
+            _warn(f"passed over as a parent: {refused}")
+    return first
+
+
+def _commit_pages(job_store: Store) -> Iterator[list[tuple[CommitRef, float]]]:
+    """Yield non-empty pages of commits, highest step first, each commit with the Unix time of its
+    manifest.
+    """
+    for page in job_store.pages("commits"):
+        found = []
+        for meta in page:
+            try:
+                found.append((CommitRef.from_key(meta.key), meta.modified))
+            except ValueError:
+                continue  # not a commit key
+        if found:
+            yield found
+
+
+def _warn(text: str) -> None:
+    print(f"checkpoint: WARNING: {text}", file=sys.stderr)
+
+
+def _names_below(job_store: Store, prefix: str) -> set[str]:
+    return {meta.key.rpartition("/")[2].removesuffix(".json") for meta in job_store.list(prefix)}
 
 
 def _commits_of_lineage(job_store: Store) -> list[CommitRef]:

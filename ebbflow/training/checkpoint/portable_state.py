@@ -230,6 +230,78 @@ def named_optimizer(content: PortableState) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
+def read_commit(store: Store, key: str) -> PortableState:
+    """Return the state in a commit, without random states.
+
+    Its tensors are read and verified later, by `stream`.
+    """
+    reader = CommitReader(store, key)
+    manifest = reader.manifest
+    content = PortableState(
+        weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {}
+    )
+    content.settings = manifest.common.get("optimizer")
+    content.source = partial(_stream, reader)
+    # Ordered by position in the data, where neighbours share chunks.
+    starts: dict[str, int] = {}
+    for name, entry in manifest.tensors.items():
+        starts[name] = min((piece.start for piece in entry.pieces), default=0)
+    for name in sorted(starts, key=lambda name: (starts[name], name)):
+        entry = manifest.tensors[name]
+        kind, _, rest = name.partition(".")
+        if kind not in ("model", "optimizer"):
+            continue
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+        if kind == "model":
+            content.weights[rest] = tensor
+        else:
+            parameter, key = rest.rsplit(".", 1)
+            content.moments.setdefault(parameter, {})[key] = tensor
+    return content
+
+
+def commit_portable_state(store: Store, content: PortableState, *, source: str) -> CommitRef:
+    """Write `content` as the first commit of a new job, within an hour.
+
+    The job's first start continues from it.
+
+    The commit records `source`, the name of the imported file. Raises CheckpointError if the job
+    has been started before or the import fails.
+    """
+    if newest_generation_number(store):
+        raise CheckpointError(
+            f"{store.uri}: the job has been started already; hint: import into a new job's name"
+        )
+    generation = open_generation(store, run="import", attempt=0)
+    deadline = Deadline(3600.0)
+    named = content.named()
+    sizes = {name: _bytes(tensor) for name, tensor in named.items()}
+    objects = []
+    for window in _windows(sizes, _OBJECT_BYTES):
+        objects.append({name: named[name] for name in window})
+    job = store.uri.rsplit("/", 1)[-1]
+    save = CheckpointId(
+        job=job, generation=generation.name, step=content.step, world_size=len(objects)
+    )
+    extra = {"cursor": 0, **content.extra, "step": content.step, "imported_from": source}
+    common = {"extra": extra, "optimizer": content.settings, "parent": None}
+    uploader = PartUploader(
+        open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle()
+    )
+    for rank, tensors in enumerate(objects):
+        items, view = _pack(tensors)
+        data = uploader.upload(data_key(save.generation, save.step, rank), view, deadline)
+        index = RankIndex(
+            save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None
+        )
+        key = index_key(save.generation, save.step, rank)
+        raw = signed_index_bytes(store, key, index)
+        retry_until(deadline, f"put {key}", lambda key=key, raw=raw: put_verified(store, key, raw))
+    commit = await_commit(store, save, deadline).commit
+    assert commit is not None
+    return commit
+
+
 def _parameter_names(
     content: PortableState,
     groups: Iterable[Mapping[str, Any]],
@@ -274,36 +346,6 @@ def _plain(value: Any) -> Any:
     return plain
 
 
-def read_commit(store: Store, key: str) -> PortableState:
-    """Return the state in a commit, without random states.
-
-    Its tensors are read and verified later, by `stream`.
-    """
-    reader = CommitReader(store, key)
-    manifest = reader.manifest
-    content = PortableState(
-        weights={}, step=manifest.save.step, extra=manifest.common.get("extra") or {}
-    )
-    content.settings = manifest.common.get("optimizer")
-    content.source = partial(_stream, reader)
-    # Ordered by position in the data, where neighbours share chunks.
-    starts: dict[str, int] = {}
-    for name, entry in manifest.tensors.items():
-        starts[name] = min((piece.start for piece in entry.pieces), default=0)
-    for name in sorted(starts, key=lambda name: (starts[name], name)):
-        entry = manifest.tensors[name]
-        kind, _, rest = name.partition(".")
-        if kind not in ("model", "optimizer"):
-            continue
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-        if kind == "model":
-            content.weights[rest] = tensor
-        else:
-            parameter, key = rest.rsplit(".", 1)
-            content.moments.setdefault(parameter, {})[key] = tensor
-    return content
-
-
 def _stream(reader: CommitReader, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Read the named tensors in groups ("windows"), and yield them in order.
 
@@ -338,48 +380,6 @@ def _tensor_in(memory: memoryview, start: int, entry: TensorEntry) -> Tensor:
     if not length:
         return torch.empty(entry.shape, dtype=dtype)
     return torch.frombuffer(memory[start : start + length], dtype=dtype).view(entry.shape)
-
-
-def commit_portable_state(store: Store, content: PortableState, *, source: str) -> CommitRef:
-    """Write `content` as the first commit of a new job, within an hour.
-
-    The job's first start continues from it.
-
-    The commit records `source`, the name of the imported file. Raises CheckpointError if the job
-    has been started before or the import fails.
-    """
-    if newest_generation_number(store):
-        raise CheckpointError(
-            f"{store.uri}: the job has been started already; hint: import into a new job's name"
-        )
-    generation = open_generation(store, run="import", attempt=0)
-    deadline = Deadline(3600.0)
-    named = content.named()
-    sizes = {name: _bytes(tensor) for name, tensor in named.items()}
-    objects = []
-    for window in _windows(sizes, _OBJECT_BYTES):
-        objects.append({name: named[name] for name in window})
-    job = store.uri.rsplit("/", 1)[-1]
-    save = CheckpointId(
-        job=job, generation=generation.name, step=content.step, world_size=len(objects)
-    )
-    extra = {"cursor": 0, **content.extra, "step": content.step, "imported_from": source}
-    common = {"extra": extra, "optimizer": content.settings, "parent": None}
-    uploader = PartUploader(
-        open_sink(store.uri, Throttle()), PartSettings(sha256=signer() is not None), Throttle()
-    )
-    for rank, tensors in enumerate(objects):
-        items, view = _pack(tensors)
-        data = uploader.upload(data_key(save.generation, save.step, rank), view, deadline)
-        index = RankIndex(
-            save=save, rank=rank, data=data, items=items, common=common if rank == 0 else None
-        )
-        key = index_key(save.generation, save.step, rank)
-        raw = signed_index_bytes(store, key, index)
-        retry_until(deadline, f"put {key}", lambda key=key, raw=raw: put_verified(store, key, raw))
-    commit = await_commit(store, save, deadline).commit
-    assert commit is not None
-    return commit
 
 
 def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]:

@@ -118,52 +118,6 @@ class ChunkRead:
             part.view[:] = data[part.at : part.at + len(part.view)]
 
 
-def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
-    """List the chunks that hold the wanted ranges, each chunk once, ordered by object and position.
-
-    Raises CorruptCommit if a range is beyond the end of its object.
-    """
-    parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
-    for want in wanted:
-        data = objects[want.object]
-        end = want.start + len(want.view)
-        if want.start < 0 or end > data.size:
-            raise CorruptCommit(
-                f"{data.key}: bytes {want.start} to {end} are beyond its {data.size}"
-            )
-        size = data.chunk_bytes
-        for number in range(want.start // size, -(-end // size) if len(want.view) else 0):
-            low = max(want.start, number * size)
-            high = min(end, (number + 1) * size)
-            piece = want.view[low - want.start : high - want.start]
-            parts[want.object, number].append(_Part(low - number * size, piece))
-    chunks = []
-    for (place, number), found in sorted(parts.items()):
-        data = objects[place]
-        base = number * data.chunk_bytes
-        length = min(data.chunk_bytes, data.size - base)
-        chunks.append(
-            ChunkRead(place, number, base, length, tuple(sorted(found, key=lambda part: part.at)))
-        )
-    return chunks
-
-
-def read_manifest(store: Store, key: str) -> Manifest:
-    """Read the manifest with the commit key `key`.
-
-    Raises CorruptCommit if it is missing or damaged, and RefusedCommit if this process checks
-    signatures and the commit has no valid signature.
-    """
-    signs = signer()
-    try:
-        manifest = verified_io.fetch_verified(store, key, Manifest.from_bytes)
-    except ObjectNotFound as error:
-        raise CorruptCommit(f"{key}: there is no such commit") from error
-    if signs is None:
-        return manifest
-    return signs.check_manifest(store, key, manifest)
-
-
 @dataclass
 class ReadFigures:
     """Totals over the reader's threads: seconds per activity, and bytes read, including repeated
@@ -389,24 +343,50 @@ class VerifiedReader:
         return CorruptCommit(f"{data.key}: {found}", object_key=data.key)
 
 
-def _checksum_text(crc: int, sha256: "hashlib._Hash | None") -> str:
-    if sha256 is None:
-        return verified_io.crc_digits(crc)
-    return f"{verified_io.crc_digits(crc)} {sha256.hexdigest()}"
+def plan_chunks(wanted: Iterable[WantedRange], objects: Sequence[DataObject]) -> list[ChunkRead]:
+    """List the chunks that hold the wanted ranges, each chunk once, ordered by object and position.
 
-
-def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
-    """Drop a range of a local file from the page cache, because perhaps only the cached copy is
-    damaged.
+    Raises CorruptCommit if a range is beyond the end of its object.
     """
-    if path is None:
-        return
-    with contextlib.suppress(OSError, AttributeError):  # not all systems have the call
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    parts: dict[tuple[int, int], list[_Part]] = defaultdict(list)
+    for want in wanted:
+        data = objects[want.object]
+        end = want.start + len(want.view)
+        if want.start < 0 or end > data.size:
+            raise CorruptCommit(
+                f"{data.key}: bytes {want.start} to {end} are beyond its {data.size}"
+            )
+        size = data.chunk_bytes
+        for number in range(want.start // size, -(-end // size) if len(want.view) else 0):
+            low = max(want.start, number * size)
+            high = min(end, (number + 1) * size)
+            piece = want.view[low - want.start : high - want.start]
+            parts[want.object, number].append(_Part(low - number * size, piece))
+    chunks = []
+    for (place, number), found in sorted(parts.items()):
+        data = objects[place]
+        base = number * data.chunk_bytes
+        length = min(data.chunk_bytes, data.size - base)
+        chunks.append(
+            ChunkRead(place, number, base, length, tuple(sorted(found, key=lambda part: part.at)))
+        )
+    return chunks
+
+
+def read_manifest(store: Store, key: str) -> Manifest:
+    """Read the manifest with the commit key `key`.
+
+    Raises CorruptCommit if it is missing or damaged, and RefusedCommit if this process checks
+    signatures and the commit has no valid signature.
+    """
+    signs = signer()
+    try:
+        manifest = verified_io.fetch_verified(store, key, Manifest.from_bytes)
+    except ObjectNotFound as error:
+        raise CorruptCommit(f"{key}: there is no such commit") from error
+    if signs is None:
+        return manifest
+    return signs.check_manifest(store, key, manifest)
 
 
 def find_problem(store: Store, key: str, object_key: str = "", chunk: int | None = None) -> str:
@@ -527,6 +507,26 @@ def find_uncommitted(store: Store) -> Iterator[tuple[int, str]]:
                 index_key(generation, step, rank) in keys for rank in range(first.save.world_size)
             ):
                 yield step, index_prefix(generation, step)
+
+
+def _checksum_text(crc: int, sha256: "hashlib._Hash | None") -> str:
+    if sha256 is None:
+        return verified_io.crc_digits(crc)
+    return f"{verified_io.crc_digits(crc)} {sha256.hexdigest()}"
+
+
+def _drop_from_page_cache(path: Path | None, start: int, length: int) -> None:
+    """Drop a range of a local file from the page cache, because perhaps only the cached copy is
+    damaged.
+    """
+    if path is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # not all systems have the call
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def _index_problems(store: Store, manifest: Manifest) -> Iterator[str]:

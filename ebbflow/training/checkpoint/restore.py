@@ -225,6 +225,33 @@ def restore_newest(  # noqa: PLR0913
     raise CheckpointError(f"{store.uri}: {none}; there are older ones: {reasons}")
 
 
+def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
+    """Choose second readers for data that a rank found damaged.
+
+    Return pairs of (doubting rank, second reader).
+
+    A doubting rank is a rank that found the commit damaged. The first doubting rank of each node
+    gets a second reader, up to four in total. The second reader is on another node, and is a rank
+    without doubts if there is one. With only one node, the doubting rank is its own second reader
+    and starts a new process for it.
+
+    Args:
+        nodes: the node of each rank.
+        doubting: for each rank, whether it is a doubting rank.
+    """
+    tasks: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    for rank, node in enumerate(nodes):
+        if not doubting[rank] or node in seen or len(tasks) == _MOST_SECOND_READINGS:
+            continue
+        seen.add(node)
+        others = [other for other, at in enumerate(nodes) if at != node]
+        confident = [other for other in others if not doubting[other]]
+        choice = confident or others or [rank]
+        tasks.append((rank, choice[len(tasks) % len(choice)]))
+    return tasks
+
+
 @dataclass
 class _Loaded:
     reader: CommitReader
@@ -453,33 +480,6 @@ def _settle_doubts(verdicts: Sequence[_Verdict], key: str, reader: _Reader) -> _
         "commit is sound; fix: check that machine's memory, disk and network"
     )
     return _Verdict(kind=_UNRELIABLE, reason=reason, suspects=tuple(rank for rank, _ in tasks))
-
-
-def assign_second_readers(nodes: Sequence[int], doubting: Sequence[bool]) -> list[tuple[int, int]]:
-    """Choose second readers for data that a rank found damaged.
-
-    Return pairs of (doubting rank, second reader).
-
-    A doubting rank is a rank that found the commit damaged. The first doubting rank of each node
-    gets a second reader, up to four in total. The second reader is on another node, and is a rank
-    without doubts if there is one. With only one node, the doubting rank is its own second reader
-    and starts a new process for it.
-
-    Args:
-        nodes: the node of each rank.
-        doubting: for each rank, whether it is a doubting rank.
-    """
-    tasks: list[tuple[int, int]] = []
-    seen: set[int] = set()
-    for rank, node in enumerate(nodes):
-        if not doubting[rank] or node in seen or len(tasks) == _MOST_SECOND_READINGS:
-            continue
-        seen.add(node)
-        others = [other for other, at in enumerate(nodes) if at != node]
-        confident = [other for other in others if not doubting[other]]
-        choice = confident or others or [rank]
-        tasks.append((rank, choice[len(tasks) % len(choice)]))
-    return tasks
 
 
 def _shorten(text: str) -> str:

@@ -83,236 +83,6 @@ class WholeCommit:
     pinned: bool = False
 
 
-def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
-    """Return {SHA-256 of the manifest: reason} for each commit that the policy keeps.
-
-    `commits` are all whole commits, newest first.
-    """
-    last = list(commits[: policy.keep_last])
-    every = _first_of_each_window(commits, policy.keep_every_steps)
-    scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
-    # Of equal ones, the newer stays first
-    scored.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")
-    best = [commit for _, commit in scored[: policy.keep_best]]
-    pinned = [commit for commit in commits if commit.pinned]
-    rules = {
-        "pinned": pinned,
-        "last": last,
-        "best": best,
-        f"every {policy.keep_every_steps} steps": every,
-    }
-    chosen_by: list[tuple[str, str]] = []
-    for reason, chosen in rules.items():
-        chosen_by += [(commit.sha256, reason) for commit in chosen]
-    reasons = group_by_key(chosen_by)
-    dropped = _beyond_cap(
-        commits, reasons, policy, expendable=[*every, *reversed(best), *reversed(last)]
-    )
-    return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
-
-
-def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
-    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step,
-    else None.
-    """
-    metrics = extra.get("metrics")
-    if not isinstance(metrics, Mapping) or metrics.get("step") != step:
-        return None
-    value = metrics.get(name)
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
-
-
-def _first_of_each_window(commits: Sequence[WholeCommit], steps: int | None) -> list[WholeCommit]:
-    """Return the first commit at or after each multiple of `steps`, oldest first."""
-    firsts: dict[int, WholeCommit] = {}
-    if not steps:
-        return []
-    for commit in commits:
-        window = commit.step // steps
-        if window and (window not in firsts or commit.step < firsts[window].step):
-            firsts[window] = commit
-    return [firsts[window] for window in sorted(firsts)]
-
-
-def _beyond_cap(
-    commits: Sequence[WholeCommit],
-    kept: Mapping[str, Any],
-    policy: RetentionPolicy,
-    *,
-    expendable: Sequence[WholeCommit],
-) -> set[str]:
-    """Return the manifest SHA-256 of the commits to drop so that the remaining ones meet the size
-    cap.
-
-    `kept` has the kept commits by manifest SHA-256. `expendable` lists commits in the order in
-    which to drop them; a commit that occurs twice is dropped at its last position.
-    """
-    if policy.max_total_bytes is None:
-        return set()
-    total = sum(commit.size for commit in commits if commit.sha256 in kept)
-    places = {commit.sha256: number for number, commit in enumerate(expendable)}
-    dropped: set[str] = set()
-    for number, commit in enumerate(expendable):
-        may_go = not commit.pinned and commit is not commits[0] and places[commit.sha256] == number
-        if may_go and total > policy.max_total_bytes:
-            dropped.add(commit.sha256)
-            total -= commit.size
-    return dropped
-
-
-def delete_commit(
-    store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False
-) -> bool:
-    """Delete a commit and its data. Return False if the commit has been pinned in the meantime.
-
-    Args:
-        generation: name of the generation that saved the commit; None if the manifest is
-            unreadable. Without it only the manifest is deleted now, and the data is deleted later
-            as orphans.
-        newest: number of the generation that deletes the commit.
-        full: whether the store is full, so that a failure to write the tombstone is ignored. If the
-            deletion is then interrupted, the remaining objects become orphans.
-
-    Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another
-    gang owns the job.
-    """
-    tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
-    if signer() is not None:
-        tombstone["signed"] = True
-    content = seal(tombstone)
-    own_key = layout.tombstone_key(ref.sha256)
-    try:
-        try:
-            store.put(own_key, content, tags=layout.TOMBSTONE_TAGS)
-        except StoreForbidden:  # a role may be allowed to put and not to tag
-            store.put(own_key, content)
-    except StoreError:
-        if not full:
-            raise
-    number = newest_generation_number(store, near=newest)
-    if number > newest:
-        store.delete(own_key)
-        raise _superseded_error(store, number, newest)
-    if store.head(layout.pin_key(ref.sha256)) is not None:
-        store.delete(own_key)
-        return False
-    _delete_objects(store, tombstone)
-    return True
-
-
-def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
-    """Finish the deletions that earlier runs left incomplete, and remove their tombstones.
-
-    `interrupted` is called after each deletion; if it returns True, this function returns. So every
-    call finishes at least one deletion.
-    """
-    for meta in store.list("tombstones"):
-        try:
-            tombstone = fetch_verified(store, meta.key, unseal, f"{store.uri}/{meta.key}")
-        except (ObjectNotFound, CorruptCommit):
-            continue  # another process was faster, or the tombstone is unreadable
-        sha256 = CommitRef.from_key(tombstone["key"]).sha256
-        if (
-            store.head(layout.pin_key(sha256)) is not None
-            and store.head(tombstone["key"]) is not None
-        ):
-            store.delete(meta.key)  # the deletion was cut short before it looked for the pin
-            continue
-        _delete_objects(store, tombstone)
-        for key in (layout.quarantine_key(sha256), layout.verified_key(sha256), meta.key):
-            store.delete(key)
-        if interrupted():
-            return
-
-
-def _delete_all(
-    store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False
-) -> None:
-    """Delete keys in parallel, until `interrupted` returns True."""
-
-    def delete(key: str) -> None:
-        if not interrupted():
-            store.delete(key)
-
-    with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="delete") as pool:
-        list(pool.map(delete, keys))
-
-
-def _superseded_error(store: Store, number: int, ours: int) -> GenerationSuperseded:
-    return GenerationSuperseded(
-        f"{store.uri}: generation {number} was opened while generation {ours} was running; "
-        "what this gang commits from now on would never be restored"
-    )
-
-
-def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
-    store.delete(tombstone["key"])
-    if tombstone.get("signed"):
-        store.delete(layout.signature_key(CommitRef.from_key(tombstone["key"]).sha256))
-    if tombstone["generation"] is None:
-        return
-    for prefix in (layout.index_prefix, layout.data_prefix):
-        _delete_all(
-            store,
-            [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))],
-        )
-
-
-def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
-    """List objects that no commit needs and that are older than the given age, according to the
-    store's clock.
-
-    These are data and indexes of checkpoints without a commit, signatures without a commit, and
-    secrets that agents shared for earlier starts. The objects of a checkpoint are listed together
-    or not at all, because a single young object means that the upload may still be running.
-    """
-    # Listed before the commits: whatever is committed meanwhile is then seen as committed.
-    listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
-    commits = store.list("commits")
-    committed: set[tuple[int, int] | str] = set()
-    for meta in commits:
-        try:
-            ref = CommitRef.from_key(meta.key)
-        except ValueError:
-            continue  # not a commit key
-        committed |= {(ref.generation, ref.step), ref.sha256}
-    groups: dict[tuple[str, ...], list[ObjectMeta]] = defaultdict(list)
-    for meta in (*listed["data"], *listed["index"]):
-        parts = meta.key.split("/")
-        number = parts[1].partition("-")[0]
-        named = len(parts) == 4 and number.isdigit() and parts[2].isdigit()
-        if named and (int(number), int(parts[2])) not in committed:
-            groups[parts[1], parts[2]].append(meta)
-    for meta in listed["signatures"]:
-        if meta.key.rpartition("/")[2].removesuffix(".json") not in committed:
-            groups[(meta.key,)].append(meta)
-    for meta in listed["secrets"]:
-        groups[(meta.key,)].append(meta)
-    if not groups:
-        return []
-    listings = itertools.chain(*listed.values(), commits)
-    now = clock.now(store, max(meta.modified for meta in listings))
-    old: list[ObjectMeta] = []
-    for group in groups.values():
-        newest = max(meta.modified for meta in group)
-        if now - newest > older_than_seconds:
-            old += group
-    return old
-
-
-def _sweep_orphans(
-    store: Store,
-    clock: StoreClock,
-    *,
-    older_than_seconds: float,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> None:
-    orphans = find_orphans(store, clock, older_than_seconds=older_than_seconds)
-    _delete_all(store, [meta.key for meta in orphans], interrupted)
-
-
 @dataclass(frozen=True)
 class RetentionChoice:
     """The decision of a retention policy: which commits to keep and which to delete."""
@@ -555,3 +325,233 @@ class Retention:
             except (CorruptCommit, ObjectNotFound):
                 return None
         return self._manifests[ref.sha256]
+
+
+def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> dict[str, str]:
+    """Return {SHA-256 of the manifest: reason} for each commit that the policy keeps.
+
+    `commits` are all whole commits, newest first.
+    """
+    last = list(commits[: policy.keep_last])
+    every = _first_of_each_window(commits, policy.keep_every_steps)
+    scored = [(commit.metric, commit) for commit in commits if commit.metric is not None]
+    # Of equal ones, the newer stays first
+    scored.sort(key=lambda pair: pair[0], reverse=policy.best_mode == "max")
+    best = [commit for _, commit in scored[: policy.keep_best]]
+    pinned = [commit for commit in commits if commit.pinned]
+    rules = {
+        "pinned": pinned,
+        "last": last,
+        "best": best,
+        f"every {policy.keep_every_steps} steps": every,
+    }
+    chosen_by: list[tuple[str, str]] = []
+    for reason, chosen in rules.items():
+        chosen_by += [(commit.sha256, reason) for commit in chosen]
+    reasons = group_by_key(chosen_by)
+    dropped = _beyond_cap(
+        commits, reasons, policy, expendable=[*every, *reversed(best), *reversed(last)]
+    )
+    return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
+
+
+def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
+    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step,
+    else None.
+    """
+    metrics = extra.get("metrics")
+    if not isinstance(metrics, Mapping) or metrics.get("step") != step:
+        return None
+    value = metrics.get(name)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def delete_commit(
+    store: Store, ref: CommitRef, generation: str | None, *, newest: int, full: bool = False
+) -> bool:
+    """Delete a commit and its data. Return False if the commit has been pinned in the meantime.
+
+    Args:
+        generation: name of the generation that saved the commit; None if the manifest is
+            unreadable. Without it only the manifest is deleted now, and the data is deleted later
+            as orphans.
+        newest: number of the generation that deletes the commit.
+        full: whether the store is full, so that a failure to write the tombstone is ignored. If the
+            deletion is then interrupted, the remaining objects become orphans.
+
+    Raises GenerationSuperseded, and deletes nothing, if a newer generation is on record: another
+    gang owns the job.
+    """
+    tombstone = {"version": VERSION, "key": ref.key, "generation": generation, "step": ref.step}
+    if signer() is not None:
+        tombstone["signed"] = True
+    content = seal(tombstone)
+    own_key = layout.tombstone_key(ref.sha256)
+    try:
+        try:
+            store.put(own_key, content, tags=layout.TOMBSTONE_TAGS)
+        except StoreForbidden:  # a role may be allowed to put and not to tag
+            store.put(own_key, content)
+    except StoreError:
+        if not full:
+            raise
+    number = newest_generation_number(store, near=newest)
+    if number > newest:
+        store.delete(own_key)
+        raise _superseded_error(store, number, newest)
+    if store.head(layout.pin_key(ref.sha256)) is not None:
+        store.delete(own_key)
+        return False
+    _delete_objects(store, tombstone)
+    return True
+
+
+def finish_deletions(store: Store, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Finish the deletions that earlier runs left incomplete, and remove their tombstones.
+
+    `interrupted` is called after each deletion; if it returns True, this function returns. So every
+    call finishes at least one deletion.
+    """
+    for meta in store.list("tombstones"):
+        try:
+            tombstone = fetch_verified(store, meta.key, unseal, f"{store.uri}/{meta.key}")
+        except (ObjectNotFound, CorruptCommit):
+            continue  # another process was faster, or the tombstone is unreadable
+        sha256 = CommitRef.from_key(tombstone["key"]).sha256
+        if (
+            store.head(layout.pin_key(sha256)) is not None
+            and store.head(tombstone["key"]) is not None
+        ):
+            store.delete(meta.key)  # the deletion was cut short before it looked for the pin
+            continue
+        _delete_objects(store, tombstone)
+        for key in (layout.quarantine_key(sha256), layout.verified_key(sha256), meta.key):
+            store.delete(key)
+        if interrupted():
+            return
+
+
+def find_orphans(store: Store, clock: StoreClock, *, older_than_seconds: float) -> list[ObjectMeta]:
+    """List objects that no commit needs and that are older than the given age, according to the
+    store's clock.
+
+    These are data and indexes of checkpoints without a commit, signatures without a commit, and
+    secrets that agents shared for earlier starts. The objects of a checkpoint are listed together
+    or not at all, because a single young object means that the upload may still be running.
+    """
+    # Listed before the commits: whatever is committed meanwhile is then seen as committed.
+    listed = {prefix: store.list(prefix) for prefix in ("data", "index", "signatures", "secrets")}
+    commits = store.list("commits")
+    committed: set[tuple[int, int] | str] = set()
+    for meta in commits:
+        try:
+            ref = CommitRef.from_key(meta.key)
+        except ValueError:
+            continue  # not a commit key
+        committed |= {(ref.generation, ref.step), ref.sha256}
+    groups: dict[tuple[str, ...], list[ObjectMeta]] = defaultdict(list)
+    for meta in (*listed["data"], *listed["index"]):
+        parts = meta.key.split("/")
+        number = parts[1].partition("-")[0]
+        named = len(parts) == 4 and number.isdigit() and parts[2].isdigit()
+        if named and (int(number), int(parts[2])) not in committed:
+            groups[parts[1], parts[2]].append(meta)
+    for meta in listed["signatures"]:
+        if meta.key.rpartition("/")[2].removesuffix(".json") not in committed:
+            groups[(meta.key,)].append(meta)
+    for meta in listed["secrets"]:
+        groups[(meta.key,)].append(meta)
+    if not groups:
+        return []
+    listings = itertools.chain(*listed.values(), commits)
+    now = clock.now(store, max(meta.modified for meta in listings))
+    old: list[ObjectMeta] = []
+    for group in groups.values():
+        newest = max(meta.modified for meta in group)
+        if now - newest > older_than_seconds:
+            old += group
+    return old
+
+
+def _first_of_each_window(commits: Sequence[WholeCommit], steps: int | None) -> list[WholeCommit]:
+    """Return the first commit at or after each multiple of `steps`, oldest first."""
+    firsts: dict[int, WholeCommit] = {}
+    if not steps:
+        return []
+    for commit in commits:
+        window = commit.step // steps
+        if window and (window not in firsts or commit.step < firsts[window].step):
+            firsts[window] = commit
+    return [firsts[window] for window in sorted(firsts)]
+
+
+def _beyond_cap(
+    commits: Sequence[WholeCommit],
+    kept: Mapping[str, Any],
+    policy: RetentionPolicy,
+    *,
+    expendable: Sequence[WholeCommit],
+) -> set[str]:
+    """Return the manifest SHA-256 of the commits to drop so that the remaining ones meet the size
+    cap.
+
+    `kept` has the kept commits by manifest SHA-256. `expendable` lists commits in the order in
+    which to drop them; a commit that occurs twice is dropped at its last position.
+    """
+    if policy.max_total_bytes is None:
+        return set()
+    total = sum(commit.size for commit in commits if commit.sha256 in kept)
+    places = {commit.sha256: number for number, commit in enumerate(expendable)}
+    dropped: set[str] = set()
+    for number, commit in enumerate(expendable):
+        may_go = not commit.pinned and commit is not commits[0] and places[commit.sha256] == number
+        if may_go and total > policy.max_total_bytes:
+            dropped.add(commit.sha256)
+            total -= commit.size
+    return dropped
+
+
+def _delete_all(
+    store: Store, keys: Iterable[str], interrupted: Callable[[], bool] = lambda: False
+) -> None:
+    """Delete keys in parallel, until `interrupted` returns True."""
+
+    def delete(key: str) -> None:
+        if not interrupted():
+            store.delete(key)
+
+    with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="delete") as pool:
+        list(pool.map(delete, keys))
+
+
+def _superseded_error(store: Store, number: int, ours: int) -> GenerationSuperseded:
+    return GenerationSuperseded(
+        f"{store.uri}: generation {number} was opened while generation {ours} was running; "
+        "what this gang commits from now on would never be restored"
+    )
+
+
+def _delete_objects(store: Store, tombstone: dict[str, Any]) -> None:
+    store.delete(tombstone["key"])
+    if tombstone.get("signed"):
+        store.delete(layout.signature_key(CommitRef.from_key(tombstone["key"]).sha256))
+    if tombstone["generation"] is None:
+        return
+    for prefix in (layout.index_prefix, layout.data_prefix):
+        _delete_all(
+            store,
+            [meta.key for meta in store.list(prefix(tombstone["generation"], tombstone["step"]))],
+        )
+
+
+def _sweep_orphans(
+    store: Store,
+    clock: StoreClock,
+    *,
+    older_than_seconds: float,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> None:
+    orphans = find_orphans(store, clock, older_than_seconds=older_than_seconds)
+    _delete_all(store, [meta.key for meta in orphans], interrupted)

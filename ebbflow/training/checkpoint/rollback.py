@@ -30,27 +30,6 @@ ROLLBACK = "rollback"
 PERMITS = {"from_scratch": lineage.FROM_SCRATCH, "accept_rollback": ROLLBACK}
 
 
-def add_permits(parser: argparse.ArgumentParser) -> None:
-    """Add the options that permit a job to continue although commits are lost.
-
-    Only users may set these options.
-    """
-    parser.add_argument(
-        "--from-scratch",
-        action="store_true",
-        help="begin anew if no commit of the job can be restored",
-    )
-    parser.add_argument(
-        "--accept-rollback",
-        action="store_true",
-        help="go on where the store has older commits than the job's events",
-    )
-
-
-def requested_permits(known: argparse.Namespace) -> list[str]:
-    return [what for option, what in PERMITS.items() if getattr(known, option)]
-
-
 @dataclass(frozen=True)
 class MissingCommits:
     """Commits that the event log mentions but the store no longer has."""
@@ -77,6 +56,27 @@ class MissingCommits:
             "found_key": None if found is None else found.key,
             "found_step": 0 if found is None else found.step,
         }
+
+
+def add_permits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that permit a job to continue although commits are lost.
+
+    Only users may set these options.
+    """
+    parser.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="begin anew if no commit of the job can be restored",
+    )
+    parser.add_argument(
+        "--accept-rollback",
+        action="store_true",
+        help="go on where the store has older commits than the job's events",
+    )
+
+
+def requested_permits(known: argparse.Namespace) -> list[str]:
+    return [what for option, what in PERMITS.items() if getattr(known, option)]
 
 
 def record_permits(job_store: Store, *whats: str) -> None:

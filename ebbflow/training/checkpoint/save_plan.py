@@ -47,72 +47,6 @@ class TensorShard:
         return cls(name, tensor, shape, (0,) * len(shape), shape)
 
 
-def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
-    """List the pieces of `state` that `rank` writes, sorted by name. Empty pieces are left out."""
-    sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
-    plain = {name: tensor for name, tensor in state.items() if name not in sharded}
-    writers = _spread({name: _bytes(tensor) for name, tensor in plain.items()}, world_size)
-    shards = []
-    for name, tensor in plain.items():
-        if writers[name] == rank:
-            shards.append(TensorShard.of_whole(name, tensor))
-    for name, tensor in _written_replicas(sharded).items():
-        shape = tuple(tensor.shape)
-        boxes = own_boxes(tensor)
-        shards += [TensorShard(name, box.local, shape, box.offsets, box.sizes) for box in boxes]
-        if not tensor.numel():
-            shards.append(TensorShard.of_whole(name, tensor.to_local()))
-    return sorted(shards, key=lambda shard: (shard.name, shard.offsets))
-
-
-def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
-    """Return the DTensors whose local piece this rank writes.
-
-    Only one rank writes a replicated piece.
-    """
-    by_count: dict[int, dict[str, int]] = defaultdict(dict)
-    place: dict[str, int] = {}
-    for name, tensor in sharded.items():
-        coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None:
-            continue
-        count = 1
-        index = 0
-        for dimension, placement in enumerate(tensor.placements):
-            if placement.is_replicate():
-                size = tensor.device_mesh.size(dimension)
-                count = count * size
-                index = index * size + coordinate[dimension]
-        by_count[count][name] = _bytes(tensor)
-        place[name] = index
-    ours = {}
-    for count, sizes in by_count.items():
-        for name, writer in _spread(sizes, count).items():
-            if writer == place[name]:
-                ours[name] = sharded[name]
-    return ours
-
-
-def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
-    """Assign tensors to writers: the largest first, each to the writer with the fewest bytes so
-    far.
-
-    Args:
-        sizes: bytes by tensor name.
-        writers: number of writers.
-
-    Returns:
-        The number of the writer, from 0, by tensor name.
-    """
-    loads = [(0, writer) for writer in range(writers)]
-    chosen = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, writer = heapq.heappop(loads)
-        chosen[name] = writer
-        heapq.heappush(loads, (load + sizes[name], writer))
-    return chosen
-
-
 @dataclass(frozen=True)
 class BufferLayout:
     """The positions of all pieces in a staging buffer."""
@@ -208,22 +142,22 @@ class SavePlanner:
         return [_address(tensor) for tensor in now] == self._memory
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    found = [*model.parameters(), *model.buffers()]
-    if optimizer is not None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                found.extend(
-                    value
-                    for value in optimizer.state.get(parameter, {}).values()
-                    if torch.is_tensor(value)
-                )
-    return found
-
-
-def _address(tensor: Tensor) -> int:
-    # to_local() would cost more than everything else in a reused plan.
-    return getattr(tensor, "_local_tensor", tensor).data_ptr()
+def assign_shards(state: dict[str, Tensor], rank: int, world_size: int) -> list[TensorShard]:
+    """List the pieces of `state` that `rank` writes, sorted by name. Empty pieces are left out."""
+    sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+    plain = {name: tensor for name, tensor in state.items() if name not in sharded}
+    writers = _spread({name: _bytes(tensor) for name, tensor in plain.items()}, world_size)
+    shards = []
+    for name, tensor in plain.items():
+        if writers[name] == rank:
+            shards.append(TensorShard.of_whole(name, tensor))
+    for name, tensor in _written_replicas(sharded).items():
+        shape = tuple(tensor.shape)
+        boxes = own_boxes(tensor)
+        shards += [TensorShard(name, box.local, shape, box.offsets, box.sizes) for box in boxes]
+        if not tensor.numel():
+            shards.append(TensorShard.of_whole(name, tensor.to_local()))
+    return sorted(shards, key=lambda shard: (shard.name, shard.offsets))
 
 
 def lay_out(number: int, shards: list[TensorShard]) -> BufferLayout:
@@ -240,6 +174,72 @@ def lay_out(number: int, shards: list[TensorShard]) -> BufferLayout:
         boxes = {"shape": shard.shape, "offsets": shard.offsets, "sizes": shard.sizes}
         items.append(IndexEntry(name=shard.name, dtype=dtype, start=start, length=length, **boxes))
     return BufferLayout(number, tuple(items), end)
+
+
+def _written_replicas(sharded: dict[str, DTensor]) -> dict[str, DTensor]:
+    """Return the DTensors whose local piece this rank writes.
+
+    Only one rank writes a replicated piece.
+    """
+    by_count: dict[int, dict[str, int]] = defaultdict(dict)
+    place: dict[str, int] = {}
+    for name, tensor in sharded.items():
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            continue
+        count = 1
+        index = 0
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_replicate():
+                size = tensor.device_mesh.size(dimension)
+                count = count * size
+                index = index * size + coordinate[dimension]
+        by_count[count][name] = _bytes(tensor)
+        place[name] = index
+    ours = {}
+    for count, sizes in by_count.items():
+        for name, writer in _spread(sizes, count).items():
+            if writer == place[name]:
+                ours[name] = sharded[name]
+    return ours
+
+
+def _spread(sizes: dict[str, int], writers: int) -> dict[str, int]:
+    """Assign tensors to writers: the largest first, each to the writer with the fewest bytes so
+    far.
+
+    Args:
+        sizes: bytes by tensor name.
+        writers: number of writers.
+
+    Returns:
+        The number of the writer, from 0, by tensor name.
+    """
+    loads = [(0, writer) for writer in range(writers)]
+    chosen = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, writer = heapq.heappop(loads)
+        chosen[name] = writer
+        heapq.heappush(loads, (load + sizes[name], writer))
+    return chosen
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+    found = [*model.parameters(), *model.buffers()]
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found.extend(
+                    value
+                    for value in optimizer.state.get(parameter, {}).values()
+                    if torch.is_tensor(value)
+                )
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    # to_local() would cost more than everything else in a reused plan.
+    return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -62,22 +62,6 @@ _ABANDONED_SECONDS = 2.0
 _YOUNGEST_SWEPT_SECONDS = 900.0  # another generation's save may have been given more time than ours
 
 
-def main(argv: list[str]) -> int:
-    """Execute commands from stdin until "finish" or end of input."""
-    parent_pid, rank, store_uri, *buffers = argv
-    die_with_parent(int(parent_pid))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)  # training has priority
-    commands = CommandQueue()
-    uploader = Uploader(store_uri, int(rank), [int(fd) for fd in buffers], commands)
-    command = commands.next()
-    while command["command"] != "finish":
-        uploader.serve(command)
-        command = commands.next()
-    return 0
-
-
 class Uploader:
     """Executor of the trainer's commands, one at a time.
 
@@ -297,6 +281,22 @@ class CommandQueue:
                 self._lines.append(line)
                 self._changed.notify_all()
         os._exit(0)
+
+
+def main(argv: list[str]) -> int:
+    """Execute commands from stdin until "finish" or end of input."""
+    parent_pid, rank, store_uri, *buffers = argv
+    die_with_parent(int(parent_pid))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)  # training has priority
+    commands = CommandQueue()
+    uploader = Uploader(store_uri, int(rank), [int(fd) for fd in buffers], commands)
+    command = commands.next()
+    while command["command"] != "finish":
+        uploader.serve(command)
+        command = commands.next()
+    return 0
 
 
 class _SharedBuffer:

@@ -32,6 +32,20 @@ _crc: Callable[..., int] = _crc64nvme  # its annotation asks for bytes; it takes
 _READINGS = 6
 
 
+class Deadline:
+    """A point in time on the monotonic clock, a given number of seconds after this object is
+    created.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining_seconds(self) -> float:
+        return self._end - time.monotonic()
+
+
 def crc_text(data: Buffer) -> str:
     return crc_digits(_crc(data))
 
@@ -107,20 +121,6 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
     if stated != actual or not spelled:
         raise CorruptCommit(f"{what}: its seal says {stated}, its content is {actual}")
     return document
-
-
-class Deadline:
-    """A point in time on the monotonic clock, a given number of seconds after this object is
-    created.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def remaining_seconds(self) -> float:
-        return self._end - time.monotonic()
 
 
 def is_curable(error: Exception) -> bool:

@@ -48,7 +48,6 @@ SKIPPED_FOLDERS = frozenset(
     }
 )
 
-
 # First bytes of formats that are often stored beside text, and their names.
 _SIGNATURES = (
     (b"\x89PNG\r\n", "a PNG image"),
@@ -94,6 +93,59 @@ class SourceFile:
     @property
     def size(self) -> int:
         return (os.stat(self.path).st_size if self.end is None else self.end) - self.start
+
+
+class TextDetector:
+    """Detector of binary files.
+
+    Text is UTF-8 without NUL bytes and with at most 10 % of invalid bytes.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        self._bytes = self._invalid = 0
+        self._signature = ""
+
+    def examine(self, piece: bytes) -> None:
+        """Examine the next bytes of the content.
+
+        Raises DataError as soon as the content is certainly not text.
+        """
+        if not self._bytes and self._file.start == 0:
+            self._signature = next(
+                (name for head, name in _SIGNATURES if piece.startswith(head)), ""
+            )
+            if piece.startswith(_ASCII_ONLY):
+                raise self._refusal(f"is {self._signature}")
+            if piece.startswith(_LFS_POINTER):
+                raise DataError(
+                    f"{self._file.path} is a pointer of Git LFS, not the file itself; fix: git "
+                    "lfs pull"
+                )
+        at = piece.find(b"\0")
+        if at >= 0:
+            raise self._refusal(f"has a NUL byte at offset {self._file.start + self._bytes + at:,}")
+        self._bytes += len(piece)
+        try:
+            piece.decode("utf-8")
+        except UnicodeDecodeError:
+            self._invalid += len(piece) - len(piece.decode("utf-8", "ignore").encode())
+            if self._invalid > _MOST_INVALID_SHARE * self._bytes:
+                share = 100 * self._invalid / self._bytes
+                raise self._refusal(
+                    f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are "
+                    "invalid"
+                ) from None
+
+    def _refusal(self, found: str) -> DataError:
+        if self._signature and self._signature not in found:
+            named = f" (it is {self._signature})"
+        else:
+            named = ""
+        return DataError(
+            f"{self._file.path} {found}{named}; fix: convert it into UTF-8 text, or leave it out "
+            "by data.path or data.suffixes"
+        )
 
 
 def find_files(data: DataConfig, *, project_root: Path) -> list[SourceFile]:
@@ -168,64 +220,58 @@ def open_source(file: SourceFile) -> Iterator[BinaryIO]:
         ) from error
 
 
-class TextDetector:
-    """Detector of binary files.
-
-    Text is UTF-8 without NUL bytes and with at most 10 % of invalid bytes.
-    """
-
-    def __init__(self, file: SourceFile) -> None:
-        self._file = file
-        self._bytes = self._invalid = 0
-        self._signature = ""
-
-    def examine(self, piece: bytes) -> None:
-        """Examine the next bytes of the content.
-
-        Raises DataError as soon as the content is certainly not text.
-        """
-        if not self._bytes and self._file.start == 0:
-            self._signature = next(
-                (name for head, name in _SIGNATURES if piece.startswith(head)), ""
-            )
-            if piece.startswith(_ASCII_ONLY):
-                raise self._refusal(f"is {self._signature}")
-            if piece.startswith(_LFS_POINTER):
-                raise DataError(
-                    f"{self._file.path} is a pointer of Git LFS, not the file itself; fix: git "
-                    "lfs pull"
-                )
-        at = piece.find(b"\0")
-        if at >= 0:
-            raise self._refusal(f"has a NUL byte at offset {self._file.start + self._bytes + at:,}")
-        self._bytes += len(piece)
-        try:
-            piece.decode("utf-8")
-        except UnicodeDecodeError:
-            self._invalid += len(piece) - len(piece.decode("utf-8", "ignore").encode())
-            if self._invalid > _MOST_INVALID_SHARE * self._bytes:
-                share = 100 * self._invalid / self._bytes
-                raise self._refusal(
-                    f"is no UTF-8 text: {share:.0f} % of its first {self._bytes:,} bytes are "
-                    "invalid"
-                ) from None
-
-    def _refusal(self, found: str) -> DataError:
-        if self._signature and self._signature not in found:
-            named = f" (it is {self._signature})"
-        else:
-            named = ""
-        return DataError(
-            f"{self._file.path} {found}{named}; fix: convert it into UTF-8 text, or leave it out "
-            "by data.path or data.suffixes"
-        )
-
-
 def check_head(file: SourceFile) -> None:
     """Check that a file is readable and that its first 64 KiB look like text. Raises DataError."""
     with open_source(file) as stream:
         head = stream.read(_HEAD_BYTES)
     TextDetector(file).examine(head)
+
+
+def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
+    """Build the token shards of `data` in `store` unless they exist, and return their description.
+
+    The shards are identified by a fingerprint of the format, the tokenizer, the split rule, and
+    each file's name and content. The fingerprint does not depend on this machine. Raises DataError
+    if files or tokenizer are missing or unusable, and StoreError if the store failed.
+    """
+    tokenizer = open_tokenizer(data, project_root=project_root)
+    files = find_files(data, project_root=project_root)
+    train, held_out = split_files(files, data.held_out_fraction)
+    sides = {
+        "train": [_hash(file) for file in train],
+        "held_out": [_hash(file) for file in held_out],
+    }
+    hashed = sorted(
+        [*sides["train"], *sides["held_out"]], key=lambda hashed_file: hashed_file.file.name
+    )
+    fraction = data.held_out_fraction
+    described = {
+        "format": FORMAT_VERSION,
+        "tokenizer": tokenizer.identity,
+        "split": f"last {fraction!r} of one file"
+        if len(files) == 1
+        else f"sha256(name) < {fraction!r}",
+        "files": [[read.file.name, read.sha256] for read in hashed],
+    }
+    fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    shards = store.sub(tokens_prefix(fingerprint))
+    known = read_description(shards)
+    if known is not None:
+        return known
+    built = {name: _build(side, tokenizer, shards, SHARDS[name]) for name, side in sides.items()}
+    tokens = Tokens(
+        fingerprint=fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=built["train"].tokens,
+        held_out_tokens=built["held_out"].tokens,
+        unigram_entropy_nats=built["train"].entropy_nats,
+        files=len(files),
+        bytes=sum(read.size for read in hashed),
+        held_out_bytes=sum(read.size for read in sides["held_out"]),
+        shard_sha256={name: shard.sha256 for name, shard in built.items()},
+    )
+    shards.put(DESCRIPTION, json.dumps(tokens.to_json(), indent=1).encode())
+    return tokens
 
 
 def _split_inside(file: SourceFile, fraction: float) -> tuple[list[SourceFile], list[SourceFile]]:
@@ -311,53 +357,6 @@ class _Shard:
     tokens: int
     sha256: str
     entropy_nats: float
-
-
-def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tokens:
-    """Build the token shards of `data` in `store` unless they exist, and return their description.
-
-    The shards are identified by a fingerprint of the format, the tokenizer, the split rule, and
-    each file's name and content. The fingerprint does not depend on this machine. Raises DataError
-    if files or tokenizer are missing or unusable, and StoreError if the store failed.
-    """
-    tokenizer = open_tokenizer(data, project_root=project_root)
-    files = find_files(data, project_root=project_root)
-    train, held_out = split_files(files, data.held_out_fraction)
-    sides = {
-        "train": [_hash(file) for file in train],
-        "held_out": [_hash(file) for file in held_out],
-    }
-    hashed = sorted(
-        [*sides["train"], *sides["held_out"]], key=lambda hashed_file: hashed_file.file.name
-    )
-    fraction = data.held_out_fraction
-    described = {
-        "format": FORMAT_VERSION,
-        "tokenizer": tokenizer.identity,
-        "split": f"last {fraction!r} of one file"
-        if len(files) == 1
-        else f"sha256(name) < {fraction!r}",
-        "files": [[read.file.name, read.sha256] for read in hashed],
-    }
-    fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-    shards = store.sub(tokens_prefix(fingerprint))
-    known = read_description(shards)
-    if known is not None:
-        return known
-    built = {name: _build(side, tokenizer, shards, SHARDS[name]) for name, side in sides.items()}
-    tokens = Tokens(
-        fingerprint=fingerprint,
-        vocab_size=tokenizer.vocab_size,
-        train_tokens=built["train"].tokens,
-        held_out_tokens=built["held_out"].tokens,
-        unigram_entropy_nats=built["train"].entropy_nats,
-        files=len(files),
-        bytes=sum(read.size for read in hashed),
-        held_out_bytes=sum(read.size for read in sides["held_out"]),
-        shard_sha256={name: shard.sha256 for name, shard in built.items()},
-    )
-    shards.put(DESCRIPTION, json.dumps(tokens.to_json(), indent=1).encode())
-    return tokens
 
 
 def _hash(file: SourceFile) -> _Hashed:

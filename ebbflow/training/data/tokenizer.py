@@ -140,6 +140,15 @@ def text_pieces(file: BinaryIO, *, limit: int | None = None) -> Iterator[bytes]:
         yield rest
 
 
+def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Yield the tokens of files: one array per piece of a file, and a separator between files."""
+    for number, content in enumerate(files):
+        if number and tokenizer.separator is not None:
+            yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))
+        for piece in content:
+            yield tokenizer.encode(piece)
+
+
 def _whole_characters(text: bytes) -> int:
     """Return the number of bytes of `text` up to its last complete character.
 
@@ -151,15 +160,6 @@ def _whole_characters(text: bytes) -> int:
     if text[end - 1] >= 0xC0:
         return end - 1
     return len(text)
-
-
-def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of files: one array per piece of a file, and a separator between files."""
-    for number, content in enumerate(files):
-        if number and tokenizer.separator is not None:
-            yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))
-        for piece in content:
-            yield tokenizer.encode(piece)
 
 
 def _read(path: Path) -> bytes:

@@ -98,14 +98,6 @@ class SampleOrder:
         return (left << self._half_bits) | right
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Apply the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) to 64-bit integers."""
-    values = values + _U64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return values ^ (values >> _U64(31))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """The description of a set of token shards."""
@@ -273,6 +265,14 @@ def download_shard(
             )
         os.replace(file.name, path)
     return path
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Apply the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014) to 64-bit integers."""
+    values = values + _U64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return values ^ (values >> _U64(31))
 
 
 def _lock(file: IO[str]) -> bool:

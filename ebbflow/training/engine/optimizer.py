@@ -27,56 +27,6 @@ _AVERAGED_STEPS = "ema_steps"
 _WSD_DECAY_SHARE = 0.2  # of all steps: warm-up, stable, decay (Hu et al. 2024, MiniCPM, section 4)
 
 
-def make_optimizer(
-    module: nn.Module, training: TrainingConfig, *, muon_dtype: torch.dtype = torch.float32
-) -> torch.optim.Optimizer:
-    """Return a fused AdamW optimizer, or Muon, as `training.optimizer` says.
-
-    Only matrices have weight decay.
-
-    Muon orthogonalises in `muon_dtype`. With bfloat16, equal steps of different world sizes differ
-    by its rounding.
-    """
-    parameters = list(module.parameters())
-    if training.optimizer == "muon":
-        hidden = hidden_matrices(module)
-    else:
-        hidden = []
-    others = {id(p) for p in parameters} - {id(p) for p in hidden}
-    matrices = [p for p in parameters if p.ndim >= 2 and id(p) in others]
-    groups: list[dict[str, Any]] = [
-        {
-            "params": hidden,
-            "weight_decay": training.weight_decay,
-            "muon_dtype": str(muon_dtype).partition(".")[2],
-        },
-        {"params": matrices, "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if hidden:
-        kind = Muon
-    else:
-        kind = torch.optim.AdamW
-    return kind(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices that Muon trains: weights of linear layers, without the last of them, the
-    output layer.
-
-    A weight that is also an embedding table is not among them.
-    """
-    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    left_out = tables | {id(part.weight) for part in layers[-1:]}
-    return list(
-        {
-            id(part.weight): part.weight for part in layers if id(part.weight) not in left_out
-        }.values()
-    )
-
-
 class Muon(torch.optim.AdamW):
     """Muon for the groups with "muon_dtype", whose parameters are matrices [n, m]; AdamW for the
     other groups.
@@ -131,6 +81,56 @@ class Muon(torch.optim.AdamW):
             old.copy_(new if skip is None else torch.where(skip.to(old.device) > 0, old, new))
 
 
+def make_optimizer(
+    module: nn.Module, training: TrainingConfig, *, muon_dtype: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """Return a fused AdamW optimizer, or Muon, as `training.optimizer` says.
+
+    Only matrices have weight decay.
+
+    Muon orthogonalises in `muon_dtype`. With bfloat16, equal steps of different world sizes differ
+    by its rounding.
+    """
+    parameters = list(module.parameters())
+    if training.optimizer == "muon":
+        hidden = hidden_matrices(module)
+    else:
+        hidden = []
+    others = {id(p) for p in parameters} - {id(p) for p in hidden}
+    matrices = [p for p in parameters if p.ndim >= 2 and id(p) in others]
+    groups: list[dict[str, Any]] = [
+        {
+            "params": hidden,
+            "weight_decay": training.weight_decay,
+            "muon_dtype": str(muon_dtype).partition(".")[2],
+        },
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if hidden:
+        kind = Muon
+    else:
+        kind = torch.optim.AdamW
+    return kind(groups, lr=training.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices that Muon trains: weights of linear layers, without the last of them, the
+    output layer.
+
+    A weight that is also an embedding table is not among them.
+    """
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    left_out = tables | {id(part.weight) for part in layers[-1:]}
+    return list(
+        {
+            id(part.weight): part.weight for part in layers if id(part.weight) not in left_out
+        }.values()
+    )
+
+
 def orthogonalise(matrix: Tensor) -> Tensor:
     """Return about U·Vᵀ of the singular value decomposition U·S·Vᵀ, by Newton-Schulz iterations.
 
@@ -149,19 +149,6 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     if matrix.shape[0] > matrix.shape[1]:
         return x.T
     return x
-
-
-def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Return the whole matrix on the device that computes, which is not the shard's with CPU
-    offload. Collective.
-    """
-    if not isinstance(parameter, DTensor):
-        return shard
-    mesh = parameter.device_mesh
-    layout = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(
-        shard.to(mesh.device_type), mesh, parameter.placements, **layout
-    ).full_tensor()
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -213,12 +200,6 @@ def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         swap()
-
-
-def _local(tensor: Any) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -282,3 +263,22 @@ def learning_rate(training: TrainingConfig, step: int) -> float:
         case "cosine":
             height = (1.0 + math.cos(math.pi * progress)) / 2.0
     return peak * (scheduler.final_ratio + (1.0 - scheduler.final_ratio) * height)
+
+
+def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
+    """Return the whole matrix on the device that computes, which is not the shard's with CPU
+    offload. Collective.
+    """
+    if not isinstance(parameter, DTensor):
+        return shard
+    mesh = parameter.device_mesh
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(
+        shard.to(mesh.device_type), mesh, parameter.placements, **layout
+    ).full_tensor()
+
+
+def _local(tensor: Any) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor

@@ -67,6 +67,93 @@ _EXPENSIVE = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    model: nn.Module  # the module to call; its hooks reduce gradients over the ranks
+    module: nn.Module  # the module without wrappers, for saving and hashing
+    copies: int  # the number of copies of the model over all ranks
+    # Whether sharded gradients are reduced only after the last micro-batch of a step
+    reduce_once: bool = True
+    compiled: bool = False  # whether the units are compiled
+    tensor_size: int = 1  # the number of ranks that compute each layer together
+    # Resets the state of DDP's gradient compression
+    reset_compression: Callable[[], object] = lambda: None
+
+    @contextmanager
+    def gradients(self, *, last: bool) -> Iterator[None]:
+        """Return a context for forward and backward of a micro-batch.
+
+        If it is the step's `last`, reduce gradients.
+        """
+        model = self.model
+        # A static graph must reduce in its first backward pass, or an assertion in torch fails. So
+        # it reduces after every micro-batch, in every step: otherwise a resumed run would add
+        # gradients in another order than an uninterrupted one.
+        if isinstance(model, DistributedDataParallel) and not last and not model.static_graph:
+            with model.no_sync():
+                yield
+            return
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last or not self.reduce_once)
+            model.set_requires_all_reduce(last)  # copies of the model need one reduction per step
+            model.set_is_last_backward(last)
+        yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Return a context that yields the model in evaluation mode.
+
+        Every rank must make the same number of forward passes. Compiled units run uncompiled,
+        because the few passes have another batch size and would trigger a new compilation.
+        """
+        self.module.eval()
+        try:
+            with (
+                torch.no_grad(),
+                torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(),
+            ):
+                yield self.module
+        finally:
+            self.module.train()
+            for unit in self.module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()  # otherwise freed in a backward pass, which evaluation lacks
+
+    def gradient_tensors(self) -> list[Tensor]:
+        """Return this rank's shards of all gradients, as plain tensors that share the gradients'
+        memory.
+
+        Raises WorkloadError if DDP waits for a gradient that this rank did not compute: the other
+        ranks would wait for it until the step deadline.
+        """
+        gradients = [
+            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
+        ]
+        refuse_unused_parameters(self.model)
+        return [
+            gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            for gradient in gradients
+        ]
+
+    def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return this rank's share of the squared norm of the gradient, in float64.
+
+        Summed over all ranks, the shares are the full squared norm.
+        """
+        if self.tensor_size > 1:
+            trained = [
+                parameter for parameter in self.module.parameters() if parameter.grad is not None
+            ]
+            pairs = list(zip(map(tensor_parallel.is_whole, trained), gradients, strict=True))
+            whole, split = (
+                [gradient for held, gradient in pairs if held is kind] for kind in (True, False)
+            )
+            return (_square_sum(whole) / self.tensor_size + _square_sum(split)) / self.copies
+        # All copies of the model have the same gradient. The ranks of a copy each have a part of
+        # it.
+        return _square_sum(gradients) / self.copies
+
+
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Call `begun` when torch begins a compilation, and the function it returned when the
     compilation ends.
@@ -142,28 +229,6 @@ def replicate_model(
     if not (ddp.static_graph or ddp.find_unused_parameters):
         _build_final_buckets(model)
     return model, compress_gradients(model, ddp.gradient_compression)
-
-
-def _build_final_buckets(model: DistributedDataParallel) -> None:
-    """Make DDP build its final gradient buckets now, by a backward pass over the parameters alone.
-
-    Collective.
-
-    By default, DDP builds them after its first backward pass, in the order in which gradients
-    arrived. An element's position in its bucket decides the order in which the values of three or
-    more ranks are added, and so the last bit of the sum. Without this function, the first step
-    after a resume would differ from the same step of an uninterrupted run.
-
-    Do not call this with `find_unused_parameters`, where DDP keeps its first buckets, or with
-    `static_graph`, where DDP would count this pass as a step.
-    """
-    model.reducer.prepare_for_forward()
-    model.reducer.prepare_for_backward([])
-    torch.stack(
-        [parameter.sum() for parameter in model.parameters() if parameter.requires_grad]
-    ).sum().backward()
-    model.reducer._rebuild_buckets()
-    model.zero_grad(set_to_none=True)
 
 
 def compress_gradients(model: DistributedDataParallel, kind: str) -> Callable[[], object]:
@@ -257,124 +322,6 @@ def autocast(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     _override_forward([model], in_dtype)
 
 
-def _override_forward(
-    units: Iterable[nn.Module], make: Callable[[type[nn.Module]], Callable[..., Any]]
-) -> None:
-    kinds: dict[type[nn.Module], type[nn.Module]] = {}
-    for unit in units:
-        kind = type(unit)
-        if kind not in kinds:
-            kinds[kind] = type(
-                kind.__name__, (kind,), {"forward": make(kind), "__module__": kind.__module__}
-            )
-        unit.__class__ = kinds[kind]
-
-
-def _policy(_context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
-    if operation in _EXPENSIVE:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    model: nn.Module  # the module to call; its hooks reduce gradients over the ranks
-    module: nn.Module  # the module without wrappers, for saving and hashing
-    copies: int  # the number of copies of the model over all ranks
-    # Whether sharded gradients are reduced only after the last micro-batch of a step
-    reduce_once: bool = True
-    compiled: bool = False  # whether the units are compiled
-    tensor_size: int = 1  # the number of ranks that compute each layer together
-    # Resets the state of DDP's gradient compression
-    reset_compression: Callable[[], object] = lambda: None
-
-    @contextmanager
-    def gradients(self, *, last: bool) -> Iterator[None]:
-        """Return a context for forward and backward of a micro-batch.
-
-        If it is the step's `last`, reduce gradients.
-        """
-        model = self.model
-        # A static graph must reduce in its first backward pass, or an assertion in torch fails. So
-        # it reduces after every micro-batch, in every step: otherwise a resumed run would add
-        # gradients in another order than an uninterrupted one.
-        if isinstance(model, DistributedDataParallel) and not last and not model.static_graph:
-            with model.no_sync():
-                yield
-            return
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(last or not self.reduce_once)
-            model.set_requires_all_reduce(last)  # copies of the model need one reduction per step
-            model.set_is_last_backward(last)
-        yield
-
-    @contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        """Return a context that yields the model in evaluation mode.
-
-        Every rank must make the same number of forward passes. Compiled units run uncompiled,
-        because the few passes have another batch size and would trigger a new compilation.
-        """
-        self.module.eval()
-        try:
-            with (
-                torch.no_grad(),
-                torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(),
-            ):
-                yield self.module
-        finally:
-            self.module.train()
-            for unit in self.module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()  # otherwise freed in a backward pass, which evaluation lacks
-
-    def gradient_tensors(self) -> list[Tensor]:
-        """Return this rank's shards of all gradients, as plain tensors that share the gradients'
-        memory.
-
-        Raises WorkloadError if DDP waits for a gradient that this rank did not compute: the other
-        ranks would wait for it until the step deadline.
-        """
-        gradients = [
-            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
-        ]
-        refuse_unused_parameters(self.model)
-        return [
-            gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            for gradient in gradients
-        ]
-
-    def square_sum(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return this rank's share of the squared norm of the gradient, in float64.
-
-        Summed over all ranks, the shares are the full squared norm.
-        """
-        if self.tensor_size > 1:
-            trained = [
-                parameter for parameter in self.module.parameters() if parameter.grad is not None
-            ]
-            pairs = list(zip(map(tensor_parallel.is_whole, trained), gradients, strict=True))
-            whole, split = (
-                [gradient for held, gradient in pairs if held is kind] for kind in (True, False)
-            )
-            return (_square_sum(whole) / self.tensor_size + _square_sum(split)) / self.copies
-        # All copies of the model have the same gradient. The ranks of a copy each have a part of
-        # it.
-        return _square_sum(gradients) / self.copies
-
-
-def _square_sum(gradients: Sequence[Tensor]) -> Tensor:
-    parts = [gradient for gradient in gradients if gradient.numel()]
-    if not parts:  # every parameter has fewer rows than there are ranks
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm(parts))  # pyright: ignore[reportPrivateImportUsage]  no type information
-    return norms.double().square().sum()
-
-
-def _nothing_to_reset() -> None:
-    """Do nothing: no gradients are compressed."""
-
-
 def refuse_unused_parameters(model: nn.Module) -> None:
     """Raise WorkloadError if DDP waits for gradients that this rank did not compute.
 
@@ -409,6 +356,14 @@ def refuse_unused_parameters(model: nn.Module) -> None:
         "ranks waits for them; fix: set ddp.find_unused_parameters to true (in a script, the "
         "option of DDP), or let every rank use every parameter in every step"
     )
+
+
+def _square_sum(gradients: Sequence[Tensor]) -> Tensor:
+    parts = [gradient for gradient in gradients if gradient.numel()]
+    if not parts:  # every parameter has fewer rows than there are ranks
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(parts))  # pyright: ignore[reportPrivateImportUsage]  no type information
+    return norms.double().square().sum()
 
 
 def _find_use(model: nn.Module, owner: str) -> str:
@@ -498,3 +453,48 @@ def spread_model(
         tensor_size=tensor,
         reset_compression=reset_compression,
     )
+
+
+def _build_final_buckets(model: DistributedDataParallel) -> None:
+    """Make DDP build its final gradient buckets now, by a backward pass over the parameters alone.
+
+    Collective.
+
+    By default, DDP builds them after its first backward pass, in the order in which gradients
+    arrived. An element's position in its bucket decides the order in which the values of three or
+    more ranks are added, and so the last bit of the sum. Without this function, the first step
+    after a resume would differ from the same step of an uninterrupted run.
+
+    Do not call this with `find_unused_parameters`, where DDP keeps its first buckets, or with
+    `static_graph`, where DDP would count this pass as a step.
+    """
+    model.reducer.prepare_for_forward()
+    model.reducer.prepare_for_backward([])
+    torch.stack(
+        [parameter.sum() for parameter in model.parameters() if parameter.requires_grad]
+    ).sum().backward()
+    model.reducer._rebuild_buckets()
+    model.zero_grad(set_to_none=True)
+
+
+def _override_forward(
+    units: Iterable[nn.Module], make: Callable[[type[nn.Module]], Callable[..., Any]]
+) -> None:
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for unit in units:
+        kind = type(unit)
+        if kind not in kinds:
+            kinds[kind] = type(
+                kind.__name__, (kind,), {"forward": make(kind), "__module__": kind.__module__}
+            )
+        unit.__class__ = kinds[kind]
+
+
+def _policy(_context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
+    if operation in _EXPENSIVE:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _nothing_to_reset() -> None:
+    """Do nothing: no gradients are compressed."""

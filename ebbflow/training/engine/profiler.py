@@ -65,15 +65,6 @@ _COLLECTIVES = (
 Span = Mapping[str, Any]
 
 
-def make_profiler(
-    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
-) -> StepProfiler | None:
-    """Return the profiler of this rank, or None if no step is to be profiled."""
-    if config.training.profile_from is None:
-        return None
-    return StepProfiler(spec, config, gang, reporter)
-
-
 class StepProfiler:
     """Profiler of one rank.
 
@@ -174,6 +165,15 @@ class StepProfiler:
         )
 
 
+def make_profiler(
+    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+) -> StepProfiler | None:
+    """Return the profiler of this rank, or None if no step is to be profiled."""
+    if config.training.profile_from is None:
+        return None
+    return StepProfiler(spec, config, gang, reporter)
+
+
 @contextmanager
 def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterator[None]:
     """Profile the configured steps of a script in this context, unless it attaches: then its job
@@ -262,11 +262,6 @@ def record_memory(
     return keep_snapshot
 
 
-def _open_profiles(spec: WorkerSpec) -> Store:
-    generation = generation_name(spec.generation, spec.generation_id)
-    return Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles/{generation}")
-
-
 def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]:
     """Return seconds by kernel class, a row for each kind of collective, and the share of its time
     that is overlapped.
@@ -344,6 +339,11 @@ def format_lines(tables: Mapping[str, Any], steps: int) -> dict[str, str]:
     if share is not None:
         lines["· overlapped"] = f"{100 * share:.1f} % of the collectives' time"
     return lines
+
+
+def _open_profiles(spec: WorkerSpec) -> Store:
+    generation = generation_name(spec.generation, spec.generation_id)
+    return Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles/{generation}")
 
 
 def _is_nccl(span: Span) -> bool:

@@ -31,14 +31,6 @@ _JOIN: _Conversion = Shard(2), Replicate(), Replicate()
 _CUT: _Conversion = Replicate(), Shard(2), Shard(2)
 
 
-def _convert(x: Tensor, conversion: _Conversion | None, group: DeviceMesh) -> Tensor:
-    if conversion is None:
-        return x
-    before, after, gradient = conversion
-    whole = DTensor.from_local(x, group, [before], run_check=False).redistribute(placements=[after])
-    return whole.to_local(grad_placements=[gradient])
-
-
 @dataclass(frozen=True, kw_only=True)
 class SplitLayer:
     """How a group of ranks computes a layer.
@@ -146,6 +138,26 @@ def split_computation(layers: Mapping[nn.Module, SplitLayer], group: DeviceMesh)
         module.__class__ = kinds[key]
 
 
+def local_part(weight: Tensor) -> Tensor:
+    """Return a weight as a plain tensor: in a tensor group, the part of this rank."""
+    if isinstance(weight, DTensor):
+        return weight.to_local()
+    return weight
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Return whether each rank of a tensor group has all of a parameter, apart from FSDP2's shards."""
+    return isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
+
+
+def _convert(x: Tensor, conversion: _Conversion | None, group: DeviceMesh) -> Tensor:
+    if conversion is None:
+        return x
+    before, after, gradient = conversion
+    whole = DTensor.from_local(x, group, [before], run_check=False).redistribute(placements=[after])
+    return whole.to_local(grad_placements=[gradient])
+
+
 def _make_forward(layer: SplitLayer, group: DeviceMesh) -> Callable[[Any, Tensor], Tensor]:
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = _convert(local_part(self.weight), _SHARE if layer.adds_gradients else None, group)
@@ -166,15 +178,3 @@ def _make_forward(layer: SplitLayer, group: DeviceMesh) -> Callable[[Any, Tensor
         return _convert(y, layer.exit, group)
 
     return forward
-
-
-def local_part(weight: Tensor) -> Tensor:
-    """Return a weight as a plain tensor: in a tensor group, the part of this rank."""
-    if isinstance(weight, DTensor):
-        return weight.to_local()
-    return weight
-
-
-def is_whole(parameter: Tensor) -> bool:
-    """Return whether each rank of a tensor group has all of a parameter, apart from FSDP2's shards."""
-    return isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()

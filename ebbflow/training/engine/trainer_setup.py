@@ -143,20 +143,6 @@ def restore(trainer: Trainer, candidates: list[str]) -> Position:
     return session.guards.resume(Position(restored.step, restored.extra["cursor"]), restored.extra)
 
 
-def _check_data(expected: dict[str, Any], restored: RestoreResult) -> None:
-    """Raise DataError if the commit was trained with other data or another seed."""
-    for key in ("seed", "data_fingerprint"):
-        # Imported weights lack both keys
-        found = restored.extra.get(key, expected[key])
-        if found != expected[key]:
-            raise DataError(
-                f"commit {restored.key} was trained with {key} {found}, this run "
-                f"has {expected[key]}: sample {restored.extra['cursor']} would be another; "
-                "fix: bring back the former data, workload_options, seed and tokenizers package, "
-                "or start a new job"
-            )
-
-
 def begin(trainer: Trainer) -> Position:
     """Load the initial weights of a new job, if any, and return its first position.
 
@@ -182,6 +168,20 @@ def begin(trainer: Trainer) -> Position:
             print(f"initial weights: {tensors} tensors of {path}", flush=True)
         session.reporter.clock.emit_phases()
     return session.guards.resume(Position(), {})
+
+
+def _check_data(expected: dict[str, Any], restored: RestoreResult) -> None:
+    """Raise DataError if the commit was trained with other data or another seed."""
+    for key in ("seed", "data_fingerprint"):
+        # Imported weights lack both keys
+        found = restored.extra.get(key, expected[key])
+        if found != expected[key]:
+            raise DataError(
+                f"commit {restored.key} was trained with {key} {found}, this run "
+                f"has {expected[key]}: sample {restored.extra['cursor']} would be another; "
+                "fix: bring back the former data, workload_options, seed and tokenizers package, "
+                "or start a new job"
+            )
 
 
 def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -32,81 +32,6 @@ from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_err
 from ebbflow.training.launch.transport import control_ports
 
 
-def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
-    """Run the agent of a node other than node 0, and return the gang's result for this node."""
-    notice = own.find_pending_notice()
-
-    def opened(generation: int) -> None:
-        own.log.open(own.spec, generation)
-
-    target = (own.spec, own.host, own.start_seconds, own.is_leaving)
-    try:
-        peers = FollowerPeers(
-            *target, secret=own.fetch_secret, pending_notice=notice, opened=opened
-        )
-    except GangError:
-        if own.drain.leaving:
-            return messages.end_from_stop_request(own.drain.cause)
-        raise
-    last = own.end_if_stopped()
-    try:
-        if notice is not None:
-            early_end = _wait_out_notice(own, peers, notice)
-            if early_end is not None:
-                last = early_end
-                return early_end
-        following = peers.await_start(own.start_seconds)
-        while isinstance(following, messages.GenerationStart):
-            spec = own.spec_among(following.nodes)
-            own.log.open(spec, following.generation, left_for=last.reason)
-            last = own.end_if_stopped()
-            last = own.run_ranks(spec, following, peers)
-            if not last.again:
-                return last
-            if own.spec.node in last.left_out:
-                last = messages.end_for_left_out_node(last, own.drain.cause)
-                return last
-            own.drain.forget_nodes(last.left_out)
-            peers.ready()
-            following = peers.await_start(own.start_seconds + REGROUP_SECONDS)
-        # A gang that never started is paid for as well
-        if following.generation and not own.log.is_open:
-            opened(following.generation)
-        last = following
-        return following
-    finally:
-        # Node 0 must learn why this node leaves
-        for order in own.drain.record_notices(own.log.emit):
-            peers.order(order)
-        peers.close()
-        own.log.close(last.reason)
-
-
-def _wait_out_notice(
-    own: NodeRuntime, peers: FollowerPeers, notice: messages.RankOrder
-) -> messages.GenerationEnd | None:
-    """Wait until a pending notice has expired.
-
-    Return this node's result if the gang ends earlier, else None.
-    """
-    ends: list[messages.GenerationEnd] = []
-
-    def report(seconds: float) -> str:
-        end = peers.report_wait(replace(notice, seconds=seconds))
-        if end is not None:
-            ends.append(end)
-        if ends:
-            return ends[0].culprit
-        return ""
-
-    if why := own.wait_out_notices(report):
-        if ends:
-            return ends[0]
-        return messages.end_from_stop_request(why)
-    peers.report_wait_over()
-    return None
-
-
 class LocalGang:
     """Gang on this machine, with one agent process per node and without Metaflow.
 
@@ -180,6 +105,56 @@ class LocalGang:
             agent.wait()
 
 
+def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
+    """Run the agent of a node other than node 0, and return the gang's result for this node."""
+    notice = own.find_pending_notice()
+
+    def opened(generation: int) -> None:
+        own.log.open(own.spec, generation)
+
+    target = (own.spec, own.host, own.start_seconds, own.is_leaving)
+    try:
+        peers = FollowerPeers(
+            *target, secret=own.fetch_secret, pending_notice=notice, opened=opened
+        )
+    except GangError:
+        if own.drain.leaving:
+            return messages.end_from_stop_request(own.drain.cause)
+        raise
+    last = own.end_if_stopped()
+    try:
+        if notice is not None:
+            early_end = _wait_out_notice(own, peers, notice)
+            if early_end is not None:
+                last = early_end
+                return early_end
+        following = peers.await_start(own.start_seconds)
+        while isinstance(following, messages.GenerationStart):
+            spec = own.spec_among(following.nodes)
+            own.log.open(spec, following.generation, left_for=last.reason)
+            last = own.end_if_stopped()
+            last = own.run_ranks(spec, following, peers)
+            if not last.again:
+                return last
+            if own.spec.node in last.left_out:
+                last = messages.end_for_left_out_node(last, own.drain.cause)
+                return last
+            own.drain.forget_nodes(last.left_out)
+            peers.ready()
+            following = peers.await_start(own.start_seconds + REGROUP_SECONDS)
+        # A gang that never started is paid for as well
+        if following.generation and not own.log.is_open:
+            opened(following.generation)
+        last = following
+        return following
+    finally:
+        # Node 0 must learn why this node leaves
+        for order in own.drain.record_notices(own.log.emit):
+            peers.order(order)
+        peers.close()
+        own.log.close(last.reason)
+
+
 def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
     """Run this node's ranks as part of a gang until the gang ends, and return the outcome that all
     ranks agreed on.
@@ -216,6 +191,50 @@ def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
     return end.outcome
 
 
+def main(argv: list[str]) -> int:
+    """Run one agent. Return 0 if the gang ended with an outcome, 1 after an error.
+
+    `argv` has two paths: the file with the agent's spec, and the file to which the agent writes its
+    result.
+    """
+    guard_terminal()
+    spec_path, result_path = map(Path, argv)
+    die_with_parent()
+    spec = messages.GangSpec.from_json(spec_path.read_text())
+    try:
+        result: dict = asdict(run_gang(spec))
+    except (TrainingError, InfraError) as error:
+        curable = isinstance(error, InfraError) or error.curable  # an unavailable store may recover
+        result = {"error": str(error), "curable": curable, "outcome": error.outcome}
+    result_path.write_text(json.dumps(result))
+    return int("error" in result)
+
+
+def _wait_out_notice(
+    own: NodeRuntime, peers: FollowerPeers, notice: messages.RankOrder
+) -> messages.GenerationEnd | None:
+    """Wait until a pending notice has expired.
+
+    Return this node's result if the gang ends earlier, else None.
+    """
+    ends: list[messages.GenerationEnd] = []
+
+    def report(seconds: float) -> str:
+        end = peers.report_wait(replace(notice, seconds=seconds))
+        if end is not None:
+            ends.append(end)
+        if ends:
+            return ends[0].culprit
+        return ""
+
+    if why := own.wait_out_notices(report):
+        if ends:
+            return ends[0]
+        return messages.end_from_stop_request(why)
+    peers.report_wait_over()
+    return None
+
+
 @contextmanager
 def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
     """Call `asked_to_leave` on SIGTERM and Ctrl-C.
@@ -236,25 +255,6 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def main(argv: list[str]) -> int:
-    """Run one agent. Return 0 if the gang ended with an outcome, 1 after an error.
-
-    `argv` has two paths: the file with the agent's spec, and the file to which the agent writes its
-    result.
-    """
-    guard_terminal()
-    spec_path, result_path = map(Path, argv)
-    die_with_parent()
-    spec = messages.GangSpec.from_json(spec_path.read_text())
-    try:
-        result: dict = asdict(run_gang(spec))
-    except (TrainingError, InfraError) as error:
-        curable = isinstance(error, InfraError) or error.curable  # an unavailable store may recover
-        result = {"error": str(error), "curable": curable, "outcome": error.outcome}
-    result_path.write_text(json.dumps(result))
-    return int("error" in result)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from ebbflow.training.launch.messages import (
 )
 from ebbflow.training.launch.transport import Message
 
+T = TypeVar("T")
+
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class Hello:
@@ -86,7 +88,6 @@ class Ready:
     generation: int
 
 
-T = TypeVar("T")
 AgentMessage = (
     NextGeneration
     | NoticeWait

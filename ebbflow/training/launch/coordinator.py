@@ -53,6 +53,9 @@ _RECORDED_HERE = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
 REGROUP_SECONDS = 30.0  # deadline for all nodes to end their ranks before the next generation
 _SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the agent exits
 
+SAME_LIMIT = 3  # equal failures since the newest commit
+ANY_LIMIT = 10  # failures of any kind since the newest commit
+
 
 class Coordinator:
     """Agent of node 0, which runs one attempt of a gang, generation after generation."""
@@ -450,18 +453,6 @@ class GenerationPlanner:
         return replace(terms, spent_usd=spent, last_notified_threshold=notified)
 
 
-def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:
-    curable = isinstance(error, InfraError) or error.curable
-    outcome = error.outcome.value
-    return messages.GenerationEnd(
-        culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome
-    )
-
-
-SAME_LIMIT = 3  # equal failures since the newest commit
-ANY_LIMIT = 10  # failures of any kind since the newest commit
-
-
 @dataclass(frozen=True)
 class FailedGeneration:
     """Failed generation and its paid rank-seconds: the sum of each node's paid seconds × the node's
@@ -471,6 +462,14 @@ class FailedGeneration:
     generation: int
     fingerprint: str
     rank_seconds: float
+
+
+def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:
+    curable = isinstance(error, InfraError) or error.curable
+    outcome = error.outcome.value
+    return messages.GenerationEnd(
+        culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome
+    )
 
 
 def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:

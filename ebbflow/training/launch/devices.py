@@ -47,6 +47,54 @@ class Assignment:
     note: str = ""  # message for the user if GPUs remain unused; "" otherwise
 
 
+class NodeGpuCheck:
+    """Check of a node's GPUs.
+
+    It runs in a thread and in child processes, since CUDA could block the agent.
+    """
+
+    def __init__(
+        self,
+        choice: DeviceChoice,
+        *,
+        promised: int,
+        check: Callable[[int], tuple[CheckFinding, int]] = try_gpus,
+    ) -> None:
+        self._finding: CheckFinding | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(check, promised), name="gpu-check", daemon=True
+        )
+        if choice != "cpu" and may_have_gpus(
+            promised=promised, wanted=choice == "cuda", by_tool=False
+        ):
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def refusal(self) -> DeviceUnavailable | None:
+        """Error because the GPUs do not work and no rank can start; None if they work or are still
+        being checked.
+        """
+        finding = self._finding
+        if finding is None or finding.status != "failed":
+            return None
+        return DeviceUnavailable(
+            f"{finding.detail}; fix: {finding.fix}, or set cluster.device to cpu"
+        )
+
+    def _run(self, check: Callable[[int], tuple[CheckFinding, int]], promised: int) -> None:
+        try:
+            self._finding, _ = check(promised)
+        except Exception as error:  # each rank checks its GPU again
+            print(
+                f"the GPUs of this node could not be checked: {type(error).__name__}: {error}",
+                flush=True,
+            )
+
+
 def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
     if choice == "cpu":
         return VisibleGpus()
@@ -104,54 +152,6 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
     if wanted:
         raise DeviceUnavailable(f"{short}; fix: {fewer}, or set cluster.device to cpu")
     return Assignment(note=f"{short}; all ranks train on the CPU; to train on the GPUs, {fewer}")
-
-
-class NodeGpuCheck:
-    """Check of a node's GPUs.
-
-    It runs in a thread and in child processes, since CUDA could block the agent.
-    """
-
-    def __init__(
-        self,
-        choice: DeviceChoice,
-        *,
-        promised: int,
-        check: Callable[[int], tuple[CheckFinding, int]] = try_gpus,
-    ) -> None:
-        self._finding: CheckFinding | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(check, promised), name="gpu-check", daemon=True
-        )
-        if choice != "cpu" and may_have_gpus(
-            promised=promised, wanted=choice == "cuda", by_tool=False
-        ):
-            self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def refusal(self) -> DeviceUnavailable | None:
-        """Error because the GPUs do not work and no rank can start; None if they work or are still
-        being checked.
-        """
-        finding = self._finding
-        if finding is None or finding.status != "failed":
-            return None
-        return DeviceUnavailable(
-            f"{finding.detail}; fix: {finding.fix}, or set cluster.device to cpu"
-        )
-
-    def _run(self, check: Callable[[int], tuple[CheckFinding, int]], promised: int) -> None:
-        try:
-            self._finding, _ = check(promised)
-        except Exception as error:  # each rank checks its GPU again
-            print(
-                f"the GPUs of this node could not be checked: {type(error).__name__}: {error}",
-                flush=True,
-            )
 
 
 def _identity(torch: object, index: int) -> str:

@@ -63,12 +63,53 @@ _DIE_WITH_CALLER = (
     "sys.argv[1:])",
 )
 
+# Of the recorders. Before torch 2.8, NCCL's had a variable of its own. It records starts only with
+# timing.
+RECORDER_VARIABLES = {
+    "TORCH_FR_BUFFER_SIZE": "512",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "512",
+    "TORCH_NCCL_ENABLE_TIMING": "1",
+}
+_HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # of NCCL's recorder and of gloo's
+_SCHEDULED = "scheduled"
+_STARTED = "started"
+_COMPLETED = "completed"
+_KEPT_CALLS = 64
+_KEPT_QUEUED = 32  # of calls that the device has not reached
+_LEAST_CALLS = 8  # fewer calls do not show which call is usual
+_SAME_SIZES = (
+    "all_reduce",
+    "allreduce",
+    "all_gather",
+    "allgather",
+    "reduce_scatter",
+    "broadcast",
+    "barrier",
+)
+_RECORDER_SECONDS = 0.5
 
-def is_engine_location(where: str) -> bool:
-    """Return whether `where` (see `StackTrace.where`) is in a collective of the training loop that
-    all ranks call.
-    """
-    return where.startswith(_ENGINE_PLACES)
+Calls = Sequence[Sequence]
+
+PROVEN = "proven"
+SLOW = "slow"
+
+_OTHER_SIZE = "op.preamble"
+_COLLECTIVE_SIGNS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was closed",
+    "broken pipe",
+    "gloo/transport",
+    "timed out waiting",
+    "ranks came to the end of",
+    _OTHER_SIZE,
+    "watchdog caught collective operation timeout",
+    "ncclremoteerror",
+    "ncclsystemerror",
+    "ncclinternalerror",
+    "nccl communicator was aborted",
+    "remote process exited",
+)
 
 
 @dataclass(frozen=True)
@@ -149,6 +190,155 @@ class StackTrace:
         return False
 
 
+@dataclass(frozen=True)
+class Mismatch:
+    ranks: Sequence[int]  # ranks that are at fault, which called `operation`
+    group: str  # name of the process group
+    sequence: int  # number of the collective in the group
+    operation: str
+    expected: str
+    others: Sequence[int]  # ranks that called `expected`
+
+    def __str__(self) -> str:
+        ranks, others = (", ".join(map(str, ranks)) for ranks in (self.ranks, self.others))
+        return (
+            f"collective {self.sequence} of group {self.group} is {self.operation} on rank {ranks} "
+            f"and {self.expected} on rank {others}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailure:
+    """Failure of one rank, or a report of the position of a rank that has not failed.
+
+    In a position report, `witness` is True, and fields about the failure have no meaning.
+    """
+
+    rank: int
+    message: str  # description of the failure
+    node: int = 0
+    killed_by: str | None = None  # name of the signal that killed the rank
+    # Number of the rank's node (`GangSpec.node`) if the node was lost
+    lost_node: int | None = None
+    memory_kill: bool = False  # whether the kernel killed the rank because memory ran out
+    # Whether the rank failed only because it lost a peer or waited for one until a deadline
+    cascade: bool = False
+    hung: bool = False  # whether the rank is alive without progress
+    stopped: bool = False  # whether the rank is hung because it is stopped (SIGSTOP)
+    witness: bool = False
+    left: bool = False  # whether the rank has finished with a result
+    completed: bool = False  # whether this result is COMPLETED
+    error: str = ""  # class name of the rank's exception
+    gpu_fault: str = ""  # a fault of the node's GPUs that explains the failure; "" for none
+    timestamp: float = 0.0  # Unix time of the rank's death or, if it is alive, of its last progress
+    # PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold)
+    certainty: str = PROVEN
+    step: int = 0  # step and phase of the rank's last heartbeat
+    phase: str = ""
+    where: str = ""  # code location, as in `StackTrace.where`
+    waiting: bool = False  # whether that location is in a collective
+    idle_seconds: float = 0.0  # how long the rank, alive without progress, has used no CPU time
+    dump: str = ""  # path of the file with the rank's stacks
+    calls: Sequence[
+        Sequence
+    ] = ()  # the rank's last collectives, oldest first (see the module's docstring)
+
+    @property
+    def headline(self) -> str:
+        if self.message:
+            first = self.message.splitlines()[0]
+        else:
+            first = "no message"
+        if self.cascade:
+            return f"followed a lost peer ({first[:60]}…)"
+        return first[:300]
+
+    @property
+    def killed(self) -> bool:
+        return self.killed_by is not None or self.lost_node is not None
+
+    @property
+    def kind(self) -> str:  # noqa: PLR0911 one return per kind
+        if self.memory_kill:
+            return "killed for memory"
+        if self.lost_node is not None:
+            return f"killed by node {self.lost_node}"
+        if self.killed_by:
+            return f"killed by {self.killed_by}"
+        if self.stopped:
+            return "stopped"
+        if self.gpu_fault:
+            return "GPU fault"
+        if self.hung:
+            return "hang"
+        if self.cascade:
+            return "followed a peer"
+        return self.error or "ended early"
+
+    @property
+    def fingerprint(self) -> str:
+        """Kind and location of the failure.
+
+        The same failure has the same fingerprint in each attempt.
+        """
+        if self.where:
+            return f"{self.kind} at {self.where}"
+        return self.kind
+
+    @property
+    def priority(self) -> tuple[int, float]:
+        """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each
+        kind by time.
+        """
+        if self.killed or self.stopped:
+            return 0, self.timestamp
+        if self.cascade:
+            return 3, self.timestamp
+        if self.hung:
+            return 2, self.timestamp
+        return 1, self.timestamp
+
+
+class Dump:
+    """Dump of the stacks and flight recorders of several ranks, made in the threads of `pool`.
+
+    `heartbeats` has the process id and heartbeat file of each rank.
+    """
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        folder: Path,
+        heartbeats: Mapping[int, tuple[int, Path]],
+        at: float,
+    ) -> None:
+        # On a full disk the files are missing, the positions are not
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.at = at
+        self._futures: dict[int, Future[dict[str, Any]]] = {
+            rank: pool.submit(_locate, pid, heartbeat, folder / f"rank-{rank}.txt")
+            for rank, (pid, heartbeat) in heartbeats.items()
+        }
+
+    @property
+    def done(self) -> bool:
+        return all(future.done() for future in self._futures.values())
+
+    def position(self, rank: int) -> dict[str, Any]:
+        future = self._futures.get(rank)
+        if future is None or future.exception():
+            return {"where": ""}
+        return future.result()
+
+
+def is_engine_location(where: str) -> bool:
+    """Return whether `where` (see `StackTrace.where`) is in a collective of the training loop that
+    all ranks call.
+    """
+    return where.startswith(_ENGINE_PLACES)
+
+
 def parse_py_spy(text: str) -> StackTrace:
     threads = json.loads(text)
     main = next((thread for thread in threads if thread["thread_name"] == _MAIN), threads[-1])
@@ -201,104 +391,6 @@ def parse_traceback(text: str) -> str:
     lines = re.findall(r'  File "(.*)", line (\d+), in (.*)', text)
     frames = [Frame(file, int(line), name) for file, line, name in reversed(lines)]
     return StackTrace(frames, text).where
-
-
-def _run_py_spy(pid: int) -> StackTrace | None:
-    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which(
-        "py-spy"
-    )
-    if program is None:
-        return None
-    try:
-        command = [*_DIE_WITH_CALLER, program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_SECONDS)
-        if done.returncode == 0:
-            return parse_py_spy(done.stdout)
-        return None
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
-        return None
-
-
-def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
-    """Signal a process to write its stacks, and return the stacks; None if the process does not
-    write any.
-
-    A process without a handler gets no signal, since that would kill it.
-    """
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
-        if not int(caught, 16) >> (DUMP_SIGNAL - 1) & 1:
-            return None
-        before = output.stat().st_size
-        text = ""
-        os.kill(pid, DUMP_SIGNAL)
-        limit = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < limit:
-            time.sleep(0.05)
-            with open(output) as file:
-                file.seek(before)
-                newer = file.read()
-            if newer and newer == text:
-                return parse_faulthandler(newer)
-            text = newer
-    return None
-
-
-def _spy_frames(thread: dict) -> list[Frame]:
-    return [Frame(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"]]
-
-
-def _describe(thread: dict) -> str:
-    state = ("active" if thread["active"] else "idle") + (
-        ", holds the GIL" if thread["owns_gil"] else ""
-    )
-    lines = [f"  {frame.file}:{frame.line} in {frame.name}" for frame in _spy_frames(thread)]
-    return "\n".join([f"thread {thread['thread_name']} ({state})", *lines])
-
-
-# Of the recorders. Before torch 2.8, NCCL's had a variable of its own. It records starts only with
-# timing.
-RECORDER_VARIABLES = {
-    "TORCH_FR_BUFFER_SIZE": "512",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "512",
-    "TORCH_NCCL_ENABLE_TIMING": "1",
-}
-_HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # of NCCL's recorder and of gloo's
-_SCHEDULED = "scheduled"
-_STARTED = "started"
-_COMPLETED = "completed"
-_KEPT_CALLS = 64
-_KEPT_QUEUED = 32  # of calls that the device has not reached
-_LEAST_CALLS = 8  # fewer calls do not show which call is usual
-_SAME_SIZES = (
-    "all_reduce",
-    "allreduce",
-    "all_gather",
-    "allgather",
-    "reduce_scatter",
-    "broadcast",
-    "barrier",
-)
-_RECORDER_SECONDS = 0.5
-
-Calls = Sequence[Sequence]
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    ranks: Sequence[int]  # ranks that are at fault, which called `operation`
-    group: str  # name of the process group
-    sequence: int  # number of the collective in the group
-    operation: str
-    expected: str
-    others: Sequence[int]  # ranks that called `expected`
-
-    def __str__(self) -> str:
-        ranks, others = (", ".join(map(str, ranks)) for ranks in (self.ranks, self.others))
-        return (
-            f"collective {self.sequence} of group {self.group} is {self.operation} on rank {ranks} "
-            f"and {self.expected} on rank {others}"
-        )
 
 
 def parse_records(raw: bytes) -> list[list]:
@@ -447,6 +539,73 @@ def has_queued_calls(calls: Calls) -> bool:
     return any(state and state != [_COMPLETED] for _, _, _, *state in calls)
 
 
+def is_peer_loss_error(message: str) -> bool:
+    """Return whether `message` is an error of gloo, NCCL or torch's TCP store about a dead or
+    missing peer.
+    """
+    return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
+
+
+def has_other_size(message: str) -> bool:
+    """Return whether `message` shows that ranks called different collectives: a peer sent other
+    data than expected.
+    """
+    return _OTHER_SIZE in message
+
+
+def _run_py_spy(pid: int) -> StackTrace | None:
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which(
+        "py-spy"
+    )
+    if program is None:
+        return None
+    try:
+        command = [*_DIE_WITH_CALLER, program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_SECONDS)
+        if done.returncode == 0:
+            return parse_py_spy(done.stdout)
+        return None
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError):
+        return None
+
+
+def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
+    """Signal a process to write its stacks, and return the stacks; None if the process does not
+    write any.
+
+    A process without a handler gets no signal, since that would kill it.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+        if not int(caught, 16) >> (DUMP_SIGNAL - 1) & 1:
+            return None
+        before = output.stat().st_size
+        text = ""
+        os.kill(pid, DUMP_SIGNAL)
+        limit = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < limit:
+            time.sleep(0.05)
+            with open(output) as file:
+                file.seek(before)
+                newer = file.read()
+            if newer and newer == text:
+                return parse_faulthandler(newer)
+            text = newer
+    return None
+
+
+def _spy_frames(thread: dict) -> list[Frame]:
+    return [Frame(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"]]
+
+
+def _describe(thread: dict) -> str:
+    state = ("active" if thread["active"] else "idle") + (
+        ", holds the GIL" if thread["owns_gil"] else ""
+    )
+    lines = [f"  {frame.file}:{frame.line} in {frame.name}" for frame in _spy_frames(thread)]
+    return "\n".join([f"thread {thread['thread_name']} ({state})", *lines])
+
+
 def _call(entry: dict) -> list:
     library, _, name = entry["profiling_name"].rpartition(":")
     sized = any(kind in name.lower() for kind in _SAME_SIZES)
@@ -533,168 +692,6 @@ class _UnixConnection(http.client.HTTPConnection):
             self.sock.connect(f"/proc/self/fd/{folder}/{self._path.name}")
         finally:
             os.close(folder)
-
-
-PROVEN = "proven"
-SLOW = "slow"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailure:
-    """Failure of one rank, or a report of the position of a rank that has not failed.
-
-    In a position report, `witness` is True, and fields about the failure have no meaning.
-    """
-
-    rank: int
-    message: str  # description of the failure
-    node: int = 0
-    killed_by: str | None = None  # name of the signal that killed the rank
-    # Number of the rank's node (`GangSpec.node`) if the node was lost
-    lost_node: int | None = None
-    memory_kill: bool = False  # whether the kernel killed the rank because memory ran out
-    # Whether the rank failed only because it lost a peer or waited for one until a deadline
-    cascade: bool = False
-    hung: bool = False  # whether the rank is alive without progress
-    stopped: bool = False  # whether the rank is hung because it is stopped (SIGSTOP)
-    witness: bool = False
-    left: bool = False  # whether the rank has finished with a result
-    completed: bool = False  # whether this result is COMPLETED
-    error: str = ""  # class name of the rank's exception
-    gpu_fault: str = ""  # a fault of the node's GPUs that explains the failure; "" for none
-    timestamp: float = 0.0  # Unix time of the rank's death or, if it is alive, of its last progress
-    # PROVEN (dead, stopped) or SLOW (without progress for longer than its hang threshold)
-    certainty: str = PROVEN
-    step: int = 0  # step and phase of the rank's last heartbeat
-    phase: str = ""
-    where: str = ""  # code location, as in `StackTrace.where`
-    waiting: bool = False  # whether that location is in a collective
-    idle_seconds: float = 0.0  # how long the rank, alive without progress, has used no CPU time
-    dump: str = ""  # path of the file with the rank's stacks
-    calls: Sequence[
-        Sequence
-    ] = ()  # the rank's last collectives, oldest first (see the module's docstring)
-
-    @property
-    def headline(self) -> str:
-        if self.message:
-            first = self.message.splitlines()[0]
-        else:
-            first = "no message"
-        if self.cascade:
-            return f"followed a lost peer ({first[:60]}…)"
-        return first[:300]
-
-    @property
-    def killed(self) -> bool:
-        return self.killed_by is not None or self.lost_node is not None
-
-    @property
-    def kind(self) -> str:  # noqa: PLR0911 one return per kind
-        if self.memory_kill:
-            return "killed for memory"
-        if self.lost_node is not None:
-            return f"killed by node {self.lost_node}"
-        if self.killed_by:
-            return f"killed by {self.killed_by}"
-        if self.stopped:
-            return "stopped"
-        if self.gpu_fault:
-            return "GPU fault"
-        if self.hung:
-            return "hang"
-        if self.cascade:
-            return "followed a peer"
-        return self.error or "ended early"
-
-    @property
-    def fingerprint(self) -> str:
-        """Kind and location of the failure.
-
-        The same failure has the same fingerprint in each attempt.
-        """
-        if self.where:
-            return f"{self.kind} at {self.where}"
-        return self.kind
-
-    @property
-    def priority(self) -> tuple[int, float]:
-        """Sort key: first killed or stopped ranks, then exceptions, then hangs, then cascades; each
-        kind by time.
-        """
-        if self.killed or self.stopped:
-            return 0, self.timestamp
-        if self.cascade:
-            return 3, self.timestamp
-        if self.hung:
-            return 2, self.timestamp
-        return 1, self.timestamp
-
-
-def is_peer_loss_error(message: str) -> bool:
-    """Return whether `message` is an error of gloo, NCCL or torch's TCP store about a dead or
-    missing peer.
-    """
-    return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
-
-
-def has_other_size(message: str) -> bool:
-    """Return whether `message` shows that ranks called different collectives: a peer sent other
-    data than expected.
-    """
-    return _OTHER_SIZE in message
-
-
-_OTHER_SIZE = "op.preamble"
-_COLLECTIVE_SIGNS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was closed",
-    "broken pipe",
-    "gloo/transport",
-    "timed out waiting",
-    "ranks came to the end of",
-    _OTHER_SIZE,
-    "watchdog caught collective operation timeout",
-    "ncclremoteerror",
-    "ncclsystemerror",
-    "ncclinternalerror",
-    "nccl communicator was aborted",
-    "remote process exited",
-)
-
-
-class Dump:
-    """Dump of the stacks and flight recorders of several ranks, made in the threads of `pool`.
-
-    `heartbeats` has the process id and heartbeat file of each rank.
-    """
-
-    def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        folder: Path,
-        heartbeats: Mapping[int, tuple[int, Path]],
-        at: float,
-    ) -> None:
-        # On a full disk the files are missing, the positions are not
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.at = at
-        self._futures: dict[int, Future[dict[str, Any]]] = {
-            rank: pool.submit(_locate, pid, heartbeat, folder / f"rank-{rank}.txt")
-            for rank, (pid, heartbeat) in heartbeats.items()
-        }
-
-    @property
-    def done(self) -> bool:
-        return all(future.done() for future in self._futures.values())
-
-    def position(self, rank: int) -> dict[str, Any]:
-        future = self._futures.get(rank)
-        if future is None or future.exception():
-            return {"where": ""}
-        return future.result()
 
 
 def _locate(pid: int, heartbeat: Path, path: Path) -> dict[str, Any]:

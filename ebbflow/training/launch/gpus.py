@@ -60,41 +60,6 @@ class GpuFault:
         return f"GPU {self.device}: {self.what}"
 
 
-def fault_from_xid(device: str, number: int) -> GpuFault | None:
-    """Return the hardware fault that an Xid reports; None for an unknown Xid, or an Xid that a
-    program can cause.
-    """
-    what = _FATAL_XIDS.get(number) or _PASSING_XIDS.get(number)
-    if what is None:
-        return None
-    return GpuFault(device, f"Xid {number}, {what}", number in _FATAL_XIDS)
-
-
-def fault_from_error(message: str) -> GpuFault | None:
-    """Return the hardware fault that a rank's error message reports; None if it reports none."""
-    text = message.lower()
-    found = next((sign for sign in _FATAL_TEXTS if sign in text), None)
-    if found is None:
-        return None
-    return GpuFault("of the rank", found)
-
-
-def kernel_records(log: int) -> Iterator[tuple[float, str]]:
-    """Yield (seconds since boot, text) for each record in the kernel log that can be read without
-    waiting.
-
-    A record has the form "priority,number,microseconds,flags;text".
-    """
-    while True:
-        try:
-            prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
-            yield int(prefix.split(",")[2]) / 1e6, text.partition("\n")[0]
-        except BrokenPipeError:  # the record was overwritten; the next one is available
-            continue
-        except (OSError, ValueError, IndexError):
-            return
-
-
 class GpuMonitor:
     """Monitor of a node's GPUs.
 
@@ -218,6 +183,41 @@ class GpuMonitor:
             with self._taken:
                 self._samples += 1
                 self._taken.notify_all()
+
+
+def fault_from_xid(device: str, number: int) -> GpuFault | None:
+    """Return the hardware fault that an Xid reports; None for an unknown Xid, or an Xid that a
+    program can cause.
+    """
+    what = _FATAL_XIDS.get(number) or _PASSING_XIDS.get(number)
+    if what is None:
+        return None
+    return GpuFault(device, f"Xid {number}, {what}", number in _FATAL_XIDS)
+
+
+def fault_from_error(message: str) -> GpuFault | None:
+    """Return the hardware fault that a rank's error message reports; None if it reports none."""
+    text = message.lower()
+    found = next((sign for sign in _FATAL_TEXTS if sign in text), None)
+    if found is None:
+        return None
+    return GpuFault("of the rank", found)
+
+
+def kernel_records(log: int) -> Iterator[tuple[float, str]]:
+    """Yield (seconds since boot, text) for each record in the kernel log that can be read without
+    waiting.
+
+    A record has the form "priority,number,microseconds,flags;text".
+    """
+    while True:
+        try:
+            prefix, _, text = os.read(log, 8192).decode(errors="replace").partition(";")
+            yield int(prefix.split(",")[2]) / 1e6, text.partition("\n")[0]
+        except BrokenPipeError:  # the record was overwritten; the next one is available
+            continue
+        except (OSError, ValueError, IndexError):
+            return
 
 
 def _visible_devices(library: Any) -> list[Any]:

@@ -42,6 +42,26 @@ _PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
 _TRAINED = _ENTERED + len(PHASES)
 _FIELDS = _TRAINED + 1
 
+_PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
+# Endings of files beside a rank's heartbeat
+STACKS = ".stacks"  # faulthandler's output
+RECORDER = ".recorder"  # the flight recorder's socket
+RECORDS = ".records.json"  # the flight recorder's last content
+
+MINIMUM_SECONDS = 3.0
+_FIRST_SECONDS = 5.0  # suspicion threshold of the phases of a first step, which have no history
+FACTOR = 10.0  # hang threshold, relative to the p99 of the phase's duration
+_START_MARGIN_SECONDS = 10.0
+# A rank stops waiting for its uploader some seconds after the save's deadline
+_STORE_MARGIN_SECONDS = 10.0
+_START_PHASES = frozenset({"init", "restore"})
+STORE_PHASE = "store"
+_STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
+_BASE = 2**0.25
+_SHORTEST_SECONDS = 1e-3
+_ENOUGH = 20
+_BUCKETS = 96  # up to 1.4e4 s
+
 
 @dataclass(frozen=True)
 class HeartbeatReading:
@@ -105,13 +125,6 @@ class Heartbeat:
         return HeartbeatReading(record[_PID], record[_STEP], PHASES[number], at, entered, trained)
 
 
-_PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
-# Endings of files beside a rank's heartbeat
-STACKS = ".stacks"  # faulthandler's output
-RECORDER = ".recorder"  # the flight recorder's socket
-RECORDS = ".records.json"  # the flight recorder's last content
-
-
 class WatchHooks:
     """Hooks in a rank that give evidence to its agent: stacks after a signal, and the flight
     recorder over a socket.
@@ -162,21 +175,6 @@ class WatchHooks:
                 os.close(folder)
         except Exception:
             return None
-
-
-MINIMUM_SECONDS = 3.0
-_FIRST_SECONDS = 5.0  # suspicion threshold of the phases of a first step, which have no history
-FACTOR = 10.0  # hang threshold, relative to the p99 of the phase's duration
-_START_MARGIN_SECONDS = 10.0
-# A rank stops waiting for its uploader some seconds after the save's deadline
-_STORE_MARGIN_SECONDS = 10.0
-_START_PHASES = frozenset({"init", "restore"})
-STORE_PHASE = "store"
-_STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
-_BASE = 2**0.25
-_SHORTEST_SECONDS = 1e-3
-_ENOUGH = 20
-_BUCKETS = 96  # up to 1.4e4 s
 
 
 class DurationHistogram:

@@ -50,6 +50,19 @@ _FLUSH_SECONDS = 5.0
 _NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
 _NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
+TAIL_BYTES = 1024 * 1024
+_TAIL_SHARE = 8  # the tail is at most the limit divided by this
+_BYTES_PER_LOOK = 256 * 1024
+_BLOCK_BYTES = 4096  # file systems free whole blocks
+_RECORDS_FACTOR = 4  # size limit of the records relative to the raw log: each adds about 150 bytes
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+
+_INTERVAL_SECONDS = 15.0  # between uploads; each is a paid request
+_CLOSE_DEADLINE_SECONDS = 5.0
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 5.0
+_QUEUE_BYTES = 8 * 1024 * 1024
+
 
 class TerminalEcho:
     """Printer that copies new lines from the log of the node's first rank to the agent's output.
@@ -122,45 +135,6 @@ class NativeWarnings:
                 yield line
 
 
-def show_failed_logs(
-    group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int
-) -> None:
-    """Print the last log lines of the rank that failed first on this node, and how to see more of
-    the log.
-
-    Ranks that failed only because of a peer are skipped.
-    """
-    workers = {worker.rank: worker for worker in group.workers}
-    own = sorted(
-        (failure for failure in failures if not failure.cascade),
-        key=lambda failure: failure.priority,
-    )
-    if not own:
-        return
-    first = workers[own[0].rank]
-    lines = [f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):"]
-    lines += [f"| {line}" for line in _last_lines(first.log_path)]
-    lines += [
-        f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}"
-        for failure in own[1:]
-    ]
-    place = f"--rank {first.rank} --generation {generation} --around step:{first.beat.step}"
-    lines.append(f"more: {own_command()} logs {shlex.quote(job)} {place}")
-    print_line("\n".join(lines))  # in one write: the agents of a machine share the terminal
-
-
-def _last_lines(path: Path) -> list[str]:
-    try:
-        with open(path, "rb") as log:
-            log.seek(max(0, path.stat().st_size - _LAST_BYTES))
-            text = log.read().decode(errors="replace")
-    except OSError as error:
-        return [f"(no log: {error})"]
-    lines = [line for line in text.split("\n") if line.strip()]
-    lines = [*NativeWarnings().remove_from(lines)] or lines  # warnings are better than nothing
-    return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
-
-
 class NonBlockingOutput:
     """Writer to this process's stdout, in a thread, so that a paused terminal or full pipe cannot
     block the agent.
@@ -222,53 +196,6 @@ class NonBlockingOutput:
             with self._guard:
                 self._kept -= len(text)
                 self._paused = self._paused and not self._waiting.empty()
-
-
-def _write_to(output: Any, text: str) -> None:
-    """Write text.
-
-    Replace characters that are not in the output's encoding by similar ASCII characters or escapes.
-    """
-    encoding = getattr(output, "encoding", None) or "utf-8"
-    data = text.encode(encoding, REPLACE_UNPRINTABLE)
-    try:
-        descriptor = output.fileno()
-    except (AttributeError, OSError, ValueError):  # an output in memory
-        descriptor = None
-    if descriptor != 1:
-        output.write(data.decode(encoding))
-        output.flush()
-        return
-    output.flush()
-    # Bypass the stream: its lock, held during a pause, would keep this process from exiting
-    while data:
-        try:
-            data = data[os.write(descriptor, data) :]
-        except BlockingIOError:  # another process has set O_NONBLOCK
-            poll = select.poll()
-            poll.register(descriptor, select.POLLOUT)
-            poll.poll()
-
-
-_OWN_OUTPUT = NonBlockingOutput()
-
-
-def print_line(text: str) -> None:
-    """Print a line on this process's output. Never raises, and blocks for at most 1 s."""
-    _OWN_OUTPUT.write(text + "\n")
-
-
-def flush_output(seconds: float = _FLUSH_SECONDS) -> None:
-    """Wait until all output of `print_line` is written, for at most `seconds`."""
-    _OWN_OUTPUT.flush(seconds)
-
-
-TAIL_BYTES = 1024 * 1024
-_TAIL_SHARE = 8  # the tail is at most the limit divided by this
-_BYTES_PER_LOOK = 256 * 1024
-_BLOCK_BYTES = 4096  # file systems free whole blocks
-_RECORDS_FACTOR = 4  # size limit of the records relative to the raw log: each adds about 150 bytes
-_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class RankLog:
@@ -429,25 +356,6 @@ class RankLog:
         self._torn = False
 
 
-def punch_hole(descriptor: int, start: int, size: int) -> None:
-    """Free the disk blocks of a range of a file, which then reads as zeros.
-
-    Raises OSError if that fails.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if fallocate is None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    if fallocate(descriptor, _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(size)) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-_INTERVAL_SECONDS = 15.0  # between uploads; each is a paid request
-_CLOSE_DEADLINE_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS = 0.2
-_LONGEST_PAUSE_SECONDS = 5.0
-_QUEUE_BYTES = 8 * 1024 * 1024
-
-
 class LogUploader:
     """Uploader of records to the job's store. It runs in a thread.
 
@@ -558,6 +466,18 @@ class LogUploader:
                 del self._pending[rank]
 
 
+def punch_hole(descriptor: int, start: int, size: int) -> None:
+    """Free the disk blocks of a range of a file, which then reads as zeros.
+
+    Raises OSError if that fails.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    if fallocate(descriptor, _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(size)) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 class RankOutput:
     """Output of a node's ranks in one generation.
 
@@ -619,3 +539,81 @@ class RankOutput:
                 continue
             if records and self._uploader:
                 self._uploader.add(worker.rank, records)
+
+
+def show_failed_logs(
+    group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int
+) -> None:
+    """Print the last log lines of the rank that failed first on this node, and how to see more of
+    the log.
+
+    Ranks that failed only because of a peer are skipped.
+    """
+    workers = {worker.rank: worker for worker in group.workers}
+    own = sorted(
+        (failure for failure in failures if not failure.cascade),
+        key=lambda failure: failure.priority,
+    )
+    if not own:
+        return
+    first = workers[own[0].rank]
+    lines = [f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):"]
+    lines += [f"| {line}" for line in _last_lines(first.log_path)]
+    lines += [
+        f"rank {failure.rank} failed as well: {workers[failure.rank].log_path}"
+        for failure in own[1:]
+    ]
+    place = f"--rank {first.rank} --generation {generation} --around step:{first.beat.step}"
+    lines.append(f"more: {own_command()} logs {shlex.quote(job)} {place}")
+    print_line("\n".join(lines))  # in one write: the agents of a machine share the terminal
+
+
+def print_line(text: str) -> None:
+    """Print a line on this process's output. Never raises, and blocks for at most 1 s."""
+    _OWN_OUTPUT.write(text + "\n")
+
+
+def flush_output(seconds: float = _FLUSH_SECONDS) -> None:
+    """Wait until all output of `print_line` is written, for at most `seconds`."""
+    _OWN_OUTPUT.flush(seconds)
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - _LAST_BYTES))
+            text = log.read().decode(errors="replace")
+    except OSError as error:
+        return [f"(no log: {error})"]
+    lines = [line for line in text.split("\n") if line.strip()]
+    lines = [*NativeWarnings().remove_from(lines)] or lines  # warnings are better than nothing
+    return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
+
+
+def _write_to(output: Any, text: str) -> None:
+    """Write text.
+
+    Replace characters that are not in the output's encoding by similar ASCII characters or escapes.
+    """
+    encoding = getattr(output, "encoding", None) or "utf-8"
+    data = text.encode(encoding, REPLACE_UNPRINTABLE)
+    try:
+        descriptor = output.fileno()
+    except (AttributeError, OSError, ValueError):  # an output in memory
+        descriptor = None
+    if descriptor != 1:
+        output.write(data.decode(encoding))
+        output.flush()
+        return
+    output.flush()
+    # Bypass the stream: its lock, held during a pause, would keep this process from exiting
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:  # another process has set O_NONBLOCK
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()
+
+
+_OWN_OUTPUT = NonBlockingOutput()

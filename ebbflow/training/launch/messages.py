@@ -44,6 +44,36 @@ _MAY_PASS = re.compile(
 )
 _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
+SIGTERM = "SIGTERM"
+RETURNED = "a lost node is back"
+# Causes of orders; the order record holds an index into this list.
+CAUSES = (
+    "",
+    SIGTERM,
+    "spot interruption notice",
+    "Metaflow's notice of a spot interruption",
+    "rehearsed notice",
+    "rebalance recommendation",
+    RETURNED,
+)
+_LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _FIELDS = range(6)
+
+_NullIfInfinite = Annotated[
+    float,
+    PlainSerializer(lambda seconds: seconds if math.isfinite(seconds) else None, when_used="json"),
+    BeforeValidator(lambda seconds: math.inf if seconds is None else seconds),
+]
+
+# Signals that another process may have sent. The program is blamed only if they recur at the same
+# step.
+_EXTERNAL_SIGNALS = {
+    number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+}
+
+# Sections of the configuration that decide what a step computes.
+_ALIKE = ("model", "training", "data", "parallel", "workload", "workload_options")
+_VITAL = ("python", "torch")  # packages that must have the same version on all nodes
+
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class _StartSpec:
@@ -170,28 +200,6 @@ class GangOutcome:
     goes_on: bool = False
 
 
-SIGTERM = "SIGTERM"
-RETURNED = "a lost node is back"
-# Causes of orders; the order record holds an index into this list.
-CAUSES = (
-    "",
-    SIGTERM,
-    "spot interruption notice",
-    "Metaflow's notice of a spot interruption",
-    "rehearsed notice",
-    "rebalance recommendation",
-    RETURNED,
-)
-_LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _FIELDS = range(6)
-
-
-_NullIfInfinite = Annotated[
-    float,
-    PlainSerializer(lambda seconds: seconds if math.isfinite(seconds) else None, when_used="json"),
-    BeforeValidator(lambda seconds: math.inf if seconds is None else seconds),
-]
-
-
 @pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class RankOrder:
     """Order to all ranks to save and exit within `seconds`, or to save and continue if `seconds` is
@@ -269,13 +277,6 @@ class OrderRecord:
         return f"{cause} to node {record[_NODE]}"
 
 
-# Signals that another process may have sent. The program is blamed only if they recur at the same
-# step.
-_EXTERNAL_SIGNALS = {
-    number.name for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-}
-
-
 @pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class GenerationStart:
     generation: int
@@ -295,9 +296,31 @@ class GenerationStart:
         return self.hosts.count(self.hosts[node])
 
 
-# Sections of the configuration that decide what a step computes.
-_ALIKE = ("model", "training", "data", "parallel", "workload", "workload_options")
-_VITAL = ("python", "torch")  # packages that must have the same version on all nodes
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
+class GenerationEnd:
+    """Result of a generation or of the whole gang: either an `outcome` that all ranks agreed on, or
+    a failure.
+    """
+
+    outcome: GangOutcome | None = None
+    culprit: str = ""  # message that names the rank or node that caused the failure
+    reason: str = ""  # `EndReason`, or the value of the outcome
+    ranks: Sequence[int] = ()  # ranks that caused the failure or are stopped; they are killed first
+    error: str = ""  # class name of the culprit's exception
+    # Text that is equal for equal failures of the program; "" for others, such as a lost node
+    fingerprint: str = ""
+    details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
+    at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
+    user_code: bool = False  # whether the user's code caused the failure
+    # Whether the gang continues with another generation once all ranks have ended
+    again: bool = False
+    left_out: Sequence[
+        int
+    ] = ()  # nodes that take no part in that generation, by their numbers in `GangSpec.node`
+    curable: bool = True  # whether a new attempt may succeed
+    failed_as: str = Outcome.FAILED.value  # outcome of the job if no new attempt follows
+    # Number of the generation that nodes are billed for although it started no ranks; 0 otherwise
+    generation: int = 0
 
 
 def describe_node(spec: GangSpec) -> dict[str, dict]:
@@ -328,33 +351,6 @@ def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[s
                 texts.append(f"{name} {here} (node 0: {there})")
                 fatal = fatal or kind == "settings" or name in _VITAL
     return texts, fatal
-
-
-@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
-class GenerationEnd:
-    """Result of a generation or of the whole gang: either an `outcome` that all ranks agreed on, or
-    a failure.
-    """
-
-    outcome: GangOutcome | None = None
-    culprit: str = ""  # message that names the rank or node that caused the failure
-    reason: str = ""  # `EndReason`, or the value of the outcome
-    ranks: Sequence[int] = ()  # ranks that caused the failure or are stopped; they are killed first
-    error: str = ""  # class name of the culprit's exception
-    # Text that is equal for equal failures of the program; "" for others, such as a lost node
-    fingerprint: str = ""
-    details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
-    at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
-    user_code: bool = False  # whether the user's code caused the failure
-    # Whether the gang continues with another generation once all ranks have ended
-    again: bool = False
-    left_out: Sequence[
-        int
-    ] = ()  # nodes that take no part in that generation, by their numbers in `GangSpec.node`
-    curable: bool = True  # whether a new attempt may succeed
-    failed_as: str = Outcome.FAILED.value  # outcome of the job if no new attempt follows
-    # Number of the generation that nodes are billed for although it started no ranks; 0 otherwise
-    generation: int = 0
 
 
 def end_from_stop_request(cause: str) -> GenerationEnd:

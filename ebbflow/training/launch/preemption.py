@@ -35,16 +35,6 @@ from ebbflow.training.launch.membership import Peers
 from ebbflow.training.launch.messages import RETURNED, SIGTERM, GangSpec, OrderRecord, RankOrder
 from ebbflow.training.launch.workers import WorkerGroup
 
-
-def may_be_repeated(notice: Notice) -> bool:
-    """Return whether an earlier attempt on this machine may already have received this notice."""
-    return notice.reclaims and notice.source is not NoticeSource.REHEARSAL
-
-
-def seconds_until_expired(notice: Notice) -> float:
-    return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)
-
-
 _CAUSES = {
     NoticeSource.SIGNAL: "SIGTERM",
     NoticeSource.METADATA: "spot interruption notice",
@@ -401,3 +391,12 @@ class Drain:
                 print_line(
                     f"node {self._node}: spot interruption notices cannot be received: {why}"
                 )
+
+
+def may_be_repeated(notice: Notice) -> bool:
+    """Return whether an earlier attempt on this machine may already have received this notice."""
+    return notice.reclaims and notice.source is not NoticeSource.REHEARSAL
+
+
+def seconds_until_expired(notice: Notice) -> float:
+    return max(notice.ends_at + STALE_SECONDS - time.monotonic(), 0.0)

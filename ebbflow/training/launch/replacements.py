@@ -9,19 +9,6 @@ from ebbflow.training.launch.roster import WAIT_REPORT_SECONDS, StickyFlag
 from ebbflow.training.launch.transport import RollCallServer
 
 
-def in_jobset() -> bool:
-    return "METAFLOW_KUBERNETES_JOBSET_NAME" in os.environ
-
-
-def replacements_of(config: KubernetesConfig) -> int:
-    """Return how many lost nodes the cluster's scheduler replaces within an attempt: 0 outside of a
-    JobSet.
-    """
-    if in_jobset():
-        return config.node_replacements
-    return 0
-
-
 class ReturningNodes:
     """Lost nodes, or their replacements, that join again while a smaller gang runs without them.
 
@@ -68,3 +55,16 @@ class ReturningNodes:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def in_jobset() -> bool:
+    return "METAFLOW_KUBERNETES_JOBSET_NAME" in os.environ
+
+
+def replacements_of(config: KubernetesConfig) -> int:
+    """Return how many lost nodes the cluster's scheduler replaces within an attempt: 0 outside of a
+    JobSet.
+    """
+    if in_jobset():
+        return config.node_replacements
+    return 0

@@ -42,30 +42,26 @@ FOLLOWER = "follower"
 _NONCE_BYTES = 32
 _LONGEST_REFUSAL = 4096
 
+# Ports below Linux's default ephemeral range (32768-60999), so that no outgoing connection uses one
+# of them.
+_FIRST = 20_000
+_COUNT = 12_000
 
-def new_nonce() -> str:
-    return secrets.token_hex(_NONCE_BYTES)
-
-
-def proof_of(
-    role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]
-) -> str:
-    """Return the HMAC with which one side of the handshake proves that it knows the secret.
-
-    `role` is COORDINATOR or FOLLOWER. `nonces` has the follower's nonce followed by node 0's nonce.
-    """
-    covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
-    return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
-
-
-def is_proof(given: object, expected: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(
-        given.encode("utf-8", "replace"), expected.encode()
-    )
-
-
-def is_nonce(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 2 * _NONCE_BYTES
+Message = dict[str, Any]
+PING_SECONDS = 1.0
+SILENCE_SECONDS = 20.0  # default limit
+LARGEST_MESSAGE_BYTES = 16 * 2**20
+DEEPEST_MESSAGE = 64  # nesting of objects and lists
+# Limits of the connections before the end of their handshake
+MOST_CALLERS = 64
+MOST_CALLERS_OF_ONE_SOURCE = 32
+# Limits per peer, so that one peer cannot delay all others
+_BYTES_PER_LOOK = 2**20
+_MESSAGES_PER_LOOK = 1000
+_CLOSE_SECONDS = 1.0
+_SECRET_PAUSE_SECONDS = 0.2
+_LOOK_SECONDS = 0.02
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class StartSecret:
@@ -115,66 +111,6 @@ class StartSecret:
         """
         with contextlib.suppress(InfraError):
             self._store.delete(self._key)
-
-
-def _refusal(content: str) -> GangError:
-    try:
-        document = json.loads(content)
-        return GangError(
-            f"node 0 refused the start: {document['refused']}",
-            curable=False,
-            outcome=Outcome(document["outcome"]),
-        )
-    except (ValueError, LookupError, TypeError):
-        return GangError("node 0 refused the start", curable=False)
-
-
-# Ports below Linux's default ephemeral range (32768-60999), so that no outgoing connection uses one
-# of them.
-_FIRST = 20_000
-_COUNT = 12_000
-
-
-def control_ports(run: str, attempt: int) -> list[int]:
-    """Return the ports to try, in order.
-
-    They depend only on `run` and `attempt`, so all nodes get the same ports.
-    """
-    digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
-    return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(8)]
-
-
-def rendezvous_port(address: str, run: str, attempt: int) -> int:
-    ports = control_ports(f"{run}/rendezvous", attempt)
-    with _bind_first(address, ports, "rendezvous") as probe:
-        return probe.getsockname()[1]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, which means that all nodes of the gang are on
-    this machine.
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-Message = dict[str, Any]
-PING_SECONDS = 1.0
-SILENCE_SECONDS = 20.0  # default limit
-LARGEST_MESSAGE_BYTES = 16 * 2**20
-DEEPEST_MESSAGE = 64  # nesting of objects and lists
-# Limits of the connections before the end of their handshake
-MOST_CALLERS = 64
-MOST_CALLERS_OF_ONE_SOURCE = 32
-# Limits per peer, so that one peer cannot delay all others
-_BYTES_PER_LOOK = 2**20
-_MESSAGES_PER_LOOK = 1000
-_CLOSE_SECONDS = 1.0
-_SECRET_PAUSE_SECONDS = 0.2
-_LOOK_SECONDS = 0.02
-_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Connection:
@@ -460,16 +396,54 @@ class RollCallServer:
         return False
 
 
-def _is_hello(message: Message, nodes: int) -> bool:
-    node = message.get("node")
-    notice = message.get("notice")
-    return (
-        is_nonce(message.get("nonce"))
-        and type(node) is int
-        and node in range(1, nodes)
-        and isinstance(message.get("host"), str)
-        and (notice is None or isinstance(notice, dict))
+def new_nonce() -> str:
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def proof_of(
+    role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]
+) -> str:
+    """Return the HMAC with which one side of the handshake proves that it knows the secret.
+
+    `role` is COORDINATOR or FOLLOWER. `nonces` has the follower's nonce followed by node 0's nonce.
+    """
+    covered = json.dumps([role, token, *nonces, dict(hello)], sort_keys=True, separators=(",", ":"))
+    return hmac.new(secret, covered.encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(given: object, expected: str) -> bool:
+    return isinstance(given, str) and hmac.compare_digest(
+        given.encode("utf-8", "replace"), expected.encode()
     )
+
+
+def is_nonce(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 2 * _NONCE_BYTES
+
+
+def control_ports(run: str, attempt: int) -> list[int]:
+    """Return the ports to try, in order.
+
+    They depend only on `run` and `attempt`, so all nodes get the same ports.
+    """
+    digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
+    return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(8)]
+
+
+def rendezvous_port(address: str, run: str, attempt: int) -> int:
+    ports = control_ports(f"{run}/rendezvous", attempt)
+    with _bind_first(address, ports, "rendezvous") as probe:
+        return probe.getsockname()[1]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address, which means that all nodes of the gang are on
+    this machine.
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 # The address, the handshake and the wait of one connection
@@ -528,6 +502,30 @@ def join_gang(  # noqa: PLR0913
         f"roll-call: node {hello['node']} could not reach node 0 within {deadline_seconds:g} s "
         f"({last})\n  hint: is node 0 running, and may nodes talk to each other on ports "
         f"{min(ports)}-{max(ports)}?"
+    )
+
+
+def _refusal(content: str) -> GangError:
+    try:
+        document = json.loads(content)
+        return GangError(
+            f"node 0 refused the start: {document['refused']}",
+            curable=False,
+            outcome=Outcome(document["outcome"]),
+        )
+    except (ValueError, LookupError, TypeError):
+        return GangError("node 0 refused the start", curable=False)
+
+
+def _is_hello(message: Message, nodes: int) -> bool:
+    node = message.get("node")
+    notice = message.get("notice")
+    return (
+        is_nonce(message.get("nonce"))
+        and type(node) is int
+        and node in range(1, nodes)
+        and isinstance(message.get("host"), str)
+        and (notice is None or isinstance(notice, dict))
     )
 
 

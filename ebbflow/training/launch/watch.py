@@ -30,6 +30,18 @@ from ebbflow.training.launch.workers import Worker
 _CLOCK_SECONDS = 2.0  # difference between the clock of the kernel's log and CLOCK_BOOTTIME
 _LOG_RECORDS = 100_000
 
+_LONGEST_PLACE = 500
+_STOPPED_SECONDS = 1.0  # in state T before a rank counts as stopped; tracers stop it for less
+_STATE_SECONDS = 0.25  # between two reads of a process's state
+# Of the agent's loop; the excess of a longer turn is not counted as silence
+_LONGEST_TURN_SECONDS = 1.0
+_DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
+_SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
+_CPU_SECONDS = 1.0  # between two reads of the CPU time that a rank without progress has used
+# A working rank and its loader workers use at least this many ticks of 10 ms in `_CPU_SECONDS`. Its
+# background threads use less.
+_BUSY_TICKS = 2
+
 
 class MemoryKills:
     """Detector of out-of-memory kills, which reads the counters of the process's cgroups and the
@@ -66,74 +78,6 @@ class MemoryKills:
         return bool(self.kernel_message()) or any(
             _kills(file) > before for file, before in self._before.items()
         )
-
-
-def resident_bytes(pid: int) -> int:
-    """Return a process's resident bytes without mapped files, which the kernel can drop; 0 if the
-    process has ended.
-    """
-    lines = (line.split() for line in read_system_file(f"/proc/{pid}/status").splitlines())
-    return sum(
-        1024 * int(words[1]) for words in lines if words[:1] in (["RssAnon:"], ["RssShmem:"])
-    )
-
-
-def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
-    sample = {"resident_bytes": sum(map(resident_bytes, pids))}
-    available = available_bytes()
-    if available is not None:
-        sample["memory_available_bytes"] = available
-    for name, path in (("disk_free_bytes", folder), ("shared_memory_free_bytes", Path("/dev/shm"))):
-        with contextlib.suppress(OSError):
-            sample[name] = shutil.disk_usage(path).free
-    return sample
-
-
-def _kernel_log(path: Path) -> Iterable[tuple[float, str]]:
-    """Yield (seconds since boot, text) of each record in the kernel log, /dev/kmsg."""
-    try:
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return
-    try:
-        yield from itertools.islice(kernel_records(log), _LOG_RECORDS)
-    finally:
-        os.close(log)
-
-
-def _counter_files(pid: int, system: Path) -> Iterable[Path]:
-    """Return the files that count out-of-memory kills.
-
-    These are files of the process's cgroups or, if there are none, the file of the whole machine.
-    """
-    root = system / "sys" / "fs" / "cgroup"
-    candidates = [root / "memory.events", root / "memory" / "memory.oom_control"]
-    for line in read_system_file(system / "proc" / str(pid) / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            candidates.append(root / path.lstrip("/") / "memory.events")
-        elif "memory" in controllers.split(","):
-            candidates.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
-    found = [file for file in dict.fromkeys(candidates) if file.exists()]
-    return found or [system / "proc" / "vmstat"]
-
-
-def _kills(file: Path) -> int:
-    fields = (line.split() for line in read_system_file(file).splitlines())
-    return next((int(words[1]) for words in fields if words[:1] == ["oom_kill"]), 0)
-
-
-_LONGEST_PLACE = 500
-_STOPPED_SECONDS = 1.0  # in state T before a rank counts as stopped; tracers stop it for less
-_STATE_SECONDS = 0.25  # between two reads of a process's state
-# Of the agent's loop; the excess of a longer turn is not counted as silence
-_LONGEST_TURN_SECONDS = 1.0
-_DUMP_FRESH_SECONDS = 5.0  # age up to which a dump shows a rank's position
-_SUSPICION_SECONDS = 30.0  # between two dumps of ranks that are only suspiciously slow
-_CPU_SECONDS = 1.0  # between two reads of the CPU time that a rank without progress has used
-# A working rank and its loader workers use at least this many ticks of 10 ms in `_CPU_SECONDS`. Its
-# background threads use less.
-_BUSY_TICKS = 2
 
 
 class RankWatch:
@@ -243,6 +187,61 @@ class RankWatch:
             reports += [rank.witness(dump) for rank in living if rank not in due]
             reports += _known(rank.exit_witness() for rank in self._ranks)
         return reports
+
+
+def resident_bytes(pid: int) -> int:
+    """Return a process's resident bytes without mapped files, which the kernel can drop; 0 if the
+    process has ended.
+    """
+    lines = (line.split() for line in read_system_file(f"/proc/{pid}/status").splitlines())
+    return sum(
+        1024 * int(words[1]) for words in lines if words[:1] in (["RssAnon:"], ["RssShmem:"])
+    )
+
+
+def node_sample(pids: Iterable[int], folder: Path) -> dict[str, int]:
+    sample = {"resident_bytes": sum(map(resident_bytes, pids))}
+    available = available_bytes()
+    if available is not None:
+        sample["memory_available_bytes"] = available
+    for name, path in (("disk_free_bytes", folder), ("shared_memory_free_bytes", Path("/dev/shm"))):
+        with contextlib.suppress(OSError):
+            sample[name] = shutil.disk_usage(path).free
+    return sample
+
+
+def _kernel_log(path: Path) -> Iterable[tuple[float, str]]:
+    """Yield (seconds since boot, text) of each record in the kernel log, /dev/kmsg."""
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        yield from itertools.islice(kernel_records(log), _LOG_RECORDS)
+    finally:
+        os.close(log)
+
+
+def _counter_files(pid: int, system: Path) -> Iterable[Path]:
+    """Return the files that count out-of-memory kills.
+
+    These are files of the process's cgroups or, if there are none, the file of the whole machine.
+    """
+    root = system / "sys" / "fs" / "cgroup"
+    candidates = [root / "memory.events", root / "memory" / "memory.oom_control"]
+    for line in read_system_file(system / "proc" / str(pid) / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            candidates.append(root / path.lstrip("/") / "memory.events")
+        elif "memory" in controllers.split(","):
+            candidates.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
+    found = [file for file in dict.fromkeys(candidates) if file.exists()]
+    return found or [system / "proc" / "vmstat"]
+
+
+def _kills(file: Path) -> int:
+    fields = (line.split() for line in read_system_file(file).splitlines())
+    return next((int(words[1]) for words in fields if words[:1] == ["oom_kill"]), 0)
 
 
 def _known(

@@ -47,13 +47,21 @@ from ebbflow.training.launch.messages import SPEC_VARIABLE, RankResult, WorkerSp
 
 _LEFT_BEHIND_SECONDS = 3.0
 
-
 _FORK_DEADLINE_SECONDS = 10.0
 _END_DEADLINE_SECONDS = 10.0
 STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
 
-
 Process = subprocess.Popen[bytes] | RemoteChild
+
+_RESULT = TypeAdapter(RankResult)
+_EXIT_SECONDS = 1.0
+_LONGEST_RECORD = 8 * 1024 * 1024
+_LONGEST_NAME = 200
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
+_KILLED_SECONDS = 10.0
+# Settings of torch's allocator on GPUs. All releases read the first; torch 2.9 and later also read
+# the second.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Standby:
@@ -200,43 +208,6 @@ class Standby:
             self._ended[message["ended"]] = message["status"]
 
 
-def start_process(
-    command: list[str],
-    environment: Mapping[str, str],
-    streams: tuple[int, int, int],
-    keeper: Keeper | None,
-) -> Process:
-    """Start a program in its own session, so that a signal to the agent's process group does not
-    reach it.
-    """
-    if keeper is not None and not keeper.lost:
-        return keeper.spawn(command, environment, *streams)
-    stdin, stdout, stderr = streams
-    return subprocess.Popen(
-        command,
-        env=dict(environment),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-    )
-
-
-def threads_per_rank(colocated_ranks: int) -> str:
-    return str(max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks)))
-
-
-_RESULT = TypeAdapter(RankResult)
-_EXIT_SECONDS = 1.0
-_LONGEST_RECORD = 8 * 1024 * 1024
-_LONGEST_NAME = 200
-_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-_KILLED_SECONDS = 10.0
-# Settings of torch's allocator on GPUs. All releases read the first; torch 2.9 and later also read
-# the second.
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
 class Worker:
     """The process of one rank, with its log, heartbeat and result files in `folder`."""
 
@@ -348,6 +319,32 @@ class Worker:
             "error": name,
             "timestamp": ended_at,
         }
+
+
+def start_process(
+    command: list[str],
+    environment: Mapping[str, str],
+    streams: tuple[int, int, int],
+    keeper: Keeper | None,
+) -> Process:
+    """Start a program in its own session, so that a signal to the agent's process group does not
+    reach it.
+    """
+    if keeper is not None and not keeper.lost:
+        return keeper.spawn(command, environment, *streams)
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def threads_per_rank(colocated_ranks: int) -> str:
+    return str(max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks)))
 
 
 class WorkerGroup:

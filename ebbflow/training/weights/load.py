@@ -37,6 +37,195 @@ _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
 _BLOCK_ELEMENTS = 2**18  # elements that are drawn with one seed; smaller tensors are drawn whole
 
 
+def initialise(
+    module: nn.Module,
+    blank: nn.Module,
+    *,
+    seed: int,
+    overwritten: bool = False,
+    progress: Callable[[], object] = lambda: None,
+) -> None:
+    """Fill `module`, sharded or not, with initial weights.
+
+    `blank` is an unsharded copy of it on the meta device.
+
+    Each module that holds parameters or buffers is materialised alone on the CPU, initialised by
+    its own `reset_parameters` with a generator seeded by (seed, module name), and copied into
+    `module`. A weight therefore depends only on the seed and its module's name, not on parallel
+    mode, world size, device or the order of modules. A tied parameter is initialised once, under
+    the name that `named_parameters` lists first. Raises WorkloadError for a module without
+    `reset_parameters`.
+
+    For sharded parameters, only this rank's rows are materialised and drawn (`_DrawByBlocks`). If
+    `reset_parameters` does more than draw, copy and compute element by element, all rows are.
+
+    If `overwritten` is True, a commit or file will overwrite everything except non-persistent
+    buffers, so only modules with such buffers are initialised. `progress` is called before each
+    module, since a large model takes minutes.
+    """
+    tied = tied_names(blank)
+    targets = dict(module.named_parameters()) | dict(module.named_buffers())
+    for name, part in blank.named_modules():
+        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        if not own or (overwritten and not part._non_persistent_buffers_set):
+            continue
+        if getattr(part, "reset_parameters", None) is None:
+            raise WorkloadError(
+                f"module {name or '(the model)'} ({type(part).__name__}) holds {own[0][0]!r} but "
+                "has no reset_parameters(); fix: add one that fills its parameters and buffers, "
+                "as torch.nn.Linear does"
+            )
+        progress()
+        names = {key: f"{name}.{key}" if name else key for key, _ in own}
+        part.to_empty(device="cpu", recurse=False)  # takes memory only where it is written
+        whole = dict(part._parameters)
+        held = {
+            key: _find_own_rows(targets[names[key]]) for key in whole if names.get(key) in targets
+        }
+        try:
+            _reset(part, f"{seed}\n{name}", held)
+        except _NotByRows:
+            part._parameters.update(whole)
+            _reset(part, f"{seed}\n{name}", {})
+        for key, value in [
+            *part.named_parameters(recurse=False),
+            *part.named_buffers(recurse=False),
+        ]:
+            if names[key] not in tied:
+                _copy_own_part(targets[names[key]], value)
+        part._parameters.update(whole)
+        part.to_empty(device="meta", recurse=False)
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Map the further names of each tied parameter to its main name.
+
+    The main name is the one that `named_parameters` lists first.
+    """
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {
+        name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name
+    }
+
+
+def materialise(module: nn.Module, device: torch.device | str) -> None:
+    """Allocate memory for a module on the meta device, as `to_empty` does, but keep tied parameters
+    tied.
+    """
+    tied = tied_names(module)
+    module.to_empty(device=device)
+    for name, first in tied.items():
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, module.get_parameter(first))
+
+
+def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
+    """Raise WorkloadError if the stored tensors do not fit the model.
+
+    They do not fit if a tensor is missing, unexpected or of another shape, or if it has integers
+    where the model has floats or vice versa. A tied weight must be stored once, under any of its
+    names.
+    """
+    targets, names = _targets(model)
+    missing = [alike[0] for alike in names if not set(alike) & set(found)]
+    unexpected = [stored.name for name, stored in found.items() if name not in targets]
+    shapes = [
+        f"{name} is {list(stored.shape)}, the model's {list(targets[name].shape)}"
+        for name, stored in found.items()
+        if name in targets and stored.shape != tuple(targets[name].shape)
+    ]
+    kinds = [
+        f"{name} is {stored.dtype}, the model's {targets[name].dtype}"
+        for name, stored in found.items()
+        if name in targets and targets[name].is_floating_point() != (stored.dtype in _FLOATS)
+    ]
+    problems = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": shapes,
+        "of another kind": kinds,
+    }
+    if any(problems.values()):
+        parts = [
+            f"{len(names)} {what}: {abbreviate(names)}" for what, names in problems.items() if names
+        ]
+        raise WorkloadError(
+            f"training.initial_weights {path} does not fit the model; {'; '.join(parts)}; fix: "
+            "the model's configuration, or translate_weights(name) of the workload, which gives "
+            "the model's names"
+        )
+
+
+@torch.no_grad()
+def load_weights(
+    path: str,
+    model: nn.Module,
+    translate: Translate | None = None,
+    *,
+    progress: Callable[[], object] = lambda: None,
+) -> int:
+    """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
+
+    Values are converted to the model's dtype. `progress` is called before each tensor. Raises
+    WorkloadError, and changes no weight, if the files do not fit.
+    """
+    found = find_weights(path, translate)
+    check_weights_fit(found, model, path)
+    targets, _ = _targets(model)
+    with ExitStack() as stack:
+        files = {}
+        for file in {stored.file for stored in found.values()}:
+            files[file] = stack.enter_context(open_weights(file, framework="pt"))
+        for name, stored in found.items():
+            progress()
+            _fill(targets[name], files[stored.file], stored.name)
+    return len(found)
+
+
+def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda: None) -> str:
+    """Return the SHA-256 of all weights, which does not depend on parallel mode or world size.
+
+    Collective.
+
+    Sharded weights are gathered on all ranks and hashed by rank 0. `progress` is called before each
+    parameter.
+
+    For each parameter, in ascending order of its name's UTF-8 bytes, the digest takes
+
+        name + "\\n" + dtype + "\\n" + shape + "\\n"    in UTF-8: dtype as "float32", shape as "64,128" (scalar: "")
+
+    and then the full tensor's elements, row-major and little-endian, with nothing between or after.
+    """
+    digest = hashlib.sha256()
+    mesh = None
+    for name, parameter in sorted(module.named_parameters(), key=lambda item: item[0].encode()):
+        progress()
+        value = parameter.detach()
+        # Moved first if it is offloaded, because NCCL cannot reach host memory
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            moved = value.to(mesh.device_type)
+            assert isinstance(moved, DTensor)
+            value = moved.full_tensor()
+        if mesh is not None and dist.get_rank() != 0:
+            value.reshape(-1)[
+                :1
+            ].tolist()  # wait for rank 0 here: NCCL times a collective from when it was queued
+            continue
+        value = value.cpu().contiguous()
+        dtype = str(value.dtype).removeprefix("torch.")
+        shape = ",".join(map(str, value.shape))
+        digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
+        # As uint8, because NumPy has no bfloat16
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    if mesh is None:
+        return digest.hexdigest()
+    shared = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(mesh.device_type)
+    dist.broadcast(shared, 0)
+    return bytes(shared.tolist()).hex()
+
+
 class _NotByRows(Exception):
     """Raised for an operation that needs more of a parameter than a rank's rows."""
 
@@ -143,66 +332,6 @@ def _seed(text: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1  # torch takes a signed 64-bit seed
 
 
-def initialise(
-    module: nn.Module,
-    blank: nn.Module,
-    *,
-    seed: int,
-    overwritten: bool = False,
-    progress: Callable[[], object] = lambda: None,
-) -> None:
-    """Fill `module`, sharded or not, with initial weights.
-
-    `blank` is an unsharded copy of it on the meta device.
-
-    Each module that holds parameters or buffers is materialised alone on the CPU, initialised by
-    its own `reset_parameters` with a generator seeded by (seed, module name), and copied into
-    `module`. A weight therefore depends only on the seed and its module's name, not on parallel
-    mode, world size, device or the order of modules. A tied parameter is initialised once, under
-    the name that `named_parameters` lists first. Raises WorkloadError for a module without
-    `reset_parameters`.
-
-    For sharded parameters, only this rank's rows are materialised and drawn (`_DrawByBlocks`). If
-    `reset_parameters` does more than draw, copy and compute element by element, all rows are.
-
-    If `overwritten` is True, a commit or file will overwrite everything except non-persistent
-    buffers, so only modules with such buffers are initialised. `progress` is called before each
-    module, since a large model takes minutes.
-    """
-    tied = tied_names(blank)
-    targets = dict(module.named_parameters()) | dict(module.named_buffers())
-    for name, part in blank.named_modules():
-        own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        if not own or (overwritten and not part._non_persistent_buffers_set):
-            continue
-        if getattr(part, "reset_parameters", None) is None:
-            raise WorkloadError(
-                f"module {name or '(the model)'} ({type(part).__name__}) holds {own[0][0]!r} but "
-                "has no reset_parameters(); fix: add one that fills its parameters and buffers, "
-                "as torch.nn.Linear does"
-            )
-        progress()
-        names = {key: f"{name}.{key}" if name else key for key, _ in own}
-        part.to_empty(device="cpu", recurse=False)  # takes memory only where it is written
-        whole = dict(part._parameters)
-        held = {
-            key: _find_own_rows(targets[names[key]]) for key in whole if names.get(key) in targets
-        }
-        try:
-            _reset(part, f"{seed}\n{name}", held)
-        except _NotByRows:
-            part._parameters.update(whole)
-            _reset(part, f"{seed}\n{name}", {})
-        for key, value in [
-            *part.named_parameters(recurse=False),
-            *part.named_buffers(recurse=False),
-        ]:
-            if names[key] not in tied:
-                _copy_own_part(targets[names[key]], value)
-        part._parameters.update(whole)
-        part.to_empty(device="meta", recurse=False)
-
-
 def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None]) -> None:
     """Call the `reset_parameters` of a module on the CPU, with random numbers that depend on
     `text`.
@@ -233,29 +362,6 @@ def _find_own_rows(target: Tensor) -> tuple[int, int] | None:
     return first, max((row.stop for row in rows), default=0) - first
 
 
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Map the further names of each tied parameter to its main name.
-
-    The main name is the one that `named_parameters` lists first.
-    """
-    first: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {
-        name: first[id(value)] for name, value in named if first.setdefault(id(value), name) != name
-    }
-
-
-def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory for a module on the meta device, as `to_empty` does, but keep tied parameters
-    tied.
-    """
-    tied = tied_names(module)
-    module.to_empty(device=device)
-    for name, first in tied.items():
-        owner, _, key = name.rpartition(".")
-        setattr(module.get_submodule(owner), key, module.get_parameter(first))
-
-
 def _copy_own_part(target: Tensor, value: Tensor) -> None:
     """Copy the part of a tensor that this rank holds from the whole value, or from the rows that it
     needs.
@@ -274,69 +380,6 @@ def _copy_own_part(target: Tensor, value: Tensor) -> None:
             box.local.copy_(rows)
 
 
-def check_weights_fit(found: Mapping[str, StoredTensor], model: nn.Module, path: str) -> None:
-    """Raise WorkloadError if the stored tensors do not fit the model.
-
-    They do not fit if a tensor is missing, unexpected or of another shape, or if it has integers
-    where the model has floats or vice versa. A tied weight must be stored once, under any of its
-    names.
-    """
-    targets, names = _targets(model)
-    missing = [alike[0] for alike in names if not set(alike) & set(found)]
-    unexpected = [stored.name for name, stored in found.items() if name not in targets]
-    shapes = [
-        f"{name} is {list(stored.shape)}, the model's {list(targets[name].shape)}"
-        for name, stored in found.items()
-        if name in targets and stored.shape != tuple(targets[name].shape)
-    ]
-    kinds = [
-        f"{name} is {stored.dtype}, the model's {targets[name].dtype}"
-        for name, stored in found.items()
-        if name in targets and targets[name].is_floating_point() != (stored.dtype in _FLOATS)
-    ]
-    problems = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "of another shape": shapes,
-        "of another kind": kinds,
-    }
-    if any(problems.values()):
-        parts = [
-            f"{len(names)} {what}: {abbreviate(names)}" for what, names in problems.items() if names
-        ]
-        raise WorkloadError(
-            f"training.initial_weights {path} does not fit the model; {'; '.join(parts)}; fix: "
-            "the model's configuration, or translate_weights(name) of the workload, which gives "
-            "the model's names"
-        )
-
-
-@torch.no_grad()
-def load_weights(
-    path: str,
-    model: nn.Module,
-    translate: Translate | None = None,
-    *,
-    progress: Callable[[], object] = lambda: None,
-) -> int:
-    """Fill the model, sharded or not, from safetensors files, and return the number of tensors.
-
-    Values are converted to the model's dtype. `progress` is called before each tensor. Raises
-    WorkloadError, and changes no weight, if the files do not fit.
-    """
-    found = find_weights(path, translate)
-    check_weights_fit(found, model, path)
-    targets, _ = _targets(model)
-    with ExitStack() as stack:
-        files = {}
-        for file in {stored.file for stored in found.values()}:
-            files[file] = stack.enter_context(open_weights(file, framework="pt"))
-        for name, stored in found.items():
-            progress()
-            _fill(targets[name], files[stored.file], stored.name)
-    return len(found)
-
-
 def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Return the model's parameters and persistent buffers by name, and the list of all names of
     each tensor.
@@ -352,46 +395,3 @@ def _fill(target: Tensor, file: Any, name: str) -> None:
         target.copy_(file.get_tensor(name))
     for box in own_boxes(target) if isinstance(target, DTensor) else ():
         box.local.copy_(file.get_slice(name)[box.slices])
-
-
-def weights_sha256(module: nn.Module, *, progress: Callable[[], object] = lambda: None) -> str:
-    """Return the SHA-256 of all weights, which does not depend on parallel mode or world size.
-
-    Collective.
-
-    Sharded weights are gathered on all ranks and hashed by rank 0. `progress` is called before each
-    parameter.
-
-    For each parameter, in ascending order of its name's UTF-8 bytes, the digest takes
-
-        name + "\\n" + dtype + "\\n" + shape + "\\n"    in UTF-8: dtype as "float32", shape as "64,128" (scalar: "")
-
-    and then the full tensor's elements, row-major and little-endian, with nothing between or after.
-    """
-    digest = hashlib.sha256()
-    mesh = None
-    for name, parameter in sorted(module.named_parameters(), key=lambda item: item[0].encode()):
-        progress()
-        value = parameter.detach()
-        # Moved first if it is offloaded, because NCCL cannot reach host memory
-        if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            moved = value.to(mesh.device_type)
-            assert isinstance(moved, DTensor)
-            value = moved.full_tensor()
-        if mesh is not None and dist.get_rank() != 0:
-            value.reshape(-1)[
-                :1
-            ].tolist()  # wait for rank 0 here: NCCL times a collective from when it was queued
-            continue
-        value = value.cpu().contiguous()
-        dtype = str(value.dtype).removeprefix("torch.")
-        shape = ",".join(map(str, value.shape))
-        digest.update(f"{name}\n{dtype}\n{shape}\n".encode())
-        # As uint8, because NumPy has no bfloat16
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    if mesh is None:
-        return digest.hexdigest()
-    shared = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(mesh.device_type)
-    dist.broadcast(shared, 0)
-    return bytes(shared.tolist()).hex()

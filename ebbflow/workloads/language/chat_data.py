@@ -40,6 +40,87 @@ _NOT_COUNTED = -100  # `ignore_index` of torch's cross entropy
 MarkedText = tuple[str, list[list[int]]]
 
 
+@dataclass(frozen=True)
+class AnswerBatch(TextBatch):
+    """Sequences of conversations, with the next token as target if an assistant wrote it, else
+    `_NOT_COUNTED`.
+    """
+
+    # Counted targets of each sample. They are known on the CPU, so that the GPU is not waited for
+    counts: np.ndarray
+
+    @property
+    def weight(self) -> float:
+        return float(self.counts.sum())
+
+    def split(self, parts: int) -> list[AnswerBatch]:  # type: ignore[override]
+        tensors = (self.inputs.tensor_split(parts), self.targets.tensor_split(parts))
+        return [
+            AnswerBatch(*part)
+            for part in zip(*tensors, np.array_split(self.counts, parts), strict=True)
+        ]
+
+
+class AnswerMask:
+    """Masks of the shards' windows. Windows without a counted target are left out.
+
+    Args:
+        length: tokens of a window.
+        alive: called during a download.
+    """
+
+    def __init__(
+        self, store: Store, about: Tokens, length: int, alive: Callable[[], object]
+    ) -> None:
+        shards = store.sub(tokens_prefix(about.fingerprint))
+        self._length = length
+        self._masks = dict[str, np.ndarray]()
+        self._kept = dict[str, np.ndarray]()
+        for side, size in (("train", about.train_tokens), ("held_out", about.held_out_tokens)):
+            key = _MASKS[side]
+            sha256 = about.shard_sha256[_MASKS[side]]
+            path = shards.local_path(key) or download_shard(
+                shards, key, sha256, size, downloads_folder(), alive
+            )
+            mask = self._masks[side] = np.asarray(np.memmap(path, dtype=bool, mode="r"))
+            windows = (size - 1) // length
+            counted = mask[1 : windows * length + 1].reshape(windows, length).any(axis=1)
+            self._kept[side] = np.flatnonzero(counted)
+            if not len(self._kept[side]):
+                raise DataError(
+                    f"no sequence of {length} {side.replace('_', '-')} tokens has a token of an "
+                    "assistant; fix: more conversations, or a larger model.sequence_length"
+                )
+
+    @staticmethod
+    def is_stored(about: Tokens) -> bool:
+        return _MASKS["train"] in about.shard_sha256
+
+    def windows(self, side: str) -> np.ndarray:
+        """Return the numbers of the windows that have a counted target."""
+        return self._kept[side]
+
+    def mark(self, batch: TextBatch, side: str, windows: np.ndarray) -> AnswerBatch:
+        """Return the batch of these windows with the targets that do not count taken out."""
+        offsets = windows[:, None] * self._length + np.arange(1, self._length + 1)
+        mask = self._masks[side][offsets]
+        left_out = torch.from_numpy(~mask).to(batch.targets.device, non_blocking=True)
+        return AnswerBatch(
+            batch.inputs, batch.targets.masked_fill(left_out, _NOT_COUNTED), mask.sum(axis=1)
+        )
+
+
+class KeptOrder(SampleOrder):
+    """The order of samples, of some of the windows only."""
+
+    def __init__(self, kept: np.ndarray, seed: int) -> None:
+        super().__init__(len(kept), seed)
+        self._kept = kept
+
+    def window(self, first: int, count: int) -> np.ndarray:
+        return self._kept[super().window(first, count)]
+
+
 def prepare_chat(
     texts: Iterable[MarkedText], tokenizer: Tokenizer, fraction: float, store: Store
 ) -> Tokens:
@@ -133,84 +214,3 @@ def encode(
 
 def _overlaps(begin: int, end: int, spans: Sequence[Sequence[int]]) -> bool:
     return any(begin < last and end > first for first, last in spans)
-
-
-@dataclass(frozen=True)
-class AnswerBatch(TextBatch):
-    """Sequences of conversations, with the next token as target if an assistant wrote it, else
-    `_NOT_COUNTED`.
-    """
-
-    # Counted targets of each sample. They are known on the CPU, so that the GPU is not waited for
-    counts: np.ndarray
-
-    @property
-    def weight(self) -> float:
-        return float(self.counts.sum())
-
-    def split(self, parts: int) -> list[AnswerBatch]:  # type: ignore[override]
-        tensors = (self.inputs.tensor_split(parts), self.targets.tensor_split(parts))
-        return [
-            AnswerBatch(*part)
-            for part in zip(*tensors, np.array_split(self.counts, parts), strict=True)
-        ]
-
-
-class AnswerMask:
-    """Masks of the shards' windows. Windows without a counted target are left out.
-
-    Args:
-        length: tokens of a window.
-        alive: called during a download.
-    """
-
-    def __init__(
-        self, store: Store, about: Tokens, length: int, alive: Callable[[], object]
-    ) -> None:
-        shards = store.sub(tokens_prefix(about.fingerprint))
-        self._length = length
-        self._masks = dict[str, np.ndarray]()
-        self._kept = dict[str, np.ndarray]()
-        for side, size in (("train", about.train_tokens), ("held_out", about.held_out_tokens)):
-            key = _MASKS[side]
-            sha256 = about.shard_sha256[_MASKS[side]]
-            path = shards.local_path(key) or download_shard(
-                shards, key, sha256, size, downloads_folder(), alive
-            )
-            mask = self._masks[side] = np.asarray(np.memmap(path, dtype=bool, mode="r"))
-            windows = (size - 1) // length
-            counted = mask[1 : windows * length + 1].reshape(windows, length).any(axis=1)
-            self._kept[side] = np.flatnonzero(counted)
-            if not len(self._kept[side]):
-                raise DataError(
-                    f"no sequence of {length} {side.replace('_', '-')} tokens has a token of an "
-                    "assistant; fix: more conversations, or a larger model.sequence_length"
-                )
-
-    @staticmethod
-    def is_stored(about: Tokens) -> bool:
-        return _MASKS["train"] in about.shard_sha256
-
-    def windows(self, side: str) -> np.ndarray:
-        """Return the numbers of the windows that have a counted target."""
-        return self._kept[side]
-
-    def mark(self, batch: TextBatch, side: str, windows: np.ndarray) -> AnswerBatch:
-        """Return the batch of these windows with the targets that do not count taken out."""
-        offsets = windows[:, None] * self._length + np.arange(1, self._length + 1)
-        mask = self._masks[side][offsets]
-        left_out = torch.from_numpy(~mask).to(batch.targets.device, non_blocking=True)
-        return AnswerBatch(
-            batch.inputs, batch.targets.masked_fill(left_out, _NOT_COUNTED), mask.sum(axis=1)
-        )
-
-
-class KeptOrder(SampleOrder):
-    """The order of samples, of some of the windows only."""
-
-    def __init__(self, kept: np.ndarray, seed: int) -> None:
-        super().__init__(len(kept), seed)
-        self._kept = kept
-
-    def window(self, first: int, count: int) -> np.ndarray:
-        return self._kept[super().window(first, count)]

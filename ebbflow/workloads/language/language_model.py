@@ -29,6 +29,10 @@ from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 _INITIAL_STD = 0.02
 _STEPS_AHEAD = 4  # of a token stream
 
+# Factors of all published Llama 3 models
+_LOW_TURNS = 1.0  # low_freq_factor
+_HIGH_TURNS = 4.0  # high_freq_factor
+
 
 class Linear(nn.Linear):
     """A linear layer, whose initial weights are normally distributed with standard deviation `std`;
@@ -129,34 +133,6 @@ class Documents(KeyValues):
         self.mask = mask[:, None]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -> Tensor:
-    """Return causal attention, `[batch, length, query heads × head width]`.
-
-    Key heads may be fewer than query heads.
-
-    After the first call with `past`, the length must be 1.
-    """
-    if past is None:
-        mask = None
-    else:
-        mask = past.mask
-    first = mask is None and (past is None or past.length == 0)
-    if past is not None:
-        key, value = past.append(key, value)
-    grouped = key.shape[1] < query.shape[1]
-    if grouped and query.device.type == "cuda" and query.dtype != torch.bfloat16:
-        # Of CUDA's kernels, only flash attention, which is for 16-bit floats on newer GPUs, groups
-        # heads by itself.
-        key, value = (
-            kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1) for kv in (key, value)
-        )
-        grouped = False
-    attended = F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=first, enable_gqa=grouped
-    )
-    return attended.transpose(1, 2).flatten(2)
-
-
 class Attention(nn.Module):
     """Causal self-attention. Input and output have the shape `[batch, length, hidden]`."""
 
@@ -170,11 +146,6 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(2, (3, -1, self.width))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, head width]
         return self.projection(_attend(query, key, value, past))
-
-
-# Factors of all published Llama 3 models
-_LOW_TURNS = 1.0  # low_freq_factor
-_HIGH_TURNS = 4.0  # high_freq_factor
 
 
 class Rotation(nn.Module):
@@ -328,35 +299,6 @@ class Head(nn.Module):
         return sum_cross_entropy(self.logits, x, targets, self.chunk_tokens)
 
 
-def sum_cross_entropy(
-    head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk_tokens: int | None = None
-) -> Tensor:
-    """Return the sum of the cross entropies of the logits `head(x)`, in float32.
-
-    Targets of -100 do not count.
-
-    With `chunk_tokens`, the logits of so many tokens at a time are computed, and again in the
-    backward pass, so that the logits of all tokens never exist at once.
-
-    Args:
-        x: inputs of the output layer, `[batch, length, hidden]`.
-        targets: token numbers, `[batch, length]`.
-    """
-
-    def sum_part(part: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(head(part).flatten(0, 1).float(), wanted, reduction="sum")
-
-    rows = x.flatten(0, 1)[None]
-    wanted = targets.flatten()
-    if chunk_tokens is None:
-        return sum_part(rows, wanted)
-    parts = zip(rows.split(chunk_tokens, dim=1), wanted.split(chunk_tokens), strict=True)
-    sums = [
-        checkpoint(sum_part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
-    ]
-    return torch.stack(sums).sum()
-
-
 class CausalLM(nn.Module):
     """A causal language model: token ids `[batch, length]` to logits `[batch, length, vocabulary]`."""
 
@@ -423,66 +365,6 @@ class CausalLM(nn.Module):
             for name, part in self.named_modules()
             if part._parameters
         }
-
-
-@torch.no_grad()
-def generate(
-    model: CausalLM, tokens: Tensor, count: int, *, temperature: float = 0.0, cached: bool = True
-) -> Tensor:
-    """Continue each row of `tokens`, `[batch, length]`, by `count` tokens.
-
-    Collective if the model is sharded.
-
-    Args:
-        temperature: divides the logits before a token is drawn with torch's generator; 0: the
-            likeliest token.
-        cached: keep keys and values of earlier tokens, instead of computing them again for each
-            token. A model with documents computes them again.
-
-    Raises:
-        WorkloadError: if the rows would become longer than model.sequence_length.
-    """
-    longest = tokens.shape[1] + count
-    if longest > model.config.sequence_length:
-        raise WorkloadError(
-            f"{tokens.shape[1]} + {count} = {longest} tokens are more than model.sequence_length "
-            f"{model.config.sequence_length}; fix: generate fewer tokens"
-        )
-    # Cached keys do not know their document
-    cached = cached and model.config.end_of_document is None
-    if cached:
-        past = [KeyValues(longest) for _ in model.blocks]
-    else:
-        past = None
-    fresh = tokens
-    for _ in range(count):
-        logits = model(fresh, past)[:, -1].float()
-        greedy = logits.argmax(-1, keepdim=True)
-        if temperature:
-            newest = torch.multinomial((logits / temperature).softmax(-1), 1)
-        else:
-            newest = greedy
-        tokens = torch.cat((tokens, newest), dim=1)
-        if cached:
-            fresh = newest
-        else:
-            fresh = tokens
-    return tokens
-
-
-def _norm(model: ModelConfig, width: int) -> nn.RMSNorm:
-    return nn.RMSNorm(
-        width, eps=model.norm_epsilon or (1e-5 if model.architecture == "llama" else None)
-    )
-
-
-def _residual_std(model: ModelConfig) -> float:
-    """Return a standard deviation that keeps the variance of the residual stream from growing with
-    depth.
-
-    Source: GPT-2, section 2.3.
-    """
-    return _INITIAL_STD / math.sqrt(2 * model.num_layers)
 
 
 @dataclass(frozen=True)
@@ -656,3 +538,120 @@ class TextWorkload:
     def _evenly_spaced(self, windows: int) -> np.ndarray:
         count = min(self._config.data.held_out_samples, windows)
         return np.arange(count, dtype=np.int64) * windows // count
+
+
+def sum_cross_entropy(
+    head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk_tokens: int | None = None
+) -> Tensor:
+    """Return the sum of the cross entropies of the logits `head(x)`, in float32.
+
+    Targets of -100 do not count.
+
+    With `chunk_tokens`, the logits of so many tokens at a time are computed, and again in the
+    backward pass, so that the logits of all tokens never exist at once.
+
+    Args:
+        x: inputs of the output layer, `[batch, length, hidden]`.
+        targets: token numbers, `[batch, length]`.
+    """
+
+    def sum_part(part: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(head(part).flatten(0, 1).float(), wanted, reduction="sum")
+
+    rows = x.flatten(0, 1)[None]
+    wanted = targets.flatten()
+    if chunk_tokens is None:
+        return sum_part(rows, wanted)
+    parts = zip(rows.split(chunk_tokens, dim=1), wanted.split(chunk_tokens), strict=True)
+    sums = [
+        checkpoint(sum_part, *part, use_reentrant=False, preserve_rng_state=False) for part in parts
+    ]
+    return torch.stack(sums).sum()
+
+
+@torch.no_grad()
+def generate(
+    model: CausalLM, tokens: Tensor, count: int, *, temperature: float = 0.0, cached: bool = True
+) -> Tensor:
+    """Continue each row of `tokens`, `[batch, length]`, by `count` tokens.
+
+    Collective if the model is sharded.
+
+    Args:
+        temperature: divides the logits before a token is drawn with torch's generator; 0: the
+            likeliest token.
+        cached: keep keys and values of earlier tokens, instead of computing them again for each
+            token. A model with documents computes them again.
+
+    Raises:
+        WorkloadError: if the rows would become longer than model.sequence_length.
+    """
+    longest = tokens.shape[1] + count
+    if longest > model.config.sequence_length:
+        raise WorkloadError(
+            f"{tokens.shape[1]} + {count} = {longest} tokens are more than model.sequence_length "
+            f"{model.config.sequence_length}; fix: generate fewer tokens"
+        )
+    # Cached keys do not know their document
+    cached = cached and model.config.end_of_document is None
+    if cached:
+        past = [KeyValues(longest) for _ in model.blocks]
+    else:
+        past = None
+    fresh = tokens
+    for _ in range(count):
+        logits = model(fresh, past)[:, -1].float()
+        greedy = logits.argmax(-1, keepdim=True)
+        if temperature:
+            newest = torch.multinomial((logits / temperature).softmax(-1), 1)
+        else:
+            newest = greedy
+        tokens = torch.cat((tokens, newest), dim=1)
+        if cached:
+            fresh = newest
+        else:
+            fresh = tokens
+    return tokens
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -> Tensor:
+    """Return causal attention, `[batch, length, query heads × head width]`.
+
+    Key heads may be fewer than query heads.
+
+    After the first call with `past`, the length must be 1.
+    """
+    if past is None:
+        mask = None
+    else:
+        mask = past.mask
+    first = mask is None and (past is None or past.length == 0)
+    if past is not None:
+        key, value = past.append(key, value)
+    grouped = key.shape[1] < query.shape[1]
+    if grouped and query.device.type == "cuda" and query.dtype != torch.bfloat16:
+        # Of CUDA's kernels, only flash attention, which is for 16-bit floats on newer GPUs, groups
+        # heads by itself.
+        key, value = (
+            kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1) for kv in (key, value)
+        )
+        grouped = False
+    attended = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=first, enable_gqa=grouped
+    )
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _norm(model: ModelConfig, width: int) -> nn.RMSNorm:
+    return nn.RMSNorm(
+        width, eps=model.norm_epsilon or (1e-5 if model.architecture == "llama" else None)
+    )
+
+
+def _residual_std(model: ModelConfig) -> float:
+    """Return a standard deviation that keeps the variance of the residual stream from growing with
+    depth.
+
+    Source: GPT-2, section 2.3.
+    """
+    return _INITIAL_STD / math.sqrt(2 * model.num_layers)

@@ -135,40 +135,6 @@ class ModelFolder:
             )
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def find_folder(root: Path, given: object, option: str = "model") -> Path:
-    """Return the path of a model's folder, or of its config.json.
-
-    Raises WorkloadError if there is none.
-    """
-    if not isinstance(given, str) or not given:
-        raise WorkloadError(
-            f"workload_options.{option} is missing; fix: a folder with config.json and "
-            "tokenizer.json"
-        )
-    path = root / Path(given).expanduser()
-    if not (path if path.is_file() else path / "config.json").is_file():
-        raise WorkloadError(
-            f"workload_options.{option} {path}: there is no config.json; fix: hf download "
-            f"ORGANISATION/MODEL --local-dir {given}, or save_pretrained"
-        )
-    return path
-
-
-def list_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder's blocks.
-
-    Embeddings and head, whose weights may be tied, are not among them.
-    """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(
-        max(lists, key=lambda list_: sum(parameter.numel() for parameter in list_.parameters()))
-    )
-
-
 class BypassedHead:
     """The output layer of a model.
 
@@ -215,6 +181,117 @@ class BypassedHead:
         return x
 
 
+class ChatTemplate:
+    """The template of a model's folder: `chat_template` of its tokenizer_config.json, or
+    chat_template.jinja.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if root.is_file():
+            self._root = root.parent
+        else:
+            self._root = root
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(self._root, local_files_only=True)
+        except Exception as error:  # the library raises many kinds
+            raise WorkloadError(
+                f"{self._root}: its tokenizer cannot be read: "
+                f"{' '.join(str(error).split())[:200]}; fix: tokenizer.json and "
+                "tokenizer_config.json, as save_pretrained writes them"
+            ) from error
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise WorkloadError(
+                f"{self._root} has no chat template; fix: a model that was tuned to chat, or "
+                "chat_template in its tokenizer_config.json"
+            )
+
+    def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[int]]]:
+        """Return the text of a conversation, and the spans of characters that assistants write.
+
+        Raises DataError.
+
+        They are those between `{% generation %}` and `{% endgeneration %}`, if the template has
+        these. Otherwise, a span is the text that a message of an assistant adds after the beginning
+        of an answer, with its end of turn.
+        """
+        text = self.render(messages)
+        spans = []
+        if re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)):
+            found = self._tokenizer.apply_chat_template(
+                list(messages),
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"return_offsets_mapping": True},
+            )
+            marked = zip(found["offset_mapping"], found["assistant_masks"], strict=True)
+            return text, [list(place) for place, counted in marked if counted]
+        for number, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                begin = self.render(messages[:number], answer=True)
+                end = self.render(messages[: number + 1])
+                if not end.startswith(begin) or not text.startswith(end):
+                    raise DataError(
+                        f"the chat template of {self._root} writes message {number + 1} "
+                        "differently when others follow or when it asks for an answer, so that "
+                        "the assistant's part is unknown; fix: {% generation %} … {% "
+                        "endgeneration %} around it in the template, or "
+                        "workload_options.assistant_only_loss: false"
+                    )
+                spans.append([len(begin), len(end)])
+        return text, spans
+
+    def as_user(self, text: str) -> str:
+        """Return the text of one message by a user, up to where the assistant's answer begins."""
+        return self.render([{"role": "user", "content": text}], answer=True)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
+        """Return the text of a conversation; if `answer`, up to where the next answer begins.
+
+        Raises DataError.
+        """
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=answer
+                )
+            )
+        except Exception as error:  # templates raise their own errors, such as for an unknown role
+            raise DataError(
+                f"the chat template of {self._root} refuses the messages: {' '.join(str(error).split())[:200]}; "
+                'fix: [{"role": "user" or "assistant", "content": TEXT}, …]'
+            ) from error
+
+
+def find_folder(root: Path, given: object, option: str = "model") -> Path:
+    """Return the path of a model's folder, or of its config.json.
+
+    Raises WorkloadError if there is none.
+    """
+    if not isinstance(given, str) or not given:
+        raise WorkloadError(
+            f"workload_options.{option} is missing; fix: a folder with config.json and "
+            "tokenizer.json"
+        )
+    path = root / Path(given).expanduser()
+    if not (path if path.is_file() else path / "config.json").is_file():
+        raise WorkloadError(
+            f"workload_options.{option} {path}: there is no config.json; fix: hf download "
+            f"ORGANISATION/MODEL --local-dir {given}, or save_pretrained"
+        )
+    return path
+
+
+def list_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder's blocks.
+
+    Embeddings and head, whose weights may be tied, are not among them.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(
+        max(lists, key=lambda list_: sum(parameter.numel() for parameter in list_.parameters()))
+    )
+
+
 def flops_per_token(model: nn.Module) -> float:
     """Return the operations of forward and backward per token.
 
@@ -223,6 +300,10 @@ def flops_per_token(model: nn.Module) -> float:
     """
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return 4.0 * sum(parameter.numel() for parameter in model.parameters()) + 2.0 * trained
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 class _Initialise:
@@ -311,84 +392,3 @@ class _Zeros:
     def __call__(self) -> None:
         for parameter in self._module.parameters():
             nn.init.zeros_(parameter)
-
-
-class ChatTemplate:
-    """The template of a model's folder: `chat_template` of its tokenizer_config.json, or
-    chat_template.jinja.
-    """
-
-    def __init__(self, root: Path) -> None:
-        if root.is_file():
-            self._root = root.parent
-        else:
-            self._root = root
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(self._root, local_files_only=True)
-        except Exception as error:  # the library raises many kinds
-            raise WorkloadError(
-                f"{self._root}: its tokenizer cannot be read: "
-                f"{' '.join(str(error).split())[:200]}; fix: tokenizer.json and "
-                "tokenizer_config.json, as save_pretrained writes them"
-            ) from error
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise WorkloadError(
-                f"{self._root} has no chat template; fix: a model that was tuned to chat, or "
-                "chat_template in its tokenizer_config.json"
-            )
-
-    def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[int]]]:
-        """Return the text of a conversation, and the spans of characters that assistants write.
-
-        Raises DataError.
-
-        They are those between `{% generation %}` and `{% endgeneration %}`, if the template has
-        these. Otherwise, a span is the text that a message of an assistant adds after the beginning
-        of an answer, with its end of turn.
-        """
-        text = self.render(messages)
-        spans = []
-        if re.search(r"\{%-?\s*generation\s*-?%\}", str(self._tokenizer.chat_template)):
-            found = self._tokenizer.apply_chat_template(
-                list(messages),
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"return_offsets_mapping": True},
-            )
-            marked = zip(found["offset_mapping"], found["assistant_masks"], strict=True)
-            return text, [list(place) for place, counted in marked if counted]
-        for number, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                begin = self.render(messages[:number], answer=True)
-                end = self.render(messages[: number + 1])
-                if not end.startswith(begin) or not text.startswith(end):
-                    raise DataError(
-                        f"the chat template of {self._root} writes message {number + 1} "
-                        "differently when others follow or when it asks for an answer, so that "
-                        "the assistant's part is unknown; fix: {% generation %} … {% "
-                        "endgeneration %} around it in the template, or "
-                        "workload_options.assistant_only_loss: false"
-                    )
-                spans.append([len(begin), len(end)])
-        return text, spans
-
-    def as_user(self, text: str) -> str:
-        """Return the text of one message by a user, up to where the assistant's answer begins."""
-        return self.render([{"role": "user", "content": text}], answer=True)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
-        """Return the text of a conversation; if `answer`, up to where the next answer begins.
-
-        Raises DataError.
-        """
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=answer
-                )
-            )
-        except Exception as error:  # templates raise their own errors, such as for an unknown role
-            raise DataError(
-                f"the chat template of {self._root} refuses the messages: {' '.join(str(error).split())[:200]}; "
-                'fix: [{"role": "user" or "assistant", "content": TEXT}, …]'
-            ) from error

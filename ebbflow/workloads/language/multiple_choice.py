@@ -25,75 +25,6 @@ class Question(NamedTuple):
     answer: int  # number of the right choice, from 0
 
 
-class _Item(NamedTuple):
-    tokens: list[int]  # of prompt and choice
-    begin: int  # first token of the choice
-    bytes: int  # of the choice
-
-
-def pack_questions(store: Store, path: Path) -> str:
-    """Copy the questions of a file to the store, and return their fingerprint.
-
-    Raises DataError for a bad row.
-    """
-    content = json.dumps([question._asdict() for question in read_questions(path)]).encode()
-    fingerprint = hashlib.sha256(content).hexdigest()
-    store.put(f"choices/{fingerprint}.json", content)
-    return fingerprint
-
-
-def open_questions(store: Store, fingerprint: str) -> list[Question]:
-    return [Question(**row) for row in json.loads(store.get(f"choices/{fingerprint}.json"))]
-
-
-def read_questions(path: Path) -> list[Question]:
-    """Read a file with one object in each line: `prompt`, `choices` (texts) and `answer` (number
-    from 0, or text).
-    """
-    if not path.is_file():
-        raise DataError(
-            f"workload_options.choices: {path} is not a file; fix: a .jsonl file of questions"
-        )
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                found.append(_question(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
-                if isinstance(error, KeyError):
-                    problem = f"there is no {error}"
-                else:
-                    problem = " ".join(str(error).split())
-                raise DataError(
-                    f'{path}:{number}: {problem}; fix: {{"prompt": TEXT, "choices": [TEXT, TEXT, '
-                    '…], "answer": 0}'
-                ) from error
-    if not found:
-        raise DataError(
-            f"{path} has no questions; fix: another file, or leave out workload_options.choices"
-        )
-    return found
-
-
-def _question(row: Mapping[str, Any]) -> Question:
-    prompt = row["prompt"]
-    choices = row["choices"]
-    answer = row["answer"]
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError("the prompt is no text")
-    if (
-        not isinstance(choices, list)
-        or len(choices) < 2
-        or not all(isinstance(choice, str) and choice for choice in choices)
-    ):
-        raise ValueError("choices must be two texts or more")
-    if isinstance(answer, str) and answer in choices:
-        answer = choices.index(answer)
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer {answer!r} is none of {len(choices)} choices")
-    return Question(prompt, choices, answer)
-
-
 class ChoiceTest:
     """Questions as tokens.
 
@@ -166,6 +97,75 @@ class ChoiceTest:
                 for row, item in zip(found, items, strict=True)
             ]
         )
+
+
+def pack_questions(store: Store, path: Path) -> str:
+    """Copy the questions of a file to the store, and return their fingerprint.
+
+    Raises DataError for a bad row.
+    """
+    content = json.dumps([question._asdict() for question in read_questions(path)]).encode()
+    fingerprint = hashlib.sha256(content).hexdigest()
+    store.put(f"choices/{fingerprint}.json", content)
+    return fingerprint
+
+
+def open_questions(store: Store, fingerprint: str) -> list[Question]:
+    return [Question(**row) for row in json.loads(store.get(f"choices/{fingerprint}.json"))]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read a file with one object in each line: `prompt`, `choices` (texts) and `answer` (number
+    from 0, or text).
+    """
+    if not path.is_file():
+        raise DataError(
+            f"workload_options.choices: {path} is not a file; fix: a .jsonl file of questions"
+        )
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(_question(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                if isinstance(error, KeyError):
+                    problem = f"there is no {error}"
+                else:
+                    problem = " ".join(str(error).split())
+                raise DataError(
+                    f'{path}:{number}: {problem}; fix: {{"prompt": TEXT, "choices": [TEXT, TEXT, '
+                    '…], "answer": 0}'
+                ) from error
+    if not found:
+        raise DataError(
+            f"{path} has no questions; fix: another file, or leave out workload_options.choices"
+        )
+    return found
+
+
+class _Item(NamedTuple):
+    tokens: list[int]  # of prompt and choice
+    begin: int  # first token of the choice
+    bytes: int  # of the choice
+
+
+def _question(row: Mapping[str, Any]) -> Question:
+    prompt = row["prompt"]
+    choices = row["choices"]
+    answer = row["answer"]
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError("the prompt is no text")
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise ValueError("choices must be two texts or more")
+    if isinstance(answer, str) and answer in choices:
+        answer = choices.index(answer)
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f"answer {answer!r} is none of {len(choices)} choices")
+    return Question(prompt, choices, answer)
 
 
 def _place_of_largest(values: list[float]) -> int:

@@ -64,12 +64,6 @@ class OffloadedAdamW(torch.optim.AdamW):
             weight.copy_(own)
 
 
-def _local(tensor: Any) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor.detach()
-
-
 def make_offloaded(model: nn.Module, training: TrainingConfig) -> OffloadedAdamW:
     """Return an optimizer with the parameter groups and settings of the default one."""
     usual = make_optimizer(model, training)
@@ -78,3 +72,9 @@ def make_offloaded(model: nn.Module, training: TrainingConfig) -> OffloadedAdamW
         for group in usual.param_groups
     ]
     return OffloadedAdamW(groups, lr=training.learning_rate, betas=usual.param_groups[0]["betas"])
+
+
+def _local(tensor: Any) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor.detach()

@@ -20,6 +20,8 @@ SCHEDULES = ("cosine", "linear")
 PREDICTIONS = ("v", "epsilon")
 SAMPLERS = ("ddim", "ddpm")
 
+Denoise = Callable[[Tensor, Tensor], Tensor]
+
 
 class NoiseSchedule:
     """The factors `alpha` and `sigma`, each `[timesteps]` in float64 on the CPU, and what follows
@@ -81,9 +83,6 @@ class NoiseSchedule:
             round(float(t))
             for t in torch.linspace(self.timesteps - 1, 0, min(steps, self.timesteps))
         ]
-
-
-Denoise = Callable[[Tensor, Tensor], Tensor]
 
 
 def sample(  # noqa: PLR0913 - the parameters of the published sampler

@@ -432,22 +432,6 @@ class PointCloudDiffusion:
         return {"emd": float(table[:, 0].mean()), "emd_error": float(table[:, 1].max())}
 
 
-def _check_sizes(clouds: PackedClouds, needed: int, option: str, options: PointOptions) -> None:
-    """Raise DataError if a cloud has fewer points than are drawn of it, unless its points may be
-    repeated.
-    """
-    short = [number for number, size in enumerate(clouds.sizes) if size < needed]
-    if not short or options.short_clouds == "repeat":
-        return
-    least = min(short, key=lambda number: clouds.sizes[number])
-    raise DataError(
-        f"{len(short)} of {len(clouds)} clouds have fewer points than {option} asks for, "
-        f"{needed}; the smallest, {clouds.paths[least]}, has {clouds.sizes[least]}; fix: "
-        f"workload_options.{option}: {clouds.sizes[least]}, or short_clouds: repeat, which "
-        "repeats their points"
-    )
-
-
 def draw_clouds(rows: Mapping[str, Tensor], *, known: int = 0) -> str:
     """Return an SVG image with one labelled row of clouds, `[clouds, points, 3]`, for each entry of
     `rows`.
@@ -470,6 +454,22 @@ def draw_clouds(rows: Mapping[str, Tensor], *, known: int = 0) -> str:
         for place, cloud in enumerate(clouds):
             parts += _draw_cloud(cloud, place * _SIZE, top + _LABEL, known)
     return "".join([*parts, "</svg>"])
+
+
+def _check_sizes(clouds: PackedClouds, needed: int, option: str, options: PointOptions) -> None:
+    """Raise DataError if a cloud has fewer points than are drawn of it, unless its points may be
+    repeated.
+    """
+    short = [number for number, size in enumerate(clouds.sizes) if size < needed]
+    if not short or options.short_clouds == "repeat":
+        return
+    least = min(short, key=lambda number: clouds.sizes[number])
+    raise DataError(
+        f"{len(short)} of {len(clouds)} clouds have fewer points than {option} asks for, "
+        f"{needed}; the smallest, {clouds.paths[least]}, has {clouds.sizes[least]}; fix: "
+        f"workload_options.{option}: {clouds.sizes[least]}, or short_clouds: repeat, which "
+        "repeats their points"
+    )
 
 
 def _draw_cloud(cloud: Tensor, left: int, top: int, known: int) -> list[str]:

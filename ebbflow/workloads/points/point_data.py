@@ -39,9 +39,92 @@ _VERSION = 2
 _SHARD_BYTES = 256 * 2**20
 _NAMED = 3  # bad files that a message names
 
+_PLY_TYPES = {
+    **{
+        "char": "i1",
+        "int8": "i1",
+        "uchar": "u1",
+        "uint8": "u1",
+        "short": "i2",
+        "int16": "i2",
+        "ushort": "u2",
+    },
+    **{
+        "uint16": "u2",
+        "int": "i4",
+        "int32": "i4",
+        "uint": "u4",
+        "uint32": "u4",
+        "float": "f4",
+        "float32": "f4",
+    },
+    **{"double": "f8", "float64": "f8"},
+}
+
 
 class BadCloud(Exception):
     """A file that holds no usable point cloud."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRow:
+    split: str
+    category: str
+    path: Path
+    partial: Path | None
+    line: int
+
+    @property
+    def files(self) -> list[Path]:
+        if self.partial is None:
+            return [self.path]
+        return [self.path, self.partial]
+
+
+class PackedClouds:
+    """The clouds of one split that `pack_folder` wrote, memory-mapped.
+
+    Raises DataError if they are incomplete.
+    """
+
+    def __init__(
+        self, store: Store, fingerprint: str, split: str, alive: Callable[[], object] = lambda: None
+    ) -> None:
+        packed = store.sub(f"clouds/{fingerprint}")
+        try:
+            about = json.loads(packed.get(DESCRIPTION))["splits"][split]
+        except (ObjectNotFound, ValueError, KeyError) as error:
+            raise DataError(
+                f"{packed.uri} holds no complete clouds: {error}; fix: prepare the data again"
+            ) from error
+        self.sizes = about["sizes"]
+        self.categories = about["categories"]
+        self.paths = about["paths"]
+        self._places: list[tuple[int, int]] = []
+        self._shards = []
+        for shard in about["shards"]:
+            cache = Path(tempfile.gettempdir()) / f"ebbflow-clouds-{os.getuid()}"
+            path = packed.local_path(shard["key"])
+            path = path or download_shard(
+                packed, shard["key"], shard["sha256"], shard["bytes"], cache, alive
+            )
+            if not path.is_file() or path.stat().st_size != shard["bytes"]:
+                raise DataError(
+                    f"{path} is not the {shard['bytes']} bytes of {DESCRIPTION}; fix: prepare again"
+                )
+            start = 0
+            for size in self.sizes[len(self._places) : len(self._places) + shard["clouds"]]:
+                self._places.append((len(self._shards), start))
+                start += size
+            self._shards.append(np.asarray(np.memmap(path, dtype="<f4", mode="r")).reshape(-1, 3))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def cloud(self, number: int) -> tuple[Tensor, int]:
+        shard, start = self._places[number]
+        points = self._shards[shard][start : start + self.sizes[number]]
+        return torch.from_numpy(points.astype(np.float32)), self.categories[number]
 
 
 def seeded(*parts: object) -> torch.Generator:
@@ -126,82 +209,6 @@ def read_cloud(path: Path) -> np.ndarray:
     if not (cloud.max(axis=0) > cloud.min(axis=0)).any():
         raise BadCloud(f"all {len(cloud)} points are equal, so it cannot be scaled")
     return cloud
-
-
-_PLY_TYPES = {
-    **{
-        "char": "i1",
-        "int8": "i1",
-        "uchar": "u1",
-        "uint8": "u1",
-        "short": "i2",
-        "int16": "i2",
-        "ushort": "u2",
-    },
-    **{
-        "uint16": "u2",
-        "int": "i4",
-        "int32": "i4",
-        "uint": "u4",
-        "uint32": "u4",
-        "float": "f4",
-        "float32": "f4",
-    },
-    **{"double": "f8", "float64": "f8"},
-}
-
-
-def _read_ply(path: Path) -> np.ndarray:
-    """Read x, y and z of the first element of a PLY file, which must be `vertex`, in any of the
-    three encodings.
-    """
-    content = path.read_bytes()
-    end = re.search(rb"end_header\r?\n", content)
-    if not content.startswith(b"ply") or end is None:
-        raise BadCloud("has no PLY header")
-    lines = [
-        line.split() for line in content[: end.start()].decode("ascii", "replace").splitlines()
-    ]
-    encoding = next((line[1] for line in lines if line[:1] == ["format"]), "")
-    elements = [number for number, line in enumerate(lines) if line[:1] == ["element"]]
-    if not elements or lines[elements[0]][1] != "vertex":
-        raise BadCloud("the first element of its PLY header is not vertex")
-    count = int(lines[elements[0]][2])
-    if len(elements) > 1:
-        last = elements[1]
-    else:
-        last = len(lines)
-    fields = [
-        (line[-1], _PLY_TYPES[line[1]])
-        for line in lines[elements[0] : last]
-        if line[:1] == ["property"]
-    ]
-    names = [name for name, _ in fields]
-    if not {"x", "y", "z"} <= set(names):
-        raise BadCloud(f"its vertices have the properties {', '.join(names)}; fix: x, y and z")
-    if encoding == "ascii":
-        rows = np.array(content[end.end() :].split()[: count * len(fields)], dtype=np.float64)
-        rows = rows.reshape(count, len(fields))
-        return rows[:, [names.index(axis) for axis in "xyz"]]
-    order = {"binary_little_endian": "<", "binary_big_endian": ">"}[encoding]
-    kind = np.dtype([(name, order + code) for name, code in fields])
-    table = np.frombuffer(content, dtype=kind, count=count, offset=end.end())
-    return np.stack([table[axis].astype(np.float64) for axis in "xyz"], axis=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexRow:
-    split: str
-    category: str
-    path: Path
-    partial: Path | None
-    line: int
-
-    @property
-    def files(self) -> list[Path]:
-        if self.partial is None:
-            return [self.path]
-        return [self.path, self.partial]
 
 
 def read_index(folder: Path, index: str, *, train: str, held_out: str) -> list[IndexRow]:
@@ -344,6 +351,63 @@ def pack_folder(  # noqa: C901, PLR0912 - one refusal for each kind of bad file
     return about
 
 
+def choose_points(cloud: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Return `count` points of the cloud in random order; of a smaller cloud, all of them and
+    repeated ones.
+    """
+    if len(cloud) >= count:
+        return cloud[torch.randperm(len(cloud), generator=generator)[:count]]
+    repeated = torch.randint(len(cloud), (count - len(cloud),), generator=generator)
+    return torch.cat([cloud, cloud[repeated]])[torch.randperm(count, generator=generator)]
+
+
+def known_first(cloud: Tensor, known: int, generator: torch.Generator) -> Tensor:  # noqa: ARG001 (as the other rules take)
+    """Sort the points so that the first `known` are those on one side of the cloud, in a random
+    direction.
+    """
+    direction = torch.randn(3, generator=generator)
+    order = (cloud @ direction).argsort(descending=True, stable=True)
+    return cloud[order]
+
+
+def _read_ply(path: Path) -> np.ndarray:
+    """Read x, y and z of the first element of a PLY file, which must be `vertex`, in any of the
+    three encodings.
+    """
+    content = path.read_bytes()
+    end = re.search(rb"end_header\r?\n", content)
+    if not content.startswith(b"ply") or end is None:
+        raise BadCloud("has no PLY header")
+    lines = [
+        line.split() for line in content[: end.start()].decode("ascii", "replace").splitlines()
+    ]
+    encoding = next((line[1] for line in lines if line[:1] == ["format"]), "")
+    elements = [number for number, line in enumerate(lines) if line[:1] == ["element"]]
+    if not elements or lines[elements[0]][1] != "vertex":
+        raise BadCloud("the first element of its PLY header is not vertex")
+    count = int(lines[elements[0]][2])
+    if len(elements) > 1:
+        last = elements[1]
+    else:
+        last = len(lines)
+    fields = [
+        (line[-1], _PLY_TYPES[line[1]])
+        for line in lines[elements[0] : last]
+        if line[:1] == ["property"]
+    ]
+    names = [name for name, _ in fields]
+    if not {"x", "y", "z"} <= set(names):
+        raise BadCloud(f"its vertices have the properties {', '.join(names)}; fix: x, y and z")
+    if encoding == "ascii":
+        rows = np.array(content[end.end() :].split()[: count * len(fields)], dtype=np.float64)
+        rows = rows.reshape(count, len(fields))
+        return rows[:, [names.index(axis) for axis in "xyz"]]
+    order = {"binary_little_endian": "<", "binary_big_endian": ">"}[encoding]
+    kind = np.dtype([(name, order + code) for name, code in fields])
+    table = np.frombuffer(content, dtype=kind, count=count, offset=end.end())
+    return np.stack([table[axis].astype(np.float64) for axis in "xyz"], axis=1)
+
+
 def _thin(cloud: np.ndarray, most: int) -> np.ndarray:
     if len(cloud) <= most:
         return cloud
@@ -382,68 +446,3 @@ def _write_shards(
     if count:
         flush()
     return sizes, shards
-
-
-class PackedClouds:
-    """The clouds of one split that `pack_folder` wrote, memory-mapped.
-
-    Raises DataError if they are incomplete.
-    """
-
-    def __init__(
-        self, store: Store, fingerprint: str, split: str, alive: Callable[[], object] = lambda: None
-    ) -> None:
-        packed = store.sub(f"clouds/{fingerprint}")
-        try:
-            about = json.loads(packed.get(DESCRIPTION))["splits"][split]
-        except (ObjectNotFound, ValueError, KeyError) as error:
-            raise DataError(
-                f"{packed.uri} holds no complete clouds: {error}; fix: prepare the data again"
-            ) from error
-        self.sizes = about["sizes"]
-        self.categories = about["categories"]
-        self.paths = about["paths"]
-        self._places: list[tuple[int, int]] = []
-        self._shards = []
-        for shard in about["shards"]:
-            cache = Path(tempfile.gettempdir()) / f"ebbflow-clouds-{os.getuid()}"
-            path = packed.local_path(shard["key"])
-            path = path or download_shard(
-                packed, shard["key"], shard["sha256"], shard["bytes"], cache, alive
-            )
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise DataError(
-                    f"{path} is not the {shard['bytes']} bytes of {DESCRIPTION}; fix: prepare again"
-                )
-            start = 0
-            for size in self.sizes[len(self._places) : len(self._places) + shard["clouds"]]:
-                self._places.append((len(self._shards), start))
-                start += size
-            self._shards.append(np.asarray(np.memmap(path, dtype="<f4", mode="r")).reshape(-1, 3))
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def cloud(self, number: int) -> tuple[Tensor, int]:
-        shard, start = self._places[number]
-        points = self._shards[shard][start : start + self.sizes[number]]
-        return torch.from_numpy(points.astype(np.float32)), self.categories[number]
-
-
-def choose_points(cloud: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return `count` points of the cloud in random order; of a smaller cloud, all of them and
-    repeated ones.
-    """
-    if len(cloud) >= count:
-        return cloud[torch.randperm(len(cloud), generator=generator)[:count]]
-    repeated = torch.randint(len(cloud), (count - len(cloud),), generator=generator)
-    return torch.cat([cloud, cloud[repeated]])[torch.randperm(count, generator=generator)]
-
-
-def known_first(cloud: Tensor, known: int, generator: torch.Generator) -> Tensor:  # noqa: ARG001 (as the other rules take)
-    """Sort the points so that the first `known` are those on one side of the cloud, in a random
-    direction.
-    """
-    direction = torch.randn(3, generator=generator)
-    order = (cloud @ direction).argsort(descending=True, stable=True)
-    return cloud[order]

@@ -135,25 +135,6 @@ class FolderModels:
         return {name: _identify(folder) for name, folder in folders.items() if folder is not None}
 
 
-def _last_of(ends: Any) -> int | None:
-    if isinstance(ends, list):
-        if ends:
-            return int(ends[-1])
-        return None
-    return ends
-
-
-def _identify(folder: ModelFolder) -> list[Any]:
-    if folder.root.is_file():
-        settings = folder.root
-    else:
-        settings = folder.root / "config.json"
-    return [
-        json.loads(settings.read_text()),
-        *(describe_files(str(folder.root)) if folder.stored else []),
-    ]
-
-
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
     """Return a context in which LoRA's matrices add nothing."""
@@ -171,3 +152,22 @@ def without_lora(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def _last_of(ends: Any) -> int | None:
+    if isinstance(ends, list):
+        if ends:
+            return int(ends[-1])
+        return None
+    return ends
+
+
+def _identify(folder: ModelFolder) -> list[Any]:
+    if folder.root.is_file():
+        settings = folder.root
+    else:
+        settings = folder.root / "config.json"
+    return [
+        json.loads(settings.read_text()),
+        *(describe_files(str(folder.root)) if folder.stored else []),
+    ]

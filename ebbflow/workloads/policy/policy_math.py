@@ -22,32 +22,6 @@ KL_IN_REWARD = ("reinforce++", "rloo", "ppo")
 _EPSILON = 1e-6
 
 
-def estimate_kl(kind: str, log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Return estimates of KL(policy ‖ reference) per token, for tokens that the policy drew.
-
-    k1 is -log r, k2 is (log r)² / 2 and k3 is r - 1 - log r, where r = reference / policy. Source:
-    Schulman 2020, "Approximating KL Divergence". k3 is GRPO's (Shao et al. 2024, section 4.1.1).
-    """
-    log_ratio = reference - log_probs
-    if kind == "k1":
-        return -log_ratio
-    if kind == "k2":
-        return log_ratio.square() / 2
-    return log_ratio.exp() - 1 - log_ratio
-
-
-def adapt_kl_coefficient(
-    coefficient: float, kl: float, target: float, rollouts: int, horizon: float
-) -> float:
-    """Return the coefficient after a step: coefficient · (1 + error · rollouts / horizon).
-
-    The error is kl / target - 1, clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2. More
-    rollouts than the horizon count as the horizon; otherwise the coefficient could become negative.
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * min(1.0, rollouts / horizon))
-
-
 @dataclass
 class RunningMoments:
     """Mean and variance of all rewards so far. Source: Chan et al. 1979 (the parallel update)."""
@@ -81,6 +55,32 @@ class RunningMoments:
         return (values - self.mean if minus_mean else values) / (
             deviation + _EPSILON if deviation else 1.0
         )
+
+
+def estimate_kl(kind: str, log_probs: Tensor, reference: Tensor) -> Tensor:
+    """Return estimates of KL(policy ‖ reference) per token, for tokens that the policy drew.
+
+    k1 is -log r, k2 is (log r)² / 2 and k3 is r - 1 - log r, where r = reference / policy. Source:
+    Schulman 2020, "Approximating KL Divergence". k3 is GRPO's (Shao et al. 2024, section 4.1.1).
+    """
+    log_ratio = reference - log_probs
+    if kind == "k1":
+        return -log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def adapt_kl_coefficient(
+    coefficient: float, kl: float, target: float, rollouts: int, horizon: float
+) -> float:
+    """Return the coefficient after a step: coefficient · (1 + error · rollouts / horizon).
+
+    The error is kl / target - 1, clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2. More
+    rollouts than the horizon count as the horizon; otherwise the coefficient could become negative.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * min(1.0, rollouts / horizon))
 
 
 def group_advantages(rewards: Tensor, group: int, *, scaled: bool) -> Tensor:

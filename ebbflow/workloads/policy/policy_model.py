@@ -46,6 +46,8 @@ COLUMNS = ("old", "reference", "advantages", "values", "returns")
 # training.evaluation_interval_steps.
 MEANS = ("rollouts", "reward", "kl", "entropy", "length", "accept_rate")
 
+Weights = Mapping[str, Callable[[], Tensor]]  # functions that read a weight, by the model's names
+
 
 class Record(nn.Module):
     """What a commit keeps besides the weights: running figures, and rollouts that later steps still
@@ -139,14 +141,6 @@ class Policy(CausalLM):
     @property
     def cached_numbers_per_token(self) -> int:
         return 2 * self.config.num_layers * self.config.kv_heads * self.config.head_width
-
-
-def unwrap(model: nn.Module) -> Any:
-    """Return the policy without DDP's wrapper."""
-    return getattr(model, "module", model)
-
-
-Weights = Mapping[str, Callable[[], Tensor]]  # functions that read a weight, by the model's names
 
 
 class PolicyModels(Protocol):
@@ -261,13 +255,9 @@ class BuiltInModels:
         return {name: partial(_read, stored) for name, stored in found.items()}
 
 
-def _read(stored: StoredTensor) -> Tensor:
-    with safe_open(stored.file, framework="pt") as file:
-        return file.get_tensor(stored.name)
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
+def unwrap(model: nn.Module) -> Any:
+    """Return the policy without DDP's wrapper."""
+    return getattr(model, "module", model)
 
 
 def plain_policy(
@@ -297,21 +287,6 @@ def fill(
     materialise(model, device)
     initialise(model, blank, seed=seed)
     return model.eval().requires_grad_(False)
-
-
-class _Stored:
-    """`reset_parameters` of one module whose weights are given."""
-
-    def __init__(self, module: nn.Module, given: Weights) -> None:
-        self._module = module
-        self._given = given
-        self._own = module.reset_parameters
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        self._own()  # type: ignore[operator]  # its buffers
-        for name, read in self._given.items():
-            self._module.get_parameter(name).copy_(read())
 
 
 def start_with(model: nn.Module, start: Weights) -> None:
@@ -362,6 +337,30 @@ def make_start(
         torch.set_num_threads(threads)
     context.store.put(key, save_tensors(weights))
     return key
+
+
+def _read(stored: StoredTensor) -> Tensor:
+    with safe_open(stored.file, framework="pt") as file:
+        return file.get_tensor(stored.name)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+class _Stored:
+    """`reset_parameters` of one module whose weights are given."""
+
+    def __init__(self, module: nn.Module, given: Weights) -> None:
+        self._module = module
+        self._given = given
+        self._own = module.reset_parameters
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        self._own()  # type: ignore[operator]  # its buffers
+        for name, read in self._given.items():
+            self._module.get_parameter(name).copy_(read())
 
 
 def _train_start(

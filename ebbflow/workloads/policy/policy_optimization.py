@@ -70,6 +70,12 @@ from ebbflow.workloads.readers.files import locate
 
 _SHOWN = 12  # rollouts in the report's table
 
+T = TypeVar("T")
+
+# Pixels of the report's table
+_ROW = 18
+_WIDTHS = (260, 260, 160, 60)
+
 
 class RolloutBatch(NamedTuple):
     """Rollouts to train on.
@@ -100,18 +106,6 @@ class RolloutBatch(NamedTuple):
     def split(self, parts: int) -> list[RolloutBatch]:
         split_tensors = [tensor.tensor_split(parts) for tensor in self]
         return [RolloutBatch(*part) for part in zip(*split_tensors, strict=True)]
-
-
-def _find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
-    """Return the models that the options name.
-
-    Raises WorkloadError if they do not fit each other.
-    """
-    if options.model:
-        from ebbflow.workloads.policy.policy_folder import FolderModels
-
-        return FolderModels(context, options)
-    return BuiltInModels(context, options)
 
 
 class PolicyOptimization:
@@ -686,9 +680,6 @@ class PolicyOptimization:
         )
 
 
-T = TypeVar("T")
-
-
 def in_background(work: Callable[[], T]) -> Future[T]:
     """Start `work` in a thread that ends with the process."""
     future: Future[T] = Future()
@@ -701,26 +692,6 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, name="rollouts-ahead", daemon=True).start()
     return future
-
-
-def _codec_of(context: WorkloadContext, options: PolicyOptions, models: PolicyModels) -> Codec:
-    wrap = None
-    if options.chat:
-        from ebbflow.workloads.language.model_folder import ChatTemplate, find_folder
-
-        wrap = ChatTemplate(find_folder(context.project_root, options.model)).as_user
-    return Codec(models.config.data, context.project_root, stop=models.stop, wrap=wrap)
-
-
-def _prompts_of(context: WorkloadContext, options: PolicyOptions, fingerprint: str) -> Prompts:
-    if fingerprint:
-        return open_prompts(context.store, fingerprint, options.prompt_column)
-    return additions(options.held_out_prompts, context.config.training.seed)
-
-
-# Pixels of the report's table
-_ROW = 18
-_WIDTHS = (260, 260, 160, 60)
 
 
 def draw_table(rows: Sequence[tuple[str, str, str, float]]) -> str:
@@ -755,3 +726,30 @@ def draw_table(rows: Sequence[tuple[str, str, str, float]]) -> str:
             )
             left += wide
     return "".join([*parts, "</svg>"])
+
+
+def _find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
+    """Return the models that the options name.
+
+    Raises WorkloadError if they do not fit each other.
+    """
+    if options.model:
+        from ebbflow.workloads.policy.policy_folder import FolderModels
+
+        return FolderModels(context, options)
+    return BuiltInModels(context, options)
+
+
+def _codec_of(context: WorkloadContext, options: PolicyOptions, models: PolicyModels) -> Codec:
+    wrap = None
+    if options.chat:
+        from ebbflow.workloads.language.model_folder import ChatTemplate, find_folder
+
+        wrap = ChatTemplate(find_folder(context.project_root, options.model)).as_user
+    return Codec(models.config.data, context.project_root, stop=models.stop, wrap=wrap)
+
+
+def _prompts_of(context: WorkloadContext, options: PolicyOptions, fingerprint: str) -> Prompts:
+    if fingerprint:
+        return open_prompts(context.store, fingerprint, options.prompt_column)
+    return additions(options.held_out_prompts, context.config.training.seed)

@@ -46,6 +46,55 @@ class Prompts:
         self.held_out = held_out
 
 
+class Codec:
+    """Texts to tokens and back.
+
+    Args:
+        stop: the token that ends a completion; None: the tokenizer's end of text, or byte 0.
+        wrap: function that makes the model's input of a prompt, such as a chat template.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        root: Path,
+        *,
+        stop: int | None = None,
+        wrap: Callable[[str], str] | None = None,
+    ) -> None:
+        self._tokenizer = open_tokenizer(data, project_root=root)
+        self._wrap = wrap
+        self.vocab_size = self._tokenizer.vocab_size
+        self.identity = self._tokenizer.identity
+        if stop is None and self._tokenizer.separator is None:
+            raise DataError(
+                f"data.tokenizer {data.tokenizer} has no end-of-text token; fix: add one, such "
+                "as </s>"
+            )
+        if stop is None:
+            self.stop = self._tokenizer.separator or 0
+        else:
+            self.stop = stop
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt."""
+        return self.encode_plain(text if self._wrap is None else self._wrap(text))
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text.encode()).tolist()
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text up to the first stop token."""
+        if self.stop in tokens:
+            kept = tokens[: tokens.index(self.stop)]
+        else:
+            kept = tokens
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return bytes(kept).decode(errors="replace")
+        assert isinstance(self._tokenizer, VocabularyTokenizer)
+        return self._tokenizer._tokenizer.decode(kept, skip_special_tokens=False)
+
+
 def addition(number: int) -> Prompt:
     """Return pair `number` of two-digit numbers.
 
@@ -130,55 +179,6 @@ def open_prompts(store: Store, fingerprint: str, column: str) -> Prompts:
         [Prompt(row[column], row) for row in split["train"]],
         [Prompt(row[column], row) for row in split["held_out"]],
     )
-
-
-class Codec:
-    """Texts to tokens and back.
-
-    Args:
-        stop: the token that ends a completion; None: the tokenizer's end of text, or byte 0.
-        wrap: function that makes the model's input of a prompt, such as a chat template.
-    """
-
-    def __init__(
-        self,
-        data: DataConfig,
-        root: Path,
-        *,
-        stop: int | None = None,
-        wrap: Callable[[str], str] | None = None,
-    ) -> None:
-        self._tokenizer = open_tokenizer(data, project_root=root)
-        self._wrap = wrap
-        self.vocab_size = self._tokenizer.vocab_size
-        self.identity = self._tokenizer.identity
-        if stop is None and self._tokenizer.separator is None:
-            raise DataError(
-                f"data.tokenizer {data.tokenizer} has no end-of-text token; fix: add one, such "
-                "as </s>"
-            )
-        if stop is None:
-            self.stop = self._tokenizer.separator or 0
-        else:
-            self.stop = stop
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
-        return self.encode_plain(text if self._wrap is None else self._wrap(text))
-
-    def encode_plain(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text.encode()).tolist()
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text up to the first stop token."""
-        if self.stop in tokens:
-            kept = tokens[: tokens.index(self.stop)]
-        else:
-            kept = tokens
-        if isinstance(self._tokenizer, ByteTokenizer):
-            return bytes(kept).decode(errors="replace")
-        assert isinstance(self._tokenizer, VocabularyTokenizer)
-        return self._tokenizer._tokenizer.decode(kept, skip_special_tokens=False)
 
 
 def check_lengths(prompts: Prompts, codec: Codec, longest: int) -> None:

@@ -22,6 +22,9 @@ from ebbflow.training.errors import TrainingError, WorkloadError
 
 _GREEDY = -1.0  # a draw that takes the likeliest token
 
+# Mean difference of log-probabilities; numerics of bfloat16 make about a hundredth
+_OTHER_WEIGHTS = 0.5
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -43,11 +46,6 @@ class Rollouts:
         `[rollouts, sequence - 1]`.
         """
         return completion_mask(self.tokens.shape[1], self.prompt_lengths, self.lengths)
-
-
-def completion_mask(sequence: int, prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
-    at = torch.arange(1, sequence, device=lengths.device)
-    return ((at >= prompt_lengths[:, None]) & (at < lengths[:, None])).float()
 
 
 class Engine(Protocol):
@@ -243,6 +241,11 @@ class TorchEngine:
         return policy_logits(self._model, tokens, past)[:, -1]
 
 
+def completion_mask(sequence: int, prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
+    at = torch.arange(1, sequence, device=lengths.device)
+    return ((at >= prompt_lengths[:, None]) & (at < lengths[:, None])).float()
+
+
 def find_tensor_group(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the ranks that compute each layer of the model together; None without
     tensor parallelism.
@@ -377,10 +380,6 @@ def check_version(rollouts: Rollouts, expected: int, *, staleness: int = 0) -> N
             f"the rollouts were drawn by weight version {rollouts.version}, the policy has "
             f"version {expected}{allowed}; fix: the engine's update_weights before each rollout"
         )
-
-
-# Mean difference of log-probabilities; numerics of bfloat16 make about a hundredth
-_OTHER_WEIGHTS = 0.5
 
 
 def correct_importance(

@@ -99,24 +99,6 @@ _PROCESSES = "starting processes and using the network"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Rule(ctypes.Structure):  # struct landlock_path_beneath_attr
-    _pack_ = 1
-    _fields_ = [("rights", ctypes.c_uint64), ("folder", ctypes.c_int32)]
-
-
-class _Instruction(ctypes.Structure):  # struct sock_filter
-    _fields_ = [
-        ("code", ctypes.c_uint16),
-        ("yes", ctypes.c_uint8),
-        ("no", ctypes.c_uint8),
-        ("value", ctypes.c_uint32),
-    ]
-
-
-class _Program(ctypes.Structure):  # struct sock_fprog
-    _fields_ = [("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction))]
-
-
 def find_missing() -> list[str]:
     """Return what a program is not kept from on this machine."""
     linux = sys.platform == "linux"
@@ -130,12 +112,6 @@ def find_missing() -> list[str]:
         if 0 < _landlock_version() < 3:
             missing += ["emptying files"]
     return missing
-
-
-def _landlock_version() -> int:
-    if sys.platform != "linux":
-        return 0
-    return max(0, _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def restrict_files(folder: str) -> None:
@@ -216,13 +192,6 @@ def restrict_system_calls() -> None:
     _check(_libc.prctl(_SECCOMP, _FILTER, ctypes.byref(_Program(len(lines), program)), 0, 0))
 
 
-def _check(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
-
-
 def main() -> None:
     """Set the limits, and run completion.py and test.py of the current folder.
 
@@ -242,6 +211,37 @@ def main() -> None:
         with open(name, encoding="utf-8") as file:
             exec(compile(file.read(), name, "exec"), scope)
     os.write(writer, PASSED)
+
+
+class _Rule(ctypes.Structure):  # struct landlock_path_beneath_attr
+    _pack_ = 1
+    _fields_ = [("rights", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+
+class _Instruction(ctypes.Structure):  # struct sock_filter
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("yes", ctypes.c_uint8),
+        ("no", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    ]
+
+
+class _Program(ctypes.Structure):  # struct sock_fprog
+    _fields_ = [("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction))]
+
+
+def _landlock_version() -> int:
+    if sys.platform != "linux":
+        return 0
+    return max(0, _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
 
 
 if __name__ == "__main__":

@@ -238,10 +238,6 @@ class VllmEngine:
             ) from error
 
 
-class _OutOfMemory(WorkloadError):
-    pass
-
-
 def describe_server(options: PolicyOptions) -> str:
     """Return the command line that starts a server for a job."""
     return (
@@ -279,6 +275,10 @@ def full_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
                 )
                 value = value + (added.T if getattr(layer, "fan_in_fan_out", False) else added)
         yield name.replace(".base_layer.", "."), value.to("cpu", dtype).contiguous()
+
+
+class _OutOfMemory(WorkloadError):
+    pass
 
 
 def _whole(tensor: Tensor) -> Tensor:

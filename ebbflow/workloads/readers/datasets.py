@@ -42,6 +42,16 @@ _NOTHING = -1  # a worker reads no sample
 _MOST_DEATHS = 5  # of worker processes of a rank, since it started
 START_METHODS = ("fork", "forkserver", "spawn")
 
+_DEATH_FIX = (
+    "fix: read this sample with workload_options.workers 0 to see why, or give the machine more "
+    "memory if its kernel killed it"
+)
+# Files of a larger dataset whose sizes are compared; a mounted bucket takes 50 ms for each
+_SIZES_COMPARED = 1_000
+
+# Those which may change when a job is continued
+_FREE_OPTIONS = ("corrupt_samples", "worker_start")
+
 
 class Indexed(Protocol):
     """A map-style dataset: it has a length, and a sample for each index.
@@ -75,6 +85,321 @@ class Samples:
             Samples(_slice(self.content, first, end, self.count), end - first)
             for first, end in cuts
         ]
+
+
+class SampleLoader:
+    """Reads the samples of cursors.
+
+    As soon as a cursor follows the one before, worker processes read ahead.
+
+    A worker that dies is replaced, and its samples are read again, in order. A sample that ends two
+    workers ends the load.
+
+    Args:
+        batch_size: samples per step of all ranks, by which cursors advance.
+        workers: number of worker processes; 0: read in this process; -1: as many as suit this
+            machine.
+        worker_start: how they start: fork, forkserver or spawn. The latter two pickle the dataset.
+        pin_memory: whether the samples come in pinned memory, for a copy to the GPU in the
+            background.
+        corrupt_samples: number of samples that may be corrupt; each is named and replaced by the
+            next one.
+    """
+
+    def __init__(  # noqa: PLR0913 - the options of a loader
+        self,
+        dataset: Indexed,
+        collate: Callable[[list[Any]], Any],
+        *,
+        seed: int,
+        batch_size: int,
+        workers: int = 0,
+        worker_start: str = "fork",
+        pin_memory: bool = False,
+        corrupt_samples: int = 0,
+    ) -> None:
+        self._reader = _Reader(
+            dataset, collate, seed, shuffled=True, corrupt_samples=corrupt_samples
+        )
+        self._batch_size = batch_size
+        self._workers = workers
+        self._pin_memory = pin_memory
+        self._worker_start = worker_start
+        self._batch_bytes = 0
+        self._expected: Cursor | None = None
+        self._iterator: Any = None
+        self._receiver: _Receiver | None = None
+        self._died_at: list[int] = []  # the sample that each dead worker read
+
+    def load(self, cursor: Cursor) -> Any:
+        """Return the collated samples of a cursor, on the CPU.
+
+        Raises:
+            DataError: the dataset has a mistake, such as a KeyError. The message names the sample
+                and the line.
+            RuntimeError: the dataset raised another error, or a worker died. The message names the
+                sample.
+        """
+        follows = cursor == self._expected
+        self._expected = Cursor(cursor.first + self._batch_size, cursor.count)
+        if not self._workers or not follows:
+            self._stop_workers()  # they read what is not needed any more
+            content = self._reader[cursor]
+            self._batch_bytes = self._batch_bytes or count_bytes(content)
+            return content
+        while True:
+            if self._receiver is None:
+                self._iterator = self._start(cursor)
+                if self._iterator is None:  # no worker fits into this machine
+                    return self._reader[cursor]
+                self._receiver = _Receiver(self._iterator)
+            try:
+                content = self._receiver.take()
+                break
+            except RuntimeError as error:
+                self._replace_dead_worker(error, cursor)
+        if isinstance(content, _Failure):
+            raise content.error
+        return content
+
+    def _stop_workers(self) -> None:
+        if self._receiver is not None:
+            self._receiver.end()
+        self._receiver = self._iterator = None
+
+    def _replace_dead_worker(self, error: RuntimeError, cursor: Cursor) -> None:
+        """Drop all workers, so that others read from the cursor on.
+
+        Raises RuntimeError if this would not help.
+        """
+        sample, death = self._find_death()
+        if not death:
+            raise RuntimeError(str(error)) from error
+        self._died_at.append(sample)
+        again = sample != _NOTHING and self._died_at.count(sample) > 1
+        if again or len(self._died_at) > _MOST_DEATHS:
+            if again:
+                count = "a second time"
+            else:
+                count = f"the {len(self._died_at)}th that died on this rank"
+            raise RuntimeError(f"{death} ({count}); {_DEATH_FIX}") from error
+        print(f"{death}; other workers read again from sample {cursor.first} on", flush=True)
+        self._stop_workers()
+
+    @property
+    def corrupt_count(self) -> int:
+        """Number of corrupt samples that this rank has met since it started."""
+        return self._reader.corrupt_count
+
+    def _start(self, cursor: Cursor) -> Any:
+        """Return an iterator over the batches from a cursor on, which workers read; None if none
+        fits.
+        """
+        workers, why = choose_workers(self._workers, self._batch_bytes, self._worker_start)
+        if why:
+            print(why, flush=True)
+        if not workers:
+            self._workers = 0
+            return None
+        self._reader.read_now = torch.full((workers,), _NOTHING, dtype=torch.int64).share_memory_()
+        loader: DataLoader[Any] = DataLoader(
+            self._reader,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=_Ahead(cursor, self._batch_size),
+            collate_fn=_same,  # type: ignore[arg-type]
+            num_workers=workers,
+            prefetch_factor=AHEAD,
+            pin_memory=self._pin_memory,
+            worker_init_fn=name_output,
+            multiprocessing_context=self._worker_start,
+            generator=torch.Generator(),
+        )
+        before = signal.getsignal(signal.SIGCHLD)
+        try:
+            iterator = iter(loader)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise DataError(
+                f"the dataset cannot be sent to a worker that starts by {self._worker_start}: "
+                f"{error}; fix: a dataset and a collate that can be pickled (a static method), "
+                "or workload_options.worker_start fork"
+            ) from error
+        # torch raises from its handler wherever the loop is. Without it, the loader finds a dead
+        # worker in `next`.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
+        return iterator
+
+    def _find_death(self) -> tuple[int, str]:
+        """Return the sample that a dead worker read, and a text that names both; "" if all are
+        alive.
+        """
+        for number, process in enumerate(getattr(self._iterator, "_workers", [])):
+            code = process.exitcode
+            if code not in (None, 0) and self._reader.read_now is not None:
+                sample = int(self._reader.read_now[number])
+                what = "between two samples"
+                if sample != _NOTHING:
+                    what = (
+                        f"while it read sample {sample}, index "
+                        f"{self._reader.indices(Cursor(sample, 1))[0]}"
+                    )
+                if code < 0:
+                    how = f"was killed by {signal_name(-code)}"
+                else:
+                    how = f"exited with {code}"
+                return sample, f"worker {number} that loads data {how} {what}"
+        return _NOTHING, ""
+
+
+class DatasetWorkload:
+    """Base of a workload with a map-style dataset.
+
+    A subclass has `dataset`, `model` and `loss_sum`.
+
+    Options (`workload_options`): `workers`, the processes of each rank that read ahead (2; 0: none;
+    -1: as many as suit the machine), `worker_start`, how they start (fork, forkserver or spawn),
+    and `corrupt_samples`, the samples that may be corrupt (0).
+    """
+
+    weight_unit = "samples"
+
+    def __init__(self, context: WorkloadContext) -> None:
+        self.context = context
+        self._parameters = 0.0
+        training = context.config.training
+        workers = context.options.get("workers", 2)
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < -1:
+            raise DataError(
+                f"workload_options.workers is {workers!r}; fix: a number of processes, such as "
+                "2, or -1 to choose it"
+            )
+        start = context.options.get("worker_start", "fork")
+        if start not in START_METHODS:
+            raise DataError(
+                f"workload_options.worker_start is {start!r}; fix: {', '.join(START_METHODS)}"
+            )
+        corrupt = context.options.get("corrupt_samples", 0)
+        if not isinstance(corrupt, int) or isinstance(corrupt, bool) or corrupt < 0:
+            raise DataError(
+                f"workload_options.corrupt_samples is {corrupt!r}; fix: a number of samples, "
+                "such as 10"
+            )
+        # A dataset that draws itself is the same on every rank
+        with random_numbers_of(training.seed):
+            train = self.dataset(True)
+            held_out = self.dataset(False)
+        self._loader = SampleLoader(
+            train,
+            self._find_collate(),
+            seed=training.seed,
+            batch_size=training.batch_size,
+            workers=workers,
+            worker_start=start,
+            pin_memory=context.device.type == "cuda",
+            corrupt_samples=corrupt,
+        )
+        self._train = train
+        _compare_data(train, context.prepared)
+        if held_out is None:
+            self._held_out_count = 0
+        else:
+            self._held_out_count = min(len(held_out), context.config.data.held_out_samples)
+        if held_out is not None:
+            self._held_out = _Reader(
+                held_out,
+                self._find_collate(),
+                training.seed,
+                shuffled=False,
+                corrupt_samples=corrupt,
+            )
+
+    @classmethod
+    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
+        """Return the fingerprint of the data: name, options, length and, if the dataset has it, its
+        `fingerprint`.
+        """
+        dataset = cls(context)._train
+        own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", "")
+        options = {
+            name: value for name, value in context.options.items() if name not in _FREE_OPTIONS
+        }
+        known = [context.config.workload, {**options, "workers": 0}, len(dataset), str(own)]
+        found = {
+            "fingerprint": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        }
+        return found | {"samples": len(dataset), "file_digest": _digest_files(dataset)}
+
+    def dataset(self, train: bool) -> Any:
+        """Return the dataset to train on or, with `train` False, the one to evaluate on; None: no
+        evaluation.
+        """
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        """Return the model on the meta device."""
+        raise NotImplementedError
+
+    def loss_sum(self, model: nn.Module, samples: Any) -> Tensor:
+        """Return the loss of collated samples, summed and not averaged. There may be no samples."""
+        raise NotImplementedError
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+    def _find_collate(self) -> Callable[[list[Any]], Any]:
+        """Return `collate`.
+
+        The default one is a function, since the method would be pickled with the workload.
+        """
+        if type(self).collate is DatasetWorkload.collate:
+            return default_collate
+        return self.collate
+
+    def units(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Return the model's own parts that have parameters."""
+        return [part for part in model.children() if list(part.parameters())]
+
+    def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:  # noqa: ARG002 (the interface of Workload)
+        content = _move(
+            self._loader.load(cursor if cursor.count else Cursor(cursor.first, 1)),
+            self.context.device,
+        )
+        return Samples(content if cursor.count else _slice(content, 0, 0, 1), cursor.count)
+
+    def loss(self, model: nn.Module, batch: Samples) -> Loss:
+        return Loss(self.loss_sum(model, batch.content), batch.weight)
+
+    def flops(self, batch: Samples) -> float:
+        """6 per parameter and sample, which suits matrices; a model that shares weights over
+        positions has more.
+        """
+        if not self._parameters:
+            self._parameters = float(
+                sum(parameter.numel() for parameter in self.model().parameters())
+            )
+        return 6.0 * self._parameters * batch.weight
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return the mean loss of the first `data.held_out_samples` samples of the held-out
+        dataset.
+        """
+        if not self._held_out_count:
+            return {}
+        total = 0.0
+        size = self.context.config.training.batch_size
+        # Equally many passes on every rank
+        for number in range(math.ceil(self._held_out_count / size)):
+            whole = Cursor(number * size, min(size, self._held_out_count - number * size))
+            share = whole.share(self.context.rank, self.context.world_size)
+            content = _move(
+                self._held_out[share if share.count else Cursor(whole.first, 1)],
+                self.context.device,
+            )
+            loss = float(self.loss_sum(model, content))
+            if share.count:
+                total += loss
+        row = torch.tensor([total], dtype=torch.float64, device=self.context.device)
+        return {"held_out_loss": float(self.context.gather(row).sum()) / self._held_out_count}
 
 
 def _slice(content: Any, first: int, end: int, count: int) -> Any:
@@ -310,178 +635,6 @@ class _Receiver(threading.Thread):
         self.join()
 
 
-class SampleLoader:
-    """Reads the samples of cursors.
-
-    As soon as a cursor follows the one before, worker processes read ahead.
-
-    A worker that dies is replaced, and its samples are read again, in order. A sample that ends two
-    workers ends the load.
-
-    Args:
-        batch_size: samples per step of all ranks, by which cursors advance.
-        workers: number of worker processes; 0: read in this process; -1: as many as suit this
-            machine.
-        worker_start: how they start: fork, forkserver or spawn. The latter two pickle the dataset.
-        pin_memory: whether the samples come in pinned memory, for a copy to the GPU in the
-            background.
-        corrupt_samples: number of samples that may be corrupt; each is named and replaced by the
-            next one.
-    """
-
-    def __init__(  # noqa: PLR0913 - the options of a loader
-        self,
-        dataset: Indexed,
-        collate: Callable[[list[Any]], Any],
-        *,
-        seed: int,
-        batch_size: int,
-        workers: int = 0,
-        worker_start: str = "fork",
-        pin_memory: bool = False,
-        corrupt_samples: int = 0,
-    ) -> None:
-        self._reader = _Reader(
-            dataset, collate, seed, shuffled=True, corrupt_samples=corrupt_samples
-        )
-        self._batch_size = batch_size
-        self._workers = workers
-        self._pin_memory = pin_memory
-        self._worker_start = worker_start
-        self._batch_bytes = 0
-        self._expected: Cursor | None = None
-        self._iterator: Any = None
-        self._receiver: _Receiver | None = None
-        self._died_at: list[int] = []  # the sample that each dead worker read
-
-    def load(self, cursor: Cursor) -> Any:
-        """Return the collated samples of a cursor, on the CPU.
-
-        Raises:
-            DataError: the dataset has a mistake, such as a KeyError. The message names the sample
-                and the line.
-            RuntimeError: the dataset raised another error, or a worker died. The message names the
-                sample.
-        """
-        follows = cursor == self._expected
-        self._expected = Cursor(cursor.first + self._batch_size, cursor.count)
-        if not self._workers or not follows:
-            self._stop_workers()  # they read what is not needed any more
-            content = self._reader[cursor]
-            self._batch_bytes = self._batch_bytes or count_bytes(content)
-            return content
-        while True:
-            if self._receiver is None:
-                self._iterator = self._start(cursor)
-                if self._iterator is None:  # no worker fits into this machine
-                    return self._reader[cursor]
-                self._receiver = _Receiver(self._iterator)
-            try:
-                content = self._receiver.take()
-                break
-            except RuntimeError as error:
-                self._replace_dead_worker(error, cursor)
-        if isinstance(content, _Failure):
-            raise content.error
-        return content
-
-    def _stop_workers(self) -> None:
-        if self._receiver is not None:
-            self._receiver.end()
-        self._receiver = self._iterator = None
-
-    def _replace_dead_worker(self, error: RuntimeError, cursor: Cursor) -> None:
-        """Drop all workers, so that others read from the cursor on.
-
-        Raises RuntimeError if this would not help.
-        """
-        sample, death = self._find_death()
-        if not death:
-            raise RuntimeError(str(error)) from error
-        self._died_at.append(sample)
-        again = sample != _NOTHING and self._died_at.count(sample) > 1
-        if again or len(self._died_at) > _MOST_DEATHS:
-            if again:
-                count = "a second time"
-            else:
-                count = f"the {len(self._died_at)}th that died on this rank"
-            raise RuntimeError(f"{death} ({count}); {_DEATH_FIX}") from error
-        print(f"{death}; other workers read again from sample {cursor.first} on", flush=True)
-        self._stop_workers()
-
-    @property
-    def corrupt_count(self) -> int:
-        """Number of corrupt samples that this rank has met since it started."""
-        return self._reader.corrupt_count
-
-    def _start(self, cursor: Cursor) -> Any:
-        """Return an iterator over the batches from a cursor on, which workers read; None if none
-        fits.
-        """
-        workers, why = choose_workers(self._workers, self._batch_bytes, self._worker_start)
-        if why:
-            print(why, flush=True)
-        if not workers:
-            self._workers = 0
-            return None
-        self._reader.read_now = torch.full((workers,), _NOTHING, dtype=torch.int64).share_memory_()
-        loader: DataLoader[Any] = DataLoader(
-            self._reader,  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=_Ahead(cursor, self._batch_size),
-            collate_fn=_same,  # type: ignore[arg-type]
-            num_workers=workers,
-            prefetch_factor=AHEAD,
-            pin_memory=self._pin_memory,
-            worker_init_fn=name_output,
-            multiprocessing_context=self._worker_start,
-            generator=torch.Generator(),
-        )
-        before = signal.getsignal(signal.SIGCHLD)
-        try:
-            iterator = iter(loader)
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            raise DataError(
-                f"the dataset cannot be sent to a worker that starts by {self._worker_start}: "
-                f"{error}; fix: a dataset and a collate that can be pickled (a static method), "
-                "or workload_options.worker_start fork"
-            ) from error
-        # torch raises from its handler wherever the loop is. Without it, the loader finds a dead
-        # worker in `next`.
-        if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, before)
-        return iterator
-
-    def _find_death(self) -> tuple[int, str]:
-        """Return the sample that a dead worker read, and a text that names both; "" if all are
-        alive.
-        """
-        for number, process in enumerate(getattr(self._iterator, "_workers", [])):
-            code = process.exitcode
-            if code not in (None, 0) and self._reader.read_now is not None:
-                sample = int(self._reader.read_now[number])
-                what = "between two samples"
-                if sample != _NOTHING:
-                    what = (
-                        f"while it read sample {sample}, index "
-                        f"{self._reader.indices(Cursor(sample, 1))[0]}"
-                    )
-                if code < 0:
-                    how = f"was killed by {signal_name(-code)}"
-                else:
-                    how = f"exited with {code}"
-                return sample, f"worker {number} that loads data {how} {what}"
-        return _NOTHING, ""
-
-
-_DEATH_FIX = (
-    "fix: read this sample with workload_options.workers 0 to see why, or give the machine more "
-    "memory if its kernel killed it"
-)
-# Files of a larger dataset whose sizes are compared; a mounted bucket takes 50 ms for each
-_SIZES_COMPARED = 1_000
-
-
 def _digest_files(dataset: Any) -> str:
     """Return a digest of the names and sizes of the dataset's files; "" if it has no list of files.
 
@@ -518,158 +671,3 @@ def _compare_data(dataset: Any, prepared: Mapping[str, Any]) -> None:
         raise DataError(
             f"{begin}: {len(dataset)} samples on both, but files have other names or sizes; {fix}"
         )
-
-
-# Those which may change when a job is continued
-_FREE_OPTIONS = ("corrupt_samples", "worker_start")
-
-
-class DatasetWorkload:
-    """Base of a workload with a map-style dataset.
-
-    A subclass has `dataset`, `model` and `loss_sum`.
-
-    Options (`workload_options`): `workers`, the processes of each rank that read ahead (2; 0: none;
-    -1: as many as suit the machine), `worker_start`, how they start (fork, forkserver or spawn),
-    and `corrupt_samples`, the samples that may be corrupt (0).
-    """
-
-    weight_unit = "samples"
-
-    def __init__(self, context: WorkloadContext) -> None:
-        self.context = context
-        self._parameters = 0.0
-        training = context.config.training
-        workers = context.options.get("workers", 2)
-        if not isinstance(workers, int) or isinstance(workers, bool) or workers < -1:
-            raise DataError(
-                f"workload_options.workers is {workers!r}; fix: a number of processes, such as "
-                "2, or -1 to choose it"
-            )
-        start = context.options.get("worker_start", "fork")
-        if start not in START_METHODS:
-            raise DataError(
-                f"workload_options.worker_start is {start!r}; fix: {', '.join(START_METHODS)}"
-            )
-        corrupt = context.options.get("corrupt_samples", 0)
-        if not isinstance(corrupt, int) or isinstance(corrupt, bool) or corrupt < 0:
-            raise DataError(
-                f"workload_options.corrupt_samples is {corrupt!r}; fix: a number of samples, "
-                "such as 10"
-            )
-        # A dataset that draws itself is the same on every rank
-        with random_numbers_of(training.seed):
-            train = self.dataset(True)
-            held_out = self.dataset(False)
-        self._loader = SampleLoader(
-            train,
-            self._find_collate(),
-            seed=training.seed,
-            batch_size=training.batch_size,
-            workers=workers,
-            worker_start=start,
-            pin_memory=context.device.type == "cuda",
-            corrupt_samples=corrupt,
-        )
-        self._train = train
-        _compare_data(train, context.prepared)
-        if held_out is None:
-            self._held_out_count = 0
-        else:
-            self._held_out_count = min(len(held_out), context.config.data.held_out_samples)
-        if held_out is not None:
-            self._held_out = _Reader(
-                held_out,
-                self._find_collate(),
-                training.seed,
-                shuffled=False,
-                corrupt_samples=corrupt,
-            )
-
-    @classmethod
-    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
-        """Return the fingerprint of the data: name, options, length and, if the dataset has it, its
-        `fingerprint`.
-        """
-        dataset = cls(context)._train
-        own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", "")
-        options = {
-            name: value for name, value in context.options.items() if name not in _FREE_OPTIONS
-        }
-        known = [context.config.workload, {**options, "workers": 0}, len(dataset), str(own)]
-        found = {
-            "fingerprint": hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-        }
-        return found | {"samples": len(dataset), "file_digest": _digest_files(dataset)}
-
-    def dataset(self, train: bool) -> Any:
-        """Return the dataset to train on or, with `train` False, the one to evaluate on; None: no
-        evaluation.
-        """
-        raise NotImplementedError
-
-    def model(self) -> nn.Module:
-        """Return the model on the meta device."""
-        raise NotImplementedError
-
-    def loss_sum(self, model: nn.Module, samples: Any) -> Tensor:
-        """Return the loss of collated samples, summed and not averaged. There may be no samples."""
-        raise NotImplementedError
-
-    def collate(self, samples: list[Any]) -> Any:
-        return default_collate(samples)
-
-    def _find_collate(self) -> Callable[[list[Any]], Any]:
-        """Return `collate`.
-
-        The default one is a function, since the method would be pickled with the workload.
-        """
-        if type(self).collate is DatasetWorkload.collate:
-            return default_collate
-        return self.collate
-
-    def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return the model's own parts that have parameters."""
-        return [part for part in model.children() if list(part.parameters())]
-
-    def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:  # noqa: ARG002 (the interface of Workload)
-        content = _move(
-            self._loader.load(cursor if cursor.count else Cursor(cursor.first, 1)),
-            self.context.device,
-        )
-        return Samples(content if cursor.count else _slice(content, 0, 0, 1), cursor.count)
-
-    def loss(self, model: nn.Module, batch: Samples) -> Loss:
-        return Loss(self.loss_sum(model, batch.content), batch.weight)
-
-    def flops(self, batch: Samples) -> float:
-        """6 per parameter and sample, which suits matrices; a model that shares weights over
-        positions has more.
-        """
-        if not self._parameters:
-            self._parameters = float(
-                sum(parameter.numel() for parameter in self.model().parameters())
-            )
-        return 6.0 * self._parameters * batch.weight
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the mean loss of the first `data.held_out_samples` samples of the held-out
-        dataset.
-        """
-        if not self._held_out_count:
-            return {}
-        total = 0.0
-        size = self.context.config.training.batch_size
-        # Equally many passes on every rank
-        for number in range(math.ceil(self._held_out_count / size)):
-            whole = Cursor(number * size, min(size, self._held_out_count - number * size))
-            share = whole.share(self.context.rank, self.context.world_size)
-            content = _move(
-                self._held_out[share if share.count else Cursor(whole.first, 1)],
-                self.context.device,
-            )
-            loss = float(self.loss_sum(model, content))
-            if share.count:
-                total += loss
-        row = torch.tensor([total], dtype=torch.float64, device=self.context.device)
-        return {"held_out_loss": float(self.context.gather(row).sum()) / self._held_out_count}

@@ -43,9 +43,19 @@ _AHEAD_BYTES = 256 * 1024  # read at once from a bucket when a file is read in o
 # worker. This one does not.
 _clients: dict[tuple[int, str], S3Client] = {}  # by process and bucket
 
-
-def _fingerprint(rows: Sequence[object]) -> str:
-    return hashlib.sha256("\n".join(map(str, rows)).encode()).hexdigest()
+_SCALARS = {
+    *("int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64"),
+}
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "json": json.loads,
+    "int": lambda data: int.from_bytes(data, "little", signed=True),
+    "str_int": lambda data: int(data.decode()),
+    "str_float": lambda data: float(data.decode()),
+}
 
 
 @dataclass(frozen=True)
@@ -107,133 +117,6 @@ class DataFile:
         return open(self.path, "rb")
 
 
-def _client(bucket: str) -> S3Client:
-    place = os.getpid(), bucket
-    if place not in _clients:
-        _clients[place] = S3Client(bucket, find_account())
-    return _clients[place]
-
-
-class _BucketFile(io.RawIOBase):
-    """A file in a bucket as a binary stream. Each read is a request."""
-
-    def __init__(self, file: DataFile) -> None:
-        self._file = file
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (
-            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
-        )
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._file.read(self._at, max(0, min(len(buffer), self._file.size - self._at)))
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-
-def find_files(path: str | Path, suffixes: Sequence[str] = ()) -> list[DataFile]:
-    """Return the files of a folder and its subfolders, or those of a glob, that end in `suffixes`,
-    sorted by path.
-
-    Args:
-        path: on this machine, or s3://bucket/prefix.
-        suffixes: with their dots, in lower case; none: every file.
-
-    Raises:
-        DataError: there is none.
-        StoreError: the bucket does not answer.
-    """
-    if str(path).startswith("s3://"):
-        found = _find_in_bucket(str(path))
-    else:
-        found = _find_here(Path(path))
-    if suffixes:
-        found = [file for file in found if PurePosixPath(file.path).suffix.lower() in suffixes]
-    if not found:
-        if suffixes:
-            what = f"no file that ends in {', '.join(dict.fromkeys(suffixes))}"
-        else:
-            what = "no file"
-        raise DataError(f"{path}: {what}; fix: name a folder, a file, or a glob of files")
-    return sorted(found, key=lambda file: PurePosixPath(file.path))
-
-
-def has_wildcard(path: str | Path) -> bool:
-    """Return whether a path is a glob. The path of an existing file or folder is none."""
-    return glob.has_magic(str(path)) and (str(path).startswith("s3://") or not Path(path).exists())
-
-
-def locate(root: Path, given: str) -> str | Path:
-    """Return an address in a bucket (s3://…) as it is, and any other path below `root`, unless it
-    is absolute.
-    """
-    if given.startswith("s3://"):
-        return given.rstrip("/")
-    return root / Path(given).expanduser()
-
-
-def _find_here(path: Path) -> list[DataFile]:
-    if has_wildcard(path):
-        # A pattern with two ** gives files several times
-        once = dict.fromkeys(glob.glob(str(path), recursive=True))
-        found = [place for place in map(Path, once) if place.is_file()]
-        named = [(place, place.name) for place in found]
-    elif path.is_dir():
-        found = map(Path, glob.glob(f"{glob.escape(str(path))}/**", recursive=True))
-        named = [(place, place.relative_to(path).as_posix()) for place in found if place.is_file()]
-    else:
-        if path.is_file():
-            named = [(path, path.name)]
-        else:
-            named = []
-    return [DataFile(str(place), name, place.stat().st_size) for place, name in named]
-
-
-def _find_in_bucket(uri: str) -> list[DataFile]:
-    bucket, key = split_uri(uri)
-    parts = PurePosixPath(key).parts
-    wild = next((at for at, part in enumerate(parts) if glob.has_magic(part)), None)
-    folder = "/".join(parts[:wild])
-    store = Store.open(f"s3://{bucket}/{folder}".rstrip("/"), create=False)
-    if wild is not None:
-        found = [
-            meta for meta in store.list() if _fits(PurePosixPath(meta.key).parts, parts[wild:])
-        ]
-    else:
-        meta = Store.open(f"s3://{bucket}", create=False).head(folder) if key else None
-        if meta is not None:
-            return [DataFile(folder, parts[-1], meta.size, bucket)]
-        found = [meta for meta in store.list() if _fits(PurePosixPath(meta.key).parts, ("**",))]
-    return [
-        DataFile(f"{folder}/{meta.key}".lstrip("/"), meta.key, meta.size, bucket) for meta in found
-    ]
-
-
-def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether the parts of a path match those of a glob, in which `**` stands for any number
-    of folders.
-
-    As on a disk, a wildcard matches no hidden file or folder.
-    """
-    if not pattern:
-        return not parts
-    if pattern[0] == "**":
-        shown = next((at for at, part in enumerate(parts) if part.startswith(".")), len(parts) - 1)
-        return any(_fits(parts[skipped:], pattern[1:] or ("*",)) for skipped in range(shown + 1))
-    if not parts or parts[0].startswith(".") > pattern[0].startswith("."):
-        return False
-    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
-
-
 class ImageFolder:
     """Images in one subfolder for each class, as (image, class number).
 
@@ -273,13 +156,6 @@ class ImageFolder:
         file = self._files[index]
         with Image.open(io.BytesIO(file.read(0, file.size))) as image:
             return self._transform(image.convert("RGB")), self._labels[index]
-
-
-class _Member(NamedTuple):
-    shard: int
-    extension: str
-    offset: int
-    size: int
 
 
 class TarShards:
@@ -339,61 +215,6 @@ class TarShards:
         for member in members:
             content[member.extension] = self._shards[member.shard].read(member.offset, member.size)
         return self._decode(content)
-
-
-_SCALARS = {
-    *("int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64"),
-}
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
-    "bytes": bytes,
-    "str": bytes.decode,
-    "json": json.loads,
-    "int": lambda data: int.from_bytes(data, "little", signed=True),
-    "str_int": lambda data: int(data.decode()),
-    "str_float": lambda data: float(data.decode()),
-}
-
-
-def _find_decoder(encoding: str) -> Callable[[bytes], Any] | None:
-    kind, _, settings = encoding.partition(":")
-    if kind in _SCALARS:
-        return lambda data: np.frombuffer(data, kind)[0]
-    if kind == "ndarray":
-        return lambda data: _decode_array(data, *settings.partition(":")[::2])
-    if kind in ("jpeg", "png"):
-        return _decode_image
-    return _DECODERS.get(encoding)
-
-
-def _decode_image(data: bytes) -> Any:
-    from PIL import Image  # pyright: ignore[reportMissingImports]
-
-    return Image.open(io.BytesIO(data))
-
-
-def _decode_array(data: bytes, dtype: str, shape: str) -> NDArray[Any]:
-    """Return an array. The data begin with its type and shape, unless the encoding names them.
-
-    The type is one byte: the width in bits, plus 0, 1 or 2 for unsigned, signed or float. The shape
-    is one byte, which is 4 × the number of dimensions + log2 of the bytes of each, and the
-    dimensions.
-    """
-    at = 0
-    if not dtype:
-        dtype = f"{('uint', 'int', 'float')[data[0] % 8]}{data[0] // 8 * 8}"
-        at = 1
-    if shape:
-        dimensions: Sequence[int] = [int(part) for part in shape.split(",")]
-    else:
-        dimensions = []
-    if not shape:
-        count = data[at] >> 2
-        width = 1 << (data[at] & 3)
-        dimensions = np.frombuffer(data, f"<u{width}", count, at + 1).tolist()
-        at += 1 + count * width
-    return np.frombuffer(data, dtype, offset=at).reshape(dimensions).copy()
 
 
 class MosaicShards:
@@ -566,6 +387,47 @@ class ParquetRows:
         return table.slice(index - first, 1).to_pylist()[0]
 
 
+def find_files(path: str | Path, suffixes: Sequence[str] = ()) -> list[DataFile]:
+    """Return the files of a folder and its subfolders, or those of a glob, that end in `suffixes`,
+    sorted by path.
+
+    Args:
+        path: on this machine, or s3://bucket/prefix.
+        suffixes: with their dots, in lower case; none: every file.
+
+    Raises:
+        DataError: there is none.
+        StoreError: the bucket does not answer.
+    """
+    if str(path).startswith("s3://"):
+        found = _find_in_bucket(str(path))
+    else:
+        found = _find_here(Path(path))
+    if suffixes:
+        found = [file for file in found if PurePosixPath(file.path).suffix.lower() in suffixes]
+    if not found:
+        if suffixes:
+            what = f"no file that ends in {', '.join(dict.fromkeys(suffixes))}"
+        else:
+            what = "no file"
+        raise DataError(f"{path}: {what}; fix: name a folder, a file, or a glob of files")
+    return sorted(found, key=lambda file: PurePosixPath(file.path))
+
+
+def has_wildcard(path: str | Path) -> bool:
+    """Return whether a path is a glob. The path of an existing file or folder is none."""
+    return glob.has_magic(str(path)) and (str(path).startswith("s3://") or not Path(path).exists())
+
+
+def locate(root: Path, given: str) -> str | Path:
+    """Return an address in a bucket (s3://…) as it is, and any other path below `root`, unless it
+    is absolute.
+    """
+    if given.startswith("s3://"):
+        return given.rstrip("/")
+    return root / Path(given).expanduser()
+
+
 def import_arrow() -> Any:
     try:
         import pyarrow as arrow  # pyright: ignore[reportMissingImports]
@@ -579,3 +441,140 @@ def import_arrow() -> Any:
 def import_parquet() -> Any:
     import_arrow()
     return importlib.import_module("pyarrow.parquet")
+
+
+def _fingerprint(rows: Sequence[object]) -> str:
+    return hashlib.sha256("\n".join(map(str, rows)).encode()).hexdigest()
+
+
+def _client(bucket: str) -> S3Client:
+    place = os.getpid(), bucket
+    if place not in _clients:
+        _clients[place] = S3Client(bucket, find_account())
+    return _clients[place]
+
+
+class _BucketFile(io.RawIOBase):
+    """A file in a bucket as a binary stream. Each read is a request."""
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        )
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._file.read(self._at, max(0, min(len(buffer), self._file.size - self._at)))
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def _find_here(path: Path) -> list[DataFile]:
+    if has_wildcard(path):
+        # A pattern with two ** gives files several times
+        once = dict.fromkeys(glob.glob(str(path), recursive=True))
+        found = [place for place in map(Path, once) if place.is_file()]
+        named = [(place, place.name) for place in found]
+    elif path.is_dir():
+        found = map(Path, glob.glob(f"{glob.escape(str(path))}/**", recursive=True))
+        named = [(place, place.relative_to(path).as_posix()) for place in found if place.is_file()]
+    else:
+        if path.is_file():
+            named = [(path, path.name)]
+        else:
+            named = []
+    return [DataFile(str(place), name, place.stat().st_size) for place, name in named]
+
+
+def _find_in_bucket(uri: str) -> list[DataFile]:
+    bucket, key = split_uri(uri)
+    parts = PurePosixPath(key).parts
+    wild = next((at for at, part in enumerate(parts) if glob.has_magic(part)), None)
+    folder = "/".join(parts[:wild])
+    store = Store.open(f"s3://{bucket}/{folder}".rstrip("/"), create=False)
+    if wild is not None:
+        found = [
+            meta for meta in store.list() if _fits(PurePosixPath(meta.key).parts, parts[wild:])
+        ]
+    else:
+        meta = Store.open(f"s3://{bucket}", create=False).head(folder) if key else None
+        if meta is not None:
+            return [DataFile(folder, parts[-1], meta.size, bucket)]
+        found = [meta for meta in store.list() if _fits(PurePosixPath(meta.key).parts, ("**",))]
+    return [
+        DataFile(f"{folder}/{meta.key}".lstrip("/"), meta.key, meta.size, bucket) for meta in found
+    ]
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a path match those of a glob, in which `**` stands for any number
+    of folders.
+
+    As on a disk, a wildcard matches no hidden file or folder.
+    """
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        shown = next((at for at, part in enumerate(parts) if part.startswith(".")), len(parts) - 1)
+        return any(_fits(parts[skipped:], pattern[1:] or ("*",)) for skipped in range(shown + 1))
+    if not parts or parts[0].startswith(".") > pattern[0].startswith("."):
+        return False
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
+
+
+class _Member(NamedTuple):
+    shard: int
+    extension: str
+    offset: int
+    size: int
+
+
+def _find_decoder(encoding: str) -> Callable[[bytes], Any] | None:
+    kind, _, settings = encoding.partition(":")
+    if kind in _SCALARS:
+        return lambda data: np.frombuffer(data, kind)[0]
+    if kind == "ndarray":
+        return lambda data: _decode_array(data, *settings.partition(":")[::2])
+    if kind in ("jpeg", "png"):
+        return _decode_image
+    return _DECODERS.get(encoding)
+
+
+def _decode_image(data: bytes) -> Any:
+    from PIL import Image  # pyright: ignore[reportMissingImports]
+
+    return Image.open(io.BytesIO(data))
+
+
+def _decode_array(data: bytes, dtype: str, shape: str) -> NDArray[Any]:
+    """Return an array. The data begin with its type and shape, unless the encoding names them.
+
+    The type is one byte: the width in bits, plus 0, 1 or 2 for unsigned, signed or float. The shape
+    is one byte, which is 4 × the number of dimensions + log2 of the bytes of each, and the
+    dimensions.
+    """
+    at = 0
+    if not dtype:
+        dtype = f"{('uint', 'int', 'float')[data[0] % 8]}{data[0] // 8 * 8}"
+        at = 1
+    if shape:
+        dimensions: Sequence[int] = [int(part) for part in shape.split(",")]
+    else:
+        dimensions = []
+    if not shape:
+        count = data[at] >> 2
+        width = 1 << (data[at] & 3)
+        dimensions = np.frombuffer(data, f"<u{width}", count, at + 1).tolist()
+        at += 1 + count * width
+    return np.frombuffer(data, dtype, offset=at).reshape(dimensions).copy()

@@ -82,6 +82,12 @@ def count_bytes(content: Any) -> int:
     return 0
 
 
+def name_output(worker: int) -> None:
+    """Begin each line that this worker process prints with its number."""
+    prefix = f"loader worker {worker}: "
+    sys.stdout, sys.stderr = (_PrefixedLines(stream, prefix) for stream in (sys.stdout, sys.stderr))
+
+
 class _PrefixedLines(io.TextIOBase):
     """A stream that begins each line with a prefix.
 
@@ -114,9 +120,3 @@ class _PrefixedLines(io.TextIOBase):
         if self._rest:
             self.write("\n")
         self._stream.flush()
-
-
-def name_output(worker: int) -> None:
-    """Begin each line that this worker process prints with its number."""
-    prefix = f"loader worker {worker}: "
-    sys.stdout, sys.stderr = (_PrefixedLines(stream, prefix) for stream in (sys.stdout, sys.stderr))

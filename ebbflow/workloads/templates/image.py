@@ -25,23 +25,6 @@ class Images(NamedTuple):
         ]
 
 
-def image(index: int) -> tuple[Tensor, Tensor]:
-    """Sample `index`, with augmentation: a function of its index alone.
-
-    Replace it by an image of your own.
-
-    Here, noise with horizontal (0) or vertical (1) stripes.
-    """
-    chance = torch.Generator().manual_seed(index)
-    kind, shift = torch.randint(4, (2,), generator=chance).tolist()
-    stripes = (torch.arange(SIZE) + shift) % 4 < 2
-    if kind % KINDS:
-        pixels = stripes.float().expand(SIZE, SIZE)
-    else:
-        pixels = stripes.float()[:, None].expand(SIZE, SIZE)
-    return pixels + torch.randn(1, SIZE, SIZE, generator=chance), torch.tensor(kind % KINDS)
-
-
 class Example:
     weight_unit = "images"
 
@@ -93,3 +76,20 @@ class Example:
                 (model(batch.pixels).argmax(dim=1) == batch.kinds).double().mean()
             )
         }
+
+
+def image(index: int) -> tuple[Tensor, Tensor]:
+    """Sample `index`, with augmentation: a function of its index alone.
+
+    Replace it by an image of your own.
+
+    Here, noise with horizontal (0) or vertical (1) stripes.
+    """
+    chance = torch.Generator().manual_seed(index)
+    kind, shift = torch.randint(4, (2,), generator=chance).tolist()
+    stripes = (torch.arange(SIZE) + shift) % 4 < 2
+    if kind % KINDS:
+        pixels = stripes.float().expand(SIZE, SIZE)
+    else:
+        pixels = stripes.float()[:, None].expand(SIZE, SIZE)
+    return pixels + torch.randn(1, SIZE, SIZE, generator=chance), torch.tensor(kind % KINDS)

@@ -25,21 +25,6 @@ class Clouds(NamedTuple):
         ]
 
 
-def cloud(index: int) -> tuple[Tensor, Tensor]:
-    """Sample `index`, a function of its index alone. Replace it by a cloud of your own.
-
-    Here, points on a sphere (0) or on a cube (1).
-    """
-    chance = torch.Generator().manual_seed(index)
-    kind = int(torch.randint(KINDS, (), generator=chance))
-    points = torch.randn(POINTS, 3, generator=chance)
-    if kind:
-        length = points.abs().amax(dim=1, keepdim=True)
-    else:
-        length = points.norm(dim=1, keepdim=True)
-    return points / length, torch.tensor(kind)
-
-
 class Model(nn.Module):
     """Features of each point, their maximum over the points, and logits (Qi et al. 2017, PointNet)."""
 
@@ -93,3 +78,18 @@ class Example:
                 (model(batch.points).argmax(dim=1) == batch.kinds).double().mean()
             )
         }
+
+
+def cloud(index: int) -> tuple[Tensor, Tensor]:
+    """Sample `index`, a function of its index alone. Replace it by a cloud of your own.
+
+    Here, points on a sphere (0) or on a cube (1).
+    """
+    chance = torch.Generator().manual_seed(index)
+    kind = int(torch.randint(KINDS, (), generator=chance))
+    points = torch.randn(POINTS, 3, generator=chance)
+    if kind:
+        length = points.abs().amax(dim=1, keepdim=True)
+    else:
+        length = points.norm(dim=1, keepdim=True)
+    return points / length, torch.tensor(kind)

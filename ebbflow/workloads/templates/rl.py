@@ -6,6 +6,10 @@ from typing import Any
 from ebbflow.workloads import PolicyOptimization
 
 
+class Example(PolicyOptimization):
+    """Change a step of the training by overriding a method, such as `loss`."""
+
+
 def reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """Judge a completion.
 
@@ -14,7 +18,3 @@ def reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     Here, the share of the completion's characters that are digits.
     """
     return sum(letter in "0123456789" for letter in completion) / max(len(completion), 1)
-
-
-class Example(PolicyOptimization):
-    """Change a step of the training by overriding a method, such as `loss`."""

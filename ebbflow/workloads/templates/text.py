@@ -26,14 +26,6 @@ class Texts(NamedTuple):
         ]
 
 
-def text(index: int) -> Tensor:
-    """Sample `index`, a function of its index alone. Replace it by a window of your own tokens."""
-    first, step = torch.randint(
-        1, VOCABULARY, (2,), generator=torch.Generator().manual_seed(index)
-    ).tolist()
-    return (first + step * torch.arange(LENGTH + 1)) % VOCABULARY
-
-
 class Block(nn.Module):
     """Causal attention, then an MLP, each added to its input.
 
@@ -110,3 +102,11 @@ class Example:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         batch = self.next_batch(model, Cursor(HELD_OUT, 64))  # the same on all ranks
         return {"held_out_loss": float(self.loss(model, batch).sum) / batch.weight}
+
+
+def text(index: int) -> Tensor:
+    """Sample `index`, a function of its index alone. Replace it by a window of your own tokens."""
+    first, step = torch.randint(
+        1, VOCABULARY, (2,), generator=torch.Generator().manual_seed(index)
+    ).tolist()
+    return (first + step * torch.arange(LENGTH + 1)) % VOCABULARY

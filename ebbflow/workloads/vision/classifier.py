@@ -258,44 +258,6 @@ class ImageClassifier(ImageWorkload):
         return {"confusion": draw_confusion(self._confusion, self._train.classes)}
 
 
-class _Change:
-    """Makes a normalised tensor `[3, size, size]` of an image, cropped and flipped at random if
-    `augment` is set.
-    """
-
-    def __init__(self, size: int, *, augment: bool) -> None:
-        self._size = size
-        self._augment = augment
-
-    def of_picture(self, picture: Any) -> Tensor:
-        """Scale a `PIL.Image` by its shorter side, and crop it."""
-        scale = self._size * _MARGIN / min(picture.size)
-        scaled = picture.resize([max(self._size, round(side * scale)) for side in picture.size])
-        return self.of_pixels(torch.from_numpy(np.array(scaled)).permute(2, 0, 1))
-
-    def of_pixels(self, pixels: Tensor) -> Tensor:
-        """Crop pixels, uint8 `[3, height, width]`.
-
-        An image of the crop's size is first padded by reflection.
-        """
-        height, width = pixels.shape[1:]
-        image = pixels.float()[None] / 255
-        if self._augment and height == width == self._size:
-            pad = max(1, self._size // 8)
-            image = F.pad(image, [pad] * 4, mode="reflect")
-            height = height + 2 * pad
-            width = width + 2 * pad
-        top = (height - self._size) // 2
-        left = (width - self._size) // 2
-        if self._augment:
-            top = random.randint(0, height - self._size)
-            left = random.randint(0, width - self._size)
-        image = image[0, :, top : top + self._size, left : left + self._size]
-        if self._augment and random.random() < 0.5:
-            image = image.flip(2)
-        return (image - _MEAN) / _DEVIATION
-
-
 class ImageArrays:
     """Images of a `.npz` file, as CIFAR is often kept: `images` and `labels`, and optionally
     held-out ones.
@@ -418,22 +380,6 @@ class DrawnShapes:
         return self._change.of_pixels((image.clamp(0, 1) * 255).to(torch.uint8)), kind
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all ranks. Its gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
-        total = gradients[0].clone()
-        dist.all_reduce(total)
-        return total
-
-
 class SyncNorm(nn.Module):
     """Batch normalisation of `[images, channels, height, width]` with the statistics of all ranks'
     images.
@@ -489,24 +435,6 @@ class SyncNorm(nn.Module):
         return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(x.dtype)
 
 
-class _Residual(nn.Module):
-    def __init__(
-        self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]
-    ) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norms = nn.ModuleList([norm(outputs), norm(outputs)])
-        if stride > 1:
-            self.short = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-        else:
-            self.short = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = F.relu(self.norms[0](self.first(x)))
-        return F.relu(self.norms[1](self.second(inner)) + self.short(x))
-
-
 class ResidualNetwork(nn.Module):
     """ResNet for small images (He et al., 2016, arXiv:1512.03385, section 4.2): three stages, each
     half as large.
@@ -535,48 +463,6 @@ class ResidualNetwork(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(dim=(2, 3)))
-
-
-class _Patches(nn.Module):
-    """Patches of an image as tokens `[images, patches, width]`, with learned positions."""
-
-    def __init__(self, size: int, patch: int, width: int) -> None:
-        super().__init__()
-        self.project = nn.Conv2d(3, width, patch, patch)
-        self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2, width))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        self.positions.normal_(std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x).flatten(2).transpose(1, 2) + self.positions
-
-
-class _Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self._heads = heads
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.mix = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        images, tokens, width = x.shape
-        parts = self.mix(self.norms[0](x)).view(
-            images, tokens, 3, self._heads, width // self._heads
-        )
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = (
-            F.scaled_dot_product_attention(query, key, value)
-            .transpose(1, 2)
-            .reshape(images, tokens, width)
-        )
-        x = x + self.out(mixed)
-        return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
 
 
 class VisionTransformer(nn.Module):
@@ -629,3 +515,117 @@ def draw_confusion(counts: Tensor, classes: list[str]) -> str:
                 f'fill="{"#fff" if share > 0.5 else "#000"}">{int(count)}</text>'
             )
     return "".join([*parts, "</svg>"])
+
+
+class _Change:
+    """Makes a normalised tensor `[3, size, size]` of an image, cropped and flipped at random if
+    `augment` is set.
+    """
+
+    def __init__(self, size: int, *, augment: bool) -> None:
+        self._size = size
+        self._augment = augment
+
+    def of_picture(self, picture: Any) -> Tensor:
+        """Scale a `PIL.Image` by its shorter side, and crop it."""
+        scale = self._size * _MARGIN / min(picture.size)
+        scaled = picture.resize([max(self._size, round(side * scale)) for side in picture.size])
+        return self.of_pixels(torch.from_numpy(np.array(scaled)).permute(2, 0, 1))
+
+    def of_pixels(self, pixels: Tensor) -> Tensor:
+        """Crop pixels, uint8 `[3, height, width]`.
+
+        An image of the crop's size is first padded by reflection.
+        """
+        height, width = pixels.shape[1:]
+        image = pixels.float()[None] / 255
+        if self._augment and height == width == self._size:
+            pad = max(1, self._size // 8)
+            image = F.pad(image, [pad] * 4, mode="reflect")
+            height = height + 2 * pad
+            width = width + 2 * pad
+        top = (height - self._size) // 2
+        left = (width - self._size) // 2
+        if self._augment:
+            top = random.randint(0, height - self._size)
+            left = random.randint(0, width - self._size)
+        image = image[0, :, top : top + self._size, left : left + self._size]
+        if self._augment and random.random() < 0.5:
+            image = image.flip(2)
+        return (image - _MEAN) / _DEVIATION
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks. Its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class _Residual(nn.Module):
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]
+    ) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([norm(outputs), norm(outputs)])
+        if stride > 1:
+            self.short = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        else:
+            self.short = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.relu(self.norms[0](self.first(x)))
+        return F.relu(self.norms[1](self.second(inner)) + self.short(x))
+
+
+class _Patches(nn.Module):
+    """Patches of an image as tokens `[images, patches, width]`, with learned positions."""
+
+    def __init__(self, size: int, patch: int, width: int) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.positions.normal_(std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x).flatten(2).transpose(1, 2) + self.positions
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.mix = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.wide = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images, tokens, width = x.shape
+        parts = self.mix(self.norms[0](x)).view(
+            images, tokens, 3, self._heads, width // self._heads
+        )
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = (
+            F.scaled_dot_product_attention(query, key, value)
+            .transpose(1, 2)
+            .reshape(images, tokens, width)
+        )
+        x = x + self.out(mixed)
+        return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))

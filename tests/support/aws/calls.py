@@ -34,6 +34,28 @@ _RIGHTS = {
 }
 
 
+def calls(root: Path, folders: Iterable[str]) -> dict[str, set[str]]:
+    """By file, relative to `root`: the rights that its calls need. A call is an attribute or a text
+    with the name of an operation: `client.submit_job`, `ask(client, "submit_job")`."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            names = _names(path)
+            rights = set().union(*(_operations()[name] for name in names if name in _operations()))
+            if rights:
+                found[str(path.relative_to(root))] = rights
+    return found
+
+
+def longest_match(path: str, prefixes: Sequence[str]) -> str | None:
+    """The most particular of the folders and files that `path` belongs to."""
+    return max(
+        (prefix for prefix in prefixes if path == prefix or path.startswith(f"{prefix}/")),
+        key=len,
+        default=None,
+    )
+
+
 @cache
 def _operations() -> dict[str, set[str]]:
     """describe_jobs → {batch:DescribeJobs}.
@@ -47,19 +69,6 @@ def _operations() -> dict[str, set[str]]:
         for operation in model.operation_names:
             action = f"{model.signing_name}:{operation}"
             found.setdefault(xform_name(operation), set()).add(_RIGHTS.get(action, action))
-    return found
-
-
-def calls(root: Path, folders: Iterable[str]) -> dict[str, set[str]]:
-    """By file, relative to `root`: the rights that its calls need. A call is an attribute or a text
-    with the name of an operation: `client.submit_job`, `ask(client, "submit_job")`."""
-    found: dict[str, set[str]] = {}
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            names = _names(path)
-            rights = set().union(*(_operations()[name] for name in names if name in _operations()))
-            if rights:
-                found[str(path.relative_to(root))] = rights
     return found
 
 
@@ -79,13 +88,4 @@ def _lists_exports(node: ast.stmt) -> bool:
     """`__all__ = […]` names functions of ours, which may be called like an operation."""
     return isinstance(node, ast.Assign) and any(
         isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
-    )
-
-
-def longest_match(path: str, prefixes: Sequence[str]) -> str | None:
-    """The most particular of the folders and files that `path` belongs to."""
-    return max(
-        (prefix for prefix in prefixes if path == prefix or path.startswith(f"{prefix}/")),
-        key=len,
-        default=None,
     )

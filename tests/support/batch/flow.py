@@ -53,27 +53,6 @@ _SETTINGS = {
 }
 
 
-@contextlib.contextmanager
-def account(
-    folder: Path, swift: Swift, *, image: Mapping[str, str] | None = None, **settings: Any
-) -> Iterator[LocalBatch]:
-    """A local Batch with a queue for light steps, one of Spot and one on demand; its containers
-    reach the store.
-
-    A notice comes 10 s before the instance goes. image: variables that every container finds set
-    beside the usual ones.
-    """
-    role = {
-        name: value
-        for name, value in swift.environment().items()
-        if name != "AWS_EC2_METADATA_DISABLED"
-    }
-    role |= image or {}
-    usual = {"queues": _QUEUES, "role_environment": role, "time_scale": 12.0}
-    with local_batch(folder, **{**usual, **settings}) as running:
-        yield running
-
-
 class BatchRunner(FlowRunner):
     """Runs flows whose training steps go to a local Batch; of one runner at a time, since it looks
     at all its jobs.
@@ -153,3 +132,24 @@ class BatchRunner(FlowRunner):
             raise AssertionError(f"{error}:\n{self.log.read_text()}") from None
         assert answer != "ended", f"the flow ended before {what}:\n{self.log.read_text()}"
         return answer
+
+
+@contextlib.contextmanager
+def account(
+    folder: Path, swift: Swift, *, image: Mapping[str, str] | None = None, **settings: Any
+) -> Iterator[LocalBatch]:
+    """A local Batch with a queue for light steps, one of Spot and one on demand; its containers
+    reach the store.
+
+    A notice comes 10 s before the instance goes. image: variables that every container finds set
+    beside the usual ones.
+    """
+    role = {
+        name: value
+        for name, value in swift.environment().items()
+        if name != "AWS_EC2_METADATA_DISABLED"
+    }
+    role |= image or {}
+    usual = {"queues": _QUEUES, "role_environment": role, "time_scale": 12.0}
+    with local_batch(folder, **{**usual, **settings}) as running:
+        yield running

@@ -63,6 +63,28 @@ def vcpus(node: Node, instance_type: str) -> float:
         return _asked(node)["VCPU"]
 
 
+def time_limit(job: Job, queue: QueueSettings, waited_seconds: float) -> str:
+    """What jobStateTimeLimitActions end this job with now, or ""."""
+    for action in queue.time_limit_actions:
+        reason = action["reason"]
+        if (job.status_reason or "").startswith(reason) and waited_seconds >= action[
+            "maxTimeSeconds"
+        ]:
+            return f"Canceled by JobStateTimeLimit action due to reason: {reason}"
+    return ""
+
+
+def pull_problem(node: Node, missing_images: list[str]) -> str:
+    """Why the node's image cannot be pulled, or ""."""
+    image = node.properties.get("image", "")
+    if not any(re.search(pattern, image) for pattern in missing_images):
+        return ""
+    return (
+        f"CannotPullContainerError: Error response from daemon: pull access denied for {image}, "
+        "repository does not exist or may require 'docker login'"
+    )
+
+
 def _asked(node: Node) -> dict[str, float]:
     return {
         requirement["type"]: float(requirement["value"])
@@ -87,25 +109,3 @@ def _fits(node: Node, instance_type: str) -> bool:
 @cache
 def _catalogue() -> Catalogue:
     return load_catalogue()
-
-
-def time_limit(job: Job, queue: QueueSettings, waited_seconds: float) -> str:
-    """What jobStateTimeLimitActions end this job with now, or ""."""
-    for action in queue.time_limit_actions:
-        reason = action["reason"]
-        if (job.status_reason or "").startswith(reason) and waited_seconds >= action[
-            "maxTimeSeconds"
-        ]:
-            return f"Canceled by JobStateTimeLimit action due to reason: {reason}"
-    return ""
-
-
-def pull_problem(node: Node, missing_images: list[str]) -> str:
-    """Why the node's image cannot be pulled, or ""."""
-    image = node.properties.get("image", "")
-    if not any(re.search(pattern, image) for pattern in missing_images):
-        return ""
-    return (
-        f"CannotPullContainerError: Error response from daemon: pull access denied for {image}, "
-        "repository does not exist or may require 'docker login'"
-    )

@@ -25,23 +25,6 @@ from tests.support.local_service import LocalServer
 _SIGNATURE_SECONDS = 300.0
 
 
-@cache
-def service() -> botocore.model.ServiceModel:
-    """botocore's model of Batch."""
-    return botocore.model.ServiceModel(
-        botocore.loaders.Loader().load_service_model("batch", "service-2")
-    )
-
-
-@cache
-def _operations() -> dict[str, str]:
-    """Names of the operations by their paths."""
-    return {
-        service().operation_model(name).http["requestUri"]: name
-        for name in service().operation_names
-    }
-
-
 class Server(LocalServer):
     """Jobs lie in `folder`."""
 
@@ -52,6 +35,49 @@ class Server(LocalServer):
     def server_close(self) -> None:
         self.api.scheduler.close()
         super().server_close()
+
+
+@cache
+def service() -> botocore.model.ServiceModel:
+    """botocore's model of Batch."""
+    return botocore.model.ServiceModel(
+        botocore.loaders.Loader().load_service_model("batch", "service-2")
+    )
+
+
+def control(api: Api, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """settings: change them. trace: traces begin now. reclaim: {job, node, notice}. jobs: all that
+    there are. told: requests and faults so far. Raises Refused and ValueError."""
+    with api.scheduler.lock:
+        if path == "settings":
+            api.settings.change(asked)
+            api.conduct.rules = api.settings.rules
+            return {}
+        if path == "trace":
+            api.scheduler.traces_began = time.monotonic()
+            return {}
+        if path == "reclaim":
+            job = api.job(asked["job"])
+            api.scheduler.reclaim(job, asked.get("node", 0), notice=asked.get("notice", True))
+            return {}
+        if path == "jobs":
+            return {
+                "jobs": [
+                    {**job.detail(), "request": job.request} for job in api.scheduler.jobs.values()
+                ]
+            }
+        if path == "told":
+            return {"requests": dict(api.conduct.requests), "met": dict(api.conduct.met)}
+    raise Refused("UnknownOperationException", f"no such control: {path}", 404)
+
+
+@cache
+def _operations() -> dict[str, str]:
+    """Names of the operations by their paths."""
+    return {
+        service().operation_model(name).http["requestUri"]: name
+        for name in service().operation_names
+    }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -143,29 +169,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *words: object) -> None:
         pass
-
-
-def control(api: Api, path: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """settings: change them. trace: traces begin now. reclaim: {job, node, notice}. jobs: all that
-    there are. told: requests and faults so far. Raises Refused and ValueError."""
-    with api.scheduler.lock:
-        if path == "settings":
-            api.settings.change(asked)
-            api.conduct.rules = api.settings.rules
-            return {}
-        if path == "trace":
-            api.scheduler.traces_began = time.monotonic()
-            return {}
-        if path == "reclaim":
-            job = api.job(asked["job"])
-            api.scheduler.reclaim(job, asked.get("node", 0), notice=asked.get("notice", True))
-            return {}
-        if path == "jobs":
-            return {
-                "jobs": [
-                    {**job.detail(), "request": job.request} for job in api.scheduler.jobs.values()
-                ]
-            }
-        if path == "told":
-            return {"requests": dict(api.conduct.requests), "met": dict(api.conduct.met)}
-    raise Refused("UnknownOperationException", f"no such control: {path}", 404)

@@ -17,79 +17,6 @@ KUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _TRACKING = "batch.kubernetes.io/job-tracking"
 
 
-def condition(document: Object, kind: str) -> bool:
-    return any(
-        entry["type"] == kind and entry["status"] == "True"
-        for entry in (document.get("status") or {}).get("conditions") or []
-    )
-
-
-def set_condition(
-    status: dict[str, Any], kind: str, reason: str, message: str, *, true: bool = True
-) -> None:
-    conditions = status.setdefault("conditions", [])
-    if true:
-        value = "True"
-    else:
-        value = "False"
-    known = next((condition for condition in conditions if condition["type"] == kind), None)
-    if known is not None and known["status"] == value:
-        return
-    if known is not None:
-        conditions.remove(known)
-    conditions.append(
-        {
-            "type": kind,
-            "status": value,
-            "reason": reason,
-            "message": message,
-            "lastTransitionTime": timestamp(),
-        }
-    )
-
-
-def uid_of(document: Object) -> str:
-    return document["metadata"]["uid"]
-
-
-def has_failed(pod: Object, *, strict: bool) -> bool:
-    """Under a pod failure policy (strict), a pod that is being deleted has not failed yet."""
-    phase = pod["status"].get("phase")
-    is_leaving = "deletionTimestamp" in pod["metadata"] and phase != "Succeeded"
-    return phase == "Failed" or (is_leaving and not strict)
-
-
-def has_ended(job: Object) -> bool:
-    return condition(job, "Complete") or condition(job, "Failed")
-
-
-def restart_of(job: Object) -> int:
-    return int(job["metadata"]["labels"][f"{JOBSET}/restart-attempt"])
-
-
-def owned(documents: list[Object], owner: Object) -> list[Object]:
-    uid = owner["metadata"]["uid"]
-    return [
-        document
-        for document in documents
-        if any(
-            reference["uid"] == uid
-            for reference in document["metadata"].get("ownerReferences") or []
-        )
-    ]
-
-
-def owner_reference(owner: Object) -> dict[str, Any]:
-    return {
-        "apiVersion": owner["apiVersion"],
-        "kind": owner["kind"],
-        "name": owner["metadata"]["name"],
-        "uid": owner["metadata"]["uid"],
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-
-
 class Controllers:
     """delete_pod: begins a pod's graceful end."""
 
@@ -550,6 +477,79 @@ class Controllers:
             }
             for at, document in enumerate(found)
         ]
+
+
+def condition(document: Object, kind: str) -> bool:
+    return any(
+        entry["type"] == kind and entry["status"] == "True"
+        for entry in (document.get("status") or {}).get("conditions") or []
+    )
+
+
+def set_condition(
+    status: dict[str, Any], kind: str, reason: str, message: str, *, true: bool = True
+) -> None:
+    conditions = status.setdefault("conditions", [])
+    if true:
+        value = "True"
+    else:
+        value = "False"
+    known = next((condition for condition in conditions if condition["type"] == kind), None)
+    if known is not None and known["status"] == value:
+        return
+    if known is not None:
+        conditions.remove(known)
+    conditions.append(
+        {
+            "type": kind,
+            "status": value,
+            "reason": reason,
+            "message": message,
+            "lastTransitionTime": timestamp(),
+        }
+    )
+
+
+def uid_of(document: Object) -> str:
+    return document["metadata"]["uid"]
+
+
+def has_failed(pod: Object, *, strict: bool) -> bool:
+    """Under a pod failure policy (strict), a pod that is being deleted has not failed yet."""
+    phase = pod["status"].get("phase")
+    is_leaving = "deletionTimestamp" in pod["metadata"] and phase != "Succeeded"
+    return phase == "Failed" or (is_leaving and not strict)
+
+
+def has_ended(job: Object) -> bool:
+    return condition(job, "Complete") or condition(job, "Failed")
+
+
+def restart_of(job: Object) -> int:
+    return int(job["metadata"]["labels"][f"{JOBSET}/restart-attempt"])
+
+
+def owned(documents: list[Object], owner: Object) -> list[Object]:
+    uid = owner["metadata"]["uid"]
+    return [
+        document
+        for document in documents
+        if any(
+            reference["uid"] == uid
+            for reference in document["metadata"].get("ownerReferences") or []
+        )
+    ]
+
+
+def owner_reference(owner: Object) -> dict[str, Any]:
+    return {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
 
 
 def refuse_over_quota(

@@ -30,22 +30,6 @@ _SETTINGS = {
 }
 
 
-@contextlib.contextmanager
-def cluster(
-    folder: Path, swift: Swift, *, image: Mapping[str, str] | None = None, **settings: Any
-) -> Iterator[LocalCluster]:
-    """A cluster whose pods reach the store. image: variables that every container finds set beside
-    the usual ones.
-    """
-    role = {
-        name: value
-        for name, value in swift.environment().items()
-        if name != "AWS_EC2_METADATA_DISABLED"
-    }
-    with local_cluster(folder, **{"environment": {**role, **(image or {})}, **settings}) as running:
-        yield running
-
-
 class KubernetesRunner(BatchRunner):
     """Runs flows whose steps go to a local cluster."""
 
@@ -72,3 +56,19 @@ class KubernetesRunner(BatchRunner):
 
     def options(self, **settings: object) -> list[str]:
         return FlowRunner.options(self, **{**_SETTINGS, **settings})
+
+
+@contextlib.contextmanager
+def cluster(
+    folder: Path, swift: Swift, *, image: Mapping[str, str] | None = None, **settings: Any
+) -> Iterator[LocalCluster]:
+    """A cluster whose pods reach the store. image: variables that every container finds set beside
+    the usual ones.
+    """
+    role = {
+        name: value
+        for name, value in swift.environment().items()
+        if name != "AWS_EC2_METADATA_DISABLED"
+    }
+    with local_cluster(folder, **{"environment": {**role, **(image or {})}, **settings}) as running:
+        yield running

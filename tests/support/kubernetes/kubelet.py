@@ -21,24 +21,6 @@ _OF_THE_MACHINE = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OMP_
 KILLED = 137
 
 
-def cores_of(node: str) -> str:
-    """Half of this machine's cores, by turns: ranks in two pods then have the threads of two ranks
-    beside each other, whose number decides the order of sums."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = max(1, len(cores) // 2)
-    if node != SYSTEM:
-        number = int(node.rpartition("-")[2])
-    else:
-        number = 0
-    if node == SYSTEM:
-        mine = cores
-    elif number % 2 and len(cores) > 1:
-        mine = cores[half : 2 * half]
-    else:
-        mine = cores[:half]
-    return ",".join(map(str, mine))
-
-
 class Container:
     """A pod's command in a folder of its own."""
 
@@ -416,3 +398,21 @@ class Kubelet:
 
         self._store.edit("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], change)
         self.delete(pod)
+
+
+def cores_of(node: str) -> str:
+    """Half of this machine's cores, by turns: ranks in two pods then have the threads of two ranks
+    beside each other, whose number decides the order of sums."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    if node != SYSTEM:
+        number = int(node.rpartition("-")[2])
+    else:
+        number = 0
+    if node == SYSTEM:
+        mine = cores
+    elif number % 2 and len(cores) > 1:
+        mine = cores[half : 2 * half]
+    else:
+        mine = cores[:half]
+    return ",".join(map(str, mine))

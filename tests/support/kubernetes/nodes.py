@@ -24,25 +24,6 @@ _UNITS = {
 }
 
 
-def quantity(text: Any) -> float:
-    """A Kubernetes quantity as a number."""
-    text = str(text)
-    digits = text.rstrip("KMGikm")
-    return float(digits) * _UNITS[text[len(digits) :]]
-
-
-def requests_of(pod: Object) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for container in pod["spec"]["containers"]:
-        resources = container.get("resources") or {}
-        for name, value in {
-            **(resources.get("limits") or {}),
-            **(resources.get("requests") or {}),
-        }.items():
-            found[name] = found.get(name, 0.0) + quantity(value)
-    return found
-
-
 class Machine:
     """A node and the instance below it.
 
@@ -230,3 +211,22 @@ class Nodes:
         )
         machine.instance.close()
         self._store.remove("nodes", "", name)
+
+
+def quantity(text: Any) -> float:
+    """A Kubernetes quantity as a number."""
+    text = str(text)
+    digits = text.rstrip("KMGikm")
+    return float(digits) * _UNITS[text[len(digits) :]]
+
+
+def requests_of(pod: Object) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for container in pod["spec"]["containers"]:
+        resources = container.get("resources") or {}
+        for name, value in {
+            **(resources.get("limits") or {}),
+            **(resources.get("requests") or {}),
+        }.items():
+            found[name] = found.get(name, 0.0) + quantity(value)
+    return found

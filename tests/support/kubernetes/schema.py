@@ -16,41 +16,15 @@ import kubernetes_validate
 VERSION = "1.34"
 _CORE = {"Pod", "Job", "Node", "Namespace", "Service", "ServiceAccount", "ConfigMap", "Event"}
 
-
-def _closed(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required or [],
-        "additionalProperties": False,
-    }
-
-
-def _null_or(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [{"type": "null"}, schema]}
-
-
 _TEXT = {"type": "string"}
 _INT = {"type": "integer", "minimum": 0}
 _FLAG = {"type": "boolean"}
 _TEXTS = {"type": "array", "items": _TEXT}
 _MAP = {"type": "object", "additionalProperties": _TEXT}
-_METADATA = _closed(
-    name=_TEXT,
-    generateName=_TEXT,
-    namespace=_TEXT,
-    labels=_null_or(_MAP),
-    annotations=_null_or(_MAP),
-    uid=_TEXT,
-    resourceVersion=_TEXT,
-    generation=_INT,
-    creationTimestamp=_null_or(_TEXT),
-    deletionTimestamp=_TEXT,
-    deletionGracePeriodSeconds=_INT,
-    finalizers=_TEXTS,
-    managedFields={"type": "array"},
-    ownerReferences={"type": "array"},
-)
+
+
+class Invalid(Exception):
+    """Refused with 422, or 400 for an unknown field."""
 
 
 def jobset_schema() -> dict[str, Any]:
@@ -111,10 +85,6 @@ def jobset_schema() -> dict[str, Any]:
     )
 
 
-class Invalid(Exception):
-    """Refused with 422, or 400 for an unknown field."""
-
-
 def check(document: dict[str, Any]) -> None:
     """Raises Invalid."""
     kind = document.get("kind")
@@ -131,6 +101,37 @@ def check(document: dict[str, Any]) -> None:
             )
     elif kind in _CORE:
         _core(document)
+
+
+def _closed(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required or [],
+        "additionalProperties": False,
+    }
+
+
+def _null_or(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "null"}, schema]}
+
+
+_METADATA = _closed(
+    name=_TEXT,
+    generateName=_TEXT,
+    namespace=_TEXT,
+    labels=_null_or(_MAP),
+    annotations=_null_or(_MAP),
+    uid=_TEXT,
+    resourceVersion=_TEXT,
+    generation=_INT,
+    creationTimestamp=_null_or(_TEXT),
+    deletionTimestamp=_TEXT,
+    deletionGracePeriodSeconds=_INT,
+    finalizers=_TEXTS,
+    managedFields={"type": "array"},
+    ownerReferences={"type": "array"},
+)
 
 
 def _hold(document: dict[str, Any], schema: dict[str, Any]) -> None:

@@ -171,6 +171,52 @@ def merged(old: Any, patch: Any) -> Any:
     return new
 
 
+# One answer for each path.
+def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one return for each route
+    """settings: change them. nodes, pods, jobsets, jobs: what there is. past: pods and nodes that
+    were. notice, lose: {node}. evict: {pod}. preempt: {jobset}, as Kueue does. told: requests,
+    denials and problems so far."""
+    with cluster.store.lock:
+        if path == "settings":
+            cluster.settings.change(asked)
+            return {}
+        if path == "notice":
+            cluster.nodes.notice(asked["node"])
+            return {"at": timestamp()}
+        if path == "lose":
+            cluster.kubelet.lose(asked["node"])
+            return {}
+        if path == "evict":
+            pod = next(
+                candidate
+                for candidate in cluster.store.all("pods")
+                if candidate["metadata"]["name"] == asked["pod"]
+            )
+            cluster.kubelet.evict(pod)
+            return {}
+        if path == "preempt":
+            for jobset in cluster.store.all("jobsets"):
+                if jobset["metadata"]["name"] == asked["jobset"]:
+                    cluster.store.edit(
+                        "jobsets",
+                        jobset["metadata"]["namespace"],
+                        asked["jobset"],
+                        lambda one: one["spec"].update(suspend=True),
+                    )
+            return {}
+        if path == "past":
+            return {"pods": cluster.kubelet.past, "nodes": cluster.nodes.past}
+        if path == "told":
+            return {
+                "requests": dict(cluster.requests),
+                "denied": cluster.denied,
+                "problems": cluster.problems,
+            }
+        if path in ("nodes", "pods", "jobsets", "jobs", "workloads"):
+            return {"items": cluster.store.all(path)}
+    raise ValueError(f"no such control: {path}")
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
@@ -528,49 +574,3 @@ def _verb(method: str, name: str | None) -> str:
     if method == "GET":
         return "get" if name else "list"
     return verbs[method]
-
-
-# One answer for each path.
-def control(cluster: Cluster, path: str, asked: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one return for each route
-    """settings: change them. nodes, pods, jobsets, jobs: what there is. past: pods and nodes that
-    were. notice, lose: {node}. evict: {pod}. preempt: {jobset}, as Kueue does. told: requests,
-    denials and problems so far."""
-    with cluster.store.lock:
-        if path == "settings":
-            cluster.settings.change(asked)
-            return {}
-        if path == "notice":
-            cluster.nodes.notice(asked["node"])
-            return {"at": timestamp()}
-        if path == "lose":
-            cluster.kubelet.lose(asked["node"])
-            return {}
-        if path == "evict":
-            pod = next(
-                candidate
-                for candidate in cluster.store.all("pods")
-                if candidate["metadata"]["name"] == asked["pod"]
-            )
-            cluster.kubelet.evict(pod)
-            return {}
-        if path == "preempt":
-            for jobset in cluster.store.all("jobsets"):
-                if jobset["metadata"]["name"] == asked["jobset"]:
-                    cluster.store.edit(
-                        "jobsets",
-                        jobset["metadata"]["namespace"],
-                        asked["jobset"],
-                        lambda one: one["spec"].update(suspend=True),
-                    )
-            return {}
-        if path == "past":
-            return {"pods": cluster.kubelet.past, "nodes": cluster.nodes.past}
-        if path == "told":
-            return {
-                "requests": dict(cluster.requests),
-                "denied": cluster.denied,
-                "problems": cluster.problems,
-            }
-        if path in ("nodes", "pods", "jobsets", "jobs", "workloads"):
-            return {"items": cluster.store.all(path)}
-    raise ValueError(f"no such control: {path}")

@@ -17,19 +17,6 @@ PREFIX = "x-amz-checksum-"
 _NO_SUMS = {f"{PREFIX}{name}" for name in ("algorithm", "mode", "type")}
 
 
-def _number(compute: Callable[[bytes], int], size: int) -> Callable[[bytes], bytes]:
-    return lambda data: compute(data).to_bytes(size, "big")
-
-
-ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
-    "crc32": _number(zlib.crc32, 4),
-    "crc32c": _number(crc32c, 4),
-    "crc64nvme": _number(crc64nvme, 8),
-    "sha1": lambda data: hashlib.sha1(data).digest(),
-    "sha256": lambda data: hashlib.sha256(data).digest(),
-}
-
-
 def compute(algorithm: str, data: bytes) -> str:
     """As it stands in a header."""
     return base64.b64encode(ALGORITHMS[algorithm](data)).decode()
@@ -58,6 +45,19 @@ def check(request: Request) -> dict[str, str]:
     if announced and announced.lower() not in request.trailers:
         raise Refused("InvalidRequest", f"the trailer {announced} was announced and did not come")
     return found
+
+
+def _number(compute: Callable[[bytes], int], size: int) -> Callable[[bytes], bytes]:
+    return lambda data: compute(data).to_bytes(size, "big")
+
+
+ALGORITHMS: dict[str, Callable[[bytes], bytes]] = {
+    "crc32": _number(zlib.crc32, 4),
+    "crc32c": _number(crc32c, 4),
+    "crc64nvme": _number(crc64nvme, 8),
+    "sha1": lambda data: hashlib.sha1(data).digest(),
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+}
 
 
 def _compare(name: str, stated: str, actual: str, size: int, malformed: str) -> None:

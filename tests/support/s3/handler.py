@@ -33,10 +33,6 @@ _REFUSING = {
 _HOLD_SECONDS = 60.0
 
 
-class _Hangup(Exception):
-    """The connection is to end without an answer."""
-
-
 class Handler(BaseHTTPRequestHandler):
     """Speaks HTTP/1.1 with connections that are kept."""
 
@@ -191,3 +187,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """The counts at the control address say more."""
+
+
+class _Hangup(Exception):
+    """The connection is to end without an answer."""

@@ -94,6 +94,16 @@ def apply(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
         return handler(request, bucket, conduct)
 
 
+def metadata_of(request: Request) -> dict[str, str]:
+    return {
+        name: value for name, value in request.headers.items() if name.startswith("x-amz-meta-")
+    }
+
+
+def sum_headers(sums: dict[str, str]) -> dict[str, str]:
+    return {f"{checksums.PREFIX}{name}": value for name, value in sums.items()}
+
+
 def _put(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
     found = checksums.check(request)
     if not conduct.racy:
@@ -168,13 +178,3 @@ def _delete_many(request: Request, bucket: Bucket, conduct: Conduct) -> Answer:
     for key in keys:
         bucket.delete(key, conduct.stale_seconds(key))
     return Answer(body=document("DeleteResult", [("Deleted", [("Key", key)]) for key in keys]))
-
-
-def metadata_of(request: Request) -> dict[str, str]:
-    return {
-        name: value for name, value in request.headers.items() if name.startswith("x-amz-meta-")
-    }
-
-
-def sum_headers(sums: dict[str, str]) -> dict[str, str]:
-    return {f"{checksums.PREFIX}{name}": value for name, value in sums.items()}

@@ -33,6 +33,21 @@ from ebbflow.core.store.s3 import aws_settings, credential_provider
 
 _CREDENTIALS_SECONDS = 30.0
 
+_PAYLOAD = "UNSIGNED-PAYLOAD"
+
+_BURST_SECONDS = 0.05  # short, so that threads share the network evenly
+
+Buffer = bytes | bytearray | memoryview
+
+_FULL_CODES = frozenset(
+    {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
+)
+# The request was corrupted or late: a retry may succeed.
+_AGAIN_CODES = frozenset(
+    {"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentChecksumMismatch"}
+)
+_LONGEST_TEXT = 300
+
 
 @dataclass(frozen=True)
 class S3Account:
@@ -43,88 +58,6 @@ class S3Account:
     access_key: str = ""  # "" if requests are not signed, as for a public bucket
     secret_key: str = ""
     token: str | None = None  # session token of temporary keys, else None
-
-
-def find_account() -> Callable[[], S3Account]:
-    """Return a function that returns the account with its current keys.
-
-    Raises StoreForbidden, StoreUnavailable.
-    """
-    settings = aws_settings()
-    keys = os.environ
-    provider = credential_provider(_CREDENTIALS_SECONDS)
-    signed = keys.get("AWS_ACCESS_KEY_ID") and keys.get("AWS_SECRET_ACCESS_KEY")
-    known = {
-        "access_key_id": keys["AWS_ACCESS_KEY_ID"] if signed else "",
-        "secret_access_key": keys["AWS_SECRET_ACCESS_KEY"] if signed else "",
-        "token": keys.get("AWS_SESSION_TOKEN") if signed else None,
-    }
-
-    def account() -> S3Account:
-        if provider is None:
-            now = known
-        else:
-            now = provider()
-        own = now["access_key_id"], now["secret_access_key"], now["token"]
-        return S3Account(settings.region, settings.endpoint, *own)
-
-    return account
-
-
-_PAYLOAD = "UNSIGNED-PAYLOAD"
-
-
-def signed_headers(
-    account: S3Account,
-    method: str,
-    path: str,
-    query: str,
-    headers: Mapping[str, str],
-    *,
-    now: float,
-) -> dict[str, str]:
-    """Return `headers` and the headers of the signature, with all names in lower case.
-
-    `headers` must contain "host". `path` and `query` are percent-encoded, as in the request; `now`
-    is Unix time.
-    """
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
-    known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
-    known |= {"x-amz-date": stamp, "x-amz-content-sha256": _PAYLOAD}
-    if not account.access_key:
-        return known
-    if account.token:
-        known["x-amz-security-token"] = account.token
-    names = sorted(known)
-    lines = [f"{name}:{known[name]}\n" for name in names]
-    request = "\n".join([method, path, query, "".join(lines), ";".join(names), _PAYLOAD])
-    scope = f"{stamp[:8]}/{account.region}/s3/aws4_request"
-    digest = hashlib.sha256(request.encode()).hexdigest()
-    key = f"AWS4{account.secret_key}".encode()
-    for part in scope.split("/"):
-        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
-    text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
-    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-    credential = f"Credential={account.access_key}/{scope}"
-    known["authorization"] = (
-        f"AWS4-HMAC-SHA256 {credential}, SignedHeaders={';'.join(names)}, Signature={signature}"
-    )
-    return known
-
-
-def encoded_query(parameters: Mapping[str, str]) -> str:
-    """Percent-encode query parameters, sorted by name as the signature requires."""
-    return "&".join(
-        f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}"
-        for name in sorted(parameters)
-    )
-
-
-def encoded_path(key: str) -> str:
-    return quote(f"/{key.lstrip('/')}", safe="/-_.~")
-
-
-_BURST_SECONDS = 0.05  # short, so that threads share the network evenly
 
 
 class Throttle:
@@ -159,18 +92,6 @@ class Throttle:
             self._free_at = start + size / rate
         if start > now:
             time.sleep(start - now)
-
-
-Buffer = bytes | bytearray | memoryview
-
-_FULL_CODES = frozenset(
-    {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
-)
-# The request was corrupted or late: a retry may succeed.
-_AGAIN_CODES = frozenset(
-    {"BadDigest", "RequestTimeout", "IncompleteBody", "XAmzContentChecksumMismatch"}
-)
-_LONGEST_TEXT = 300
 
 
 @dataclass(frozen=True)
@@ -305,6 +226,82 @@ class S3Client:
         self._kept.connection = None
         if connection is not None:
             connection.close()
+
+
+def find_account() -> Callable[[], S3Account]:
+    """Return a function that returns the account with its current keys.
+
+    Raises StoreForbidden, StoreUnavailable.
+    """
+    settings = aws_settings()
+    keys = os.environ
+    provider = credential_provider(_CREDENTIALS_SECONDS)
+    signed = keys.get("AWS_ACCESS_KEY_ID") and keys.get("AWS_SECRET_ACCESS_KEY")
+    known = {
+        "access_key_id": keys["AWS_ACCESS_KEY_ID"] if signed else "",
+        "secret_access_key": keys["AWS_SECRET_ACCESS_KEY"] if signed else "",
+        "token": keys.get("AWS_SESSION_TOKEN") if signed else None,
+    }
+
+    def account() -> S3Account:
+        if provider is None:
+            now = known
+        else:
+            now = provider()
+        own = now["access_key_id"], now["secret_access_key"], now["token"]
+        return S3Account(settings.region, settings.endpoint, *own)
+
+    return account
+
+
+def signed_headers(
+    account: S3Account,
+    method: str,
+    path: str,
+    query: str,
+    headers: Mapping[str, str],
+    *,
+    now: float,
+) -> dict[str, str]:
+    """Return `headers` and the headers of the signature, with all names in lower case.
+
+    `headers` must contain "host". `path` and `query` are percent-encoded, as in the request; `now`
+    is Unix time.
+    """
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(now))
+    known = {name.lower(): " ".join(value.split()) for name, value in headers.items()}
+    known |= {"x-amz-date": stamp, "x-amz-content-sha256": _PAYLOAD}
+    if not account.access_key:
+        return known
+    if account.token:
+        known["x-amz-security-token"] = account.token
+    names = sorted(known)
+    lines = [f"{name}:{known[name]}\n" for name in names]
+    request = "\n".join([method, path, query, "".join(lines), ";".join(names), _PAYLOAD])
+    scope = f"{stamp[:8]}/{account.region}/s3/aws4_request"
+    digest = hashlib.sha256(request.encode()).hexdigest()
+    key = f"AWS4{account.secret_key}".encode()
+    for part in scope.split("/"):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
+    signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    credential = f"Credential={account.access_key}/{scope}"
+    known["authorization"] = (
+        f"AWS4-HMAC-SHA256 {credential}, SignedHeaders={';'.join(names)}, Signature={signature}"
+    )
+    return known
+
+
+def encoded_query(parameters: Mapping[str, str]) -> str:
+    """Percent-encode query parameters, sorted by name as the signature requires."""
+    return "&".join(
+        f"{quote(name, safe='-_.~')}={quote(parameters[name], safe='-_.~')}"
+        for name in sorted(parameters)
+    )
+
+
+def encoded_path(key: str) -> str:
+    return quote(f"/{key.lstrip('/')}", safe="/-_.~")
 
 
 def _send(

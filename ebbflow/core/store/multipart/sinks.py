@@ -89,14 +89,6 @@ class UploadSink(Protocol):
     def sweep(self, prefix: str, *, older_than_seconds: float, seconds: float) -> list[str]: ...
 
 
-def open_sink(uri: str, throttle: Throttle) -> UploadSink:
-    """Open the upload target at `uri`: ``s3://bucket/prefix`` or the path of a folder."""
-    if uri.startswith("s3://"):
-        bucket, prefix = split_uri(uri)
-        return BucketSink(bucket, find_account(), throttle, prefix)
-    return FolderSink(Path(uri), throttle)
-
-
 @dataclass(frozen=True)
 class MultipartUpload:
     """A multipart upload in progress.
@@ -256,38 +248,6 @@ class BucketSink:
         return key
 
 
-def _encoded(crc64nvme: int) -> str:
-    return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
-
-
-def _decoded(text: str) -> int | None:
-    """Decode a base64 checksum.
-
-    Return None for a composite checksum ("…-3": a checksum of the parts' checksums).
-    """
-    if "-" in text:
-        return None
-    return int.from_bytes(base64.b64decode(text), "big")
-
-
-def _stated(answer: S3Response) -> int | None:
-    text = answer.headers.get(_CHECKSUM)
-    if text:
-        return _decoded(text)
-    return None
-
-
-def _parse(answer: S3Response) -> ElementTree.Element:
-    """Parse an XML response and strip its namespace, which only some stores send."""
-    try:
-        document = ElementTree.fromstring(answer.body)
-    except ElementTree.ParseError as error:
-        raise StoreUnavailable(f"the answer is not XML: {answer.body[:200]!r}") from error
-    for node in document.iter():
-        node.tag = node.tag.rpartition("}")[2]
-    return document
-
-
 @dataclass
 class _File:
     """A file that is still being written in parts."""
@@ -434,3 +394,43 @@ class FolderSink:
         with as_store_errors("sweep", str(folder), StoreUnavailable):
             HANG_GUARD.run(sweep_all, seconds, f"sweep {folder}")
         return swept
+
+
+def open_sink(uri: str, throttle: Throttle) -> UploadSink:
+    """Open the upload target at `uri`: ``s3://bucket/prefix`` or the path of a folder."""
+    if uri.startswith("s3://"):
+        bucket, prefix = split_uri(uri)
+        return BucketSink(bucket, find_account(), throttle, prefix)
+    return FolderSink(Path(uri), throttle)
+
+
+def _encoded(crc64nvme: int) -> str:
+    return base64.b64encode(crc64nvme.to_bytes(8, "big")).decode()
+
+
+def _decoded(text: str) -> int | None:
+    """Decode a base64 checksum.
+
+    Return None for a composite checksum ("…-3": a checksum of the parts' checksums).
+    """
+    if "-" in text:
+        return None
+    return int.from_bytes(base64.b64decode(text), "big")
+
+
+def _stated(answer: S3Response) -> int | None:
+    text = answer.headers.get(_CHECKSUM)
+    if text:
+        return _decoded(text)
+    return None
+
+
+def _parse(answer: S3Response) -> ElementTree.Element:
+    """Parse an XML response and strip its namespace, which only some stores send."""
+    try:
+        document = ElementTree.fromstring(answer.body)
+    except ElementTree.ParseError as error:
+        raise StoreUnavailable(f"the answer is not XML: {answer.body[:200]!r}") from error
+    for node in document.iter():
+        node.tag = node.tag.rpartition("}")[2]
+    return document

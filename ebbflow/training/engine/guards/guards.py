@@ -199,52 +199,6 @@ class LossScale:
         return f"float16 overflow in gradients; loss scale {2 * self.value:g} → {self.value:g}"
 
 
-def weights_checksum(module: nn.Module) -> int:
-    """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
-
-    It sums the bits of each tensor as integers, and combines the sums in the order of the
-    parameters. The checksum changes with any flipped bit or changed value, but not if values within
-    one tensor swap places.
-    """
-    sums = []
-    for parameter in module.parameters():
-        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-        if local.numel():
-            flat = local.contiguous().view(-1)
-            width = flat.element_size()
-            if width % 4 == 0:
-                bits = flat.view(torch.int32)
-            else:
-                bits = flat.view(torch.int16 if width == 2 else torch.uint8)
-            sums.append(torch.stack([part.sum() for part in bits.split(_CHUNK)]).sum())
-    total = 0
-    for value in torch.stack(sums).tolist() if sums else []:
-        total = (total * _MULTIPLIER + value) % _MODULUS
-    return total + 1
-
-
-def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
-    """Return the ranks whose weights differ from those of their replicas, and whether a majority
-    proves them wrong.
-
-    `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks,
-    each with one copy of the model; ranks at the same position in their groups are replicas. If no
-    majority in a set of replicas agrees, the whole set is returned.
-    """
-    shards = len(sums) // copies
-    odd: list[int] = []
-    certain = True
-    for first in range(shards):
-        ranks = range(first, len(sums), shards)
-        (usual, count), *others = Counter(sums[rank] for rank in ranks).most_common()
-        if not others:
-            continue
-        majority = 2 * count > len(ranks)
-        certain = certain and majority
-        odd += [rank for rank in ranks if not majority or sums[rank] != usual]
-    return sorted(odd), certain
-
-
 @dataclass(kw_only=True)
 class Guards:
     config: RunConfig
@@ -499,6 +453,52 @@ class Guards:
         if self.gang.rank == 0:
             self.emit(GUARD, step=step, flush=True, action=action, **data)
         self.gang.gather_numbers([0.0])
+
+
+def weights_checksum(module: nn.Module) -> int:
+    """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
+
+    It sums the bits of each tensor as integers, and combines the sums in the order of the
+    parameters. The checksum changes with any flipped bit or changed value, but not if values within
+    one tensor swap places.
+    """
+    sums = []
+    for parameter in module.parameters():
+        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+        if local.numel():
+            flat = local.contiguous().view(-1)
+            width = flat.element_size()
+            if width % 4 == 0:
+                bits = flat.view(torch.int32)
+            else:
+                bits = flat.view(torch.int16 if width == 2 else torch.uint8)
+            sums.append(torch.stack([part.sum() for part in bits.split(_CHUNK)]).sum())
+    total = 0
+    for value in torch.stack(sums).tolist() if sums else []:
+        total = (total * _MULTIPLIER + value) % _MODULUS
+    return total + 1
+
+
+def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
+    """Return the ranks whose weights differ from those of their replicas, and whether a majority
+    proves them wrong.
+
+    `sums` has one checksum per rank. The ranks form `copies` equal groups of consecutive ranks,
+    each with one copy of the model; ranks at the same position in their groups are replicas. If no
+    majority in a set of replicas agrees, the whole set is returned.
+    """
+    shards = len(sums) // copies
+    odd: list[int] = []
+    certain = True
+    for first in range(shards):
+        ranks = range(first, len(sums), shards)
+        (usual, count), *others = Counter(sums[rank] for rank in ranks).most_common()
+        if not others:
+            continue
+        majority = 2 * count > len(ranks)
+        certain = certain and majority
+        odd += [rank for rank in ranks if not majority or sums[rank] != usual]
+    return sorted(odd), certain
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:

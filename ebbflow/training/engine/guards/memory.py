@@ -109,16 +109,6 @@ class MemoryGrowthMonitor:
         )
 
 
-def _slope(taken: deque[tuple[float, float]]) -> float:
-    """Return the growth in bytes per second; 0 if memory rises in fewer than three quarters of the
-    pairs of samples.
-    """
-    slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(taken, 2)]
-    if statistics.quantiles(slopes, n=4)[0] <= 0:
-        return 0.0
-    return statistics.median(slopes)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -235,3 +225,13 @@ def try_micro_batch(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _slope(taken: deque[tuple[float, float]]) -> float:
+    """Return the growth in bytes per second; 0 if memory rises in fewer than three quarters of the
+    pairs of samples.
+    """
+    slopes = [(b - a) / (t - s) for (s, a), (t, b) in combinations(taken, 2)]
+    if statistics.quantiles(slopes, n=4)[0] <= 0:
+        return 0.0
+    return statistics.median(slopes)
