@@ -16,6 +16,7 @@ from ebbflow.core.program import PACKAGE_ROOT, begin_program
 _USAGE_EXIT = 2
 _FLOW = PACKAGE_ROOT / "flows" / "train_flow.py"
 _SUPERVISOR = PACKAGE_ROOT / "flows" / "supervise.py"
+_LAB = "lab"
 _BENCHMARK_GROUPS = ("gpu", "diagnose")
 _COMPLETIONS = {
     "bash": "complete -W '{names}' -o default ebbflow",
@@ -38,110 +39,130 @@ class Home(Enum):
     TRACE = auto()
     TRACK = auto()
     EXPORT = auto()
+    STOP = auto()
     COMPLETION = auto()
     BENCHMARKS = auto()
 
 
+class Group(Enum):
+    """A heading of `ebbflow --help`, under which commands with one purpose stand."""
+
+    START = "start a job"
+    WATCH = "watch and steer it"
+    UNDERSTAND = "understand what happened"
+    YOUR_CODE = "bring your own code"
+    CLOUD = "use a cloud or cluster"
+    PROVE = "prove it"
+    LAB = "the laboratory: ebbflow lab COMMAND"
+
+
 class Command(NamedTuple):
-    """A command's home, and its line of help."""
+    """A command's home, its heading and its line of help."""
 
     home: Home
+    group: Group
     help: str
 
 
 COMMANDS: dict[str, Command] = {
     "run": Command(
         Home.FLOW,
-        "train a job: preflight, plan, training, report; or run SCRIPT.py",
+        Group.START,
+        "train a job: run CONFIG.yaml, run SCRIPT.py, or run (the default job)",
     ),
-    "resume": Command(Home.FLOW, "go on with the newest run under its own plan and settings"),
-    "card": Command(Home.FLOW, "show a run's report in the browser: card view report"),
+    "resume": Command(
+        Home.FLOW, Group.START, "go on with the newest run under its own plan and settings"
+    ),
     "supervise": Command(
-        Home.SUPERVISOR,
-        "run a job again after each interruption until it is complete",
+        Home.SUPERVISOR, Group.START, "run a job again after each interruption until it is complete"
     ),
-    "preflight": Command(Home.INFRA, "find what is wrong with a job before it starts"),
-    "plan": Command(Home.COST, "rank the capacity pools that could run a configuration"),
-    "report": Command(Home.COST, "show what a job trained, what it cost and what was lost"),
-    "watch": Command(Home.COST, "show a running job's live page: progress, dollars, plots"),
-    "jobs": Command(
-        Home.COST,
-        "list all jobs: running, waiting, done, spent, forecast, and who may start",
+    "plan": Command(
+        Home.COST, Group.START, "rank the capacity pools that could run a configuration"
     ),
-    "logs": Command(Home.INFRA, "show the output of a job's ranks"),
-    "diagnose": Command(
-        Home.INFRA,
-        "name the failure in anybody's logs, with its cause and fix",
-    ),
-    "explain": Command(Home.INFRA, "print causes and fixes of a symptom, such as D07"),
-    "bundle": Command(
-        Home.INFRA,
-        "pack what a colleague needs to understand a job, without secrets",
-    ),
-    "checkpoints": Command(
-        Home.TRAINING,
-        "list, verify, pin, export and prune the commits of a job",
-    ),
+    "preflight": Command(Home.INFRA, Group.START, "find what is wrong with a job before it starts"),
     "config": Command(
-        Home.INFRA,
-        "show every value of a configuration and where it comes from",
+        Home.INFRA, Group.START, "show every value of a configuration and where it comes from"
     ),
-    "schema": Command(Home.INFRA, "print the JSON schema of configurations, for editors"),
-    "new": Command(
-        Home.NEW,
-        "write a workload of your own, its test and its configuration",
+    "schema": Command(
+        Home.INFRA, Group.START, "print the JSON schema of configurations, for editors"
     ),
-    "examine": Command(
-        Home.TRYOUT,
-        "try a workload of your own and print its model's shape",
+    "completion": Command(
+        Home.COMPLETION, Group.START, "print a completion script for bash, zsh or fish"
     ),
-    "compare": Command(
-        Home.TRYOUT,
-        "measure one's own model in each parallel mode, on this machine",
+    "jobs": Command(
+        Home.COST, Group.WATCH, "list all jobs: state, spent, forecast, and who may start"
     ),
-    "certify": Command(Home.TRYOUT, "prove that a configuration resumes exactly"),
-    "trace": Command(Home.TRACE, "write a job's timeline for ui.perfetto.dev"),
+    "watch": Command(
+        Home.COST, Group.WATCH, "show a running job's live page: progress, dollars, plots"
+    ),
+    "logs": Command(Home.INFRA, Group.WATCH, "show the output of a job's ranks"),
+    "stop": Command(Home.STOP, Group.WATCH, "let a job save, write its report and end"),
     "track": Command(
         Home.TRACK,
+        Group.WATCH,
         "send a job's metrics to W&B, MLflow, TensorBoard or JSON Lines files",
     ),
     "observe": Command(
-        Home.INFRA,
-        "watch this machine's jobs with Prometheus, alert rules included",
+        Home.INFRA, Group.WATCH, "watch this machine's jobs with Prometheus and alert rules"
+    ),
+    "report": Command(
+        Home.COST, Group.UNDERSTAND, "show what a job trained, what it cost and what was lost"
+    ),
+    "card": Command(
+        Home.FLOW, Group.UNDERSTAND, "show a run's report in the browser: card view report"
+    ),
+    "checkpoints": Command(
+        Home.TRAINING, Group.UNDERSTAND, "list, verify, pin, export and prune a job's commits"
+    ),
+    "diagnose": Command(
+        Home.INFRA, Group.UNDERSTAND, "name the failure in anybody's logs, with its cause and fix"
+    ),
+    "explain": Command(
+        Home.INFRA, Group.UNDERSTAND, "print causes and fixes of a symptom, such as D07"
+    ),
+    "trace": Command(Home.TRACE, Group.UNDERSTAND, "write a job's timeline for ui.perfetto.dev"),
+    "bundle": Command(
+        Home.INFRA, Group.UNDERSTAND, "pack what a colleague needs to understand a job, no secrets"
+    ),
+    "reconcile": Command(
+        Home.COST, Group.UNDERSTAND, "compare a job's ledger with the cloud's bill"
+    ),
+    "new": Command(
+        Home.NEW, Group.YOUR_CODE, "write a workload of your own, its test and its configuration"
+    ),
+    "examine": Command(
+        Home.TRYOUT, Group.YOUR_CODE, "try a workload of your own and print its model's shape"
     ),
     "doctor": Command(
-        Home.TRYOUT,
-        "kill a script, let it resume, and name what its own resume loses",
+        Home.TRYOUT, Group.YOUR_CODE, "kill a script, and name what its own resume loses"
     ),
     "prices": Command(
-        Home.COST,
-        "record live spot prices, or show those that a plan would use",
-    ),
-    "export": Command(
-        Home.EXPORT,
-        "write a job as a task of SkyPilot: export skypilot CONFIG",
-    ),
-    "replay": Command(
-        Home.COST,
-        "price a job again under other capacity or another checkpoint interval",
-    ),
-    "reconcile": Command(Home.COST, "compare a job's ledger with the cloud's bill"),
-    "catalogue": Command(
-        Home.COST,
-        "renew the tables of instances, prices and interruptions from AWS",
+        Home.COST, Group.CLOUD, "record live spot prices, or show those that a plan would use"
     ),
     "deploy": Command(
-        Home.INFRA,
-        "make the AWS resources of a stack, or show what would change",
+        Home.INFRA, Group.CLOUD, "make the AWS resources of a stack, or show what would change"
     ),
     "adopt": Command(
-        Home.INFRA,
-        "write a configuration for queues that an AWS account already has",
+        Home.INFRA, Group.CLOUD, "write a configuration for queues that an AWS account has"
     ),
-    "kubernetes": Command(Home.INFRA, "check whether a Kubernetes cluster can run a job"),
-    "bench": Command(Home.BENCHMARKS, "run a benchmark (source checkout only)"),
-    "soak": Command(Home.BENCHMARKS, "run a long proof (source checkout only)"),
-    "completion": Command(Home.COMPLETION, "print a completion script for bash, zsh or fish"),
+    "kubernetes": Command(
+        Home.INFRA, Group.CLOUD, "check whether a Kubernetes cluster can run a job"
+    ),
+    "export": Command(
+        Home.EXPORT, Group.CLOUD, "write a job as a task of SkyPilot: export skypilot CONFIG"
+    ),
+    "certify": Command(Home.TRYOUT, Group.PROVE, "prove that a configuration resumes exactly"),
+    "compare": Command(
+        Home.TRYOUT, Group.PROVE, "measure one's own model in each parallel mode, on this machine"
+    ),
+    "replay": Command(
+        Home.COST, Group.PROVE, "price a job again under other capacity or another interval"
+    ),
+    "catalogue": Command(
+        Home.COST, Group.LAB, "renew the tables of instances, prices and interruptions from AWS"
+    ),
+    "bench": Command(Home.BENCHMARKS, Group.LAB, "run a benchmark (source checkout only)"),
+    "soak": Command(Home.BENCHMARKS, Group.LAB, "run a long proof (source checkout only)"),
 }
 
 
@@ -155,11 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     name, *words = arguments or ["--help"]
-    if name in ("--version", "-V"):
-        print(f"ebbflow {__version__}")
-        return 0
-    if name in ("--help", "-h", "help"):
-        print(render_help())
+    if name == _LAB:
+        (name, *words) = words or [_LAB]
+    page = _page(name)
+    if page is not None:
+        print(page)
         return 0
     if name not in COMMANDS:
         print(f"ebbflow: there is no command {name!r}; {_hint(name)}", file=sys.stderr)
@@ -181,14 +202,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render_help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    """Render the commands under their headings; those of the laboratory are on a page of their own."""
     usage = (
         "usage: ebbflow COMMAND …    (ebbflow COMMAND --help shows its options; ebbflow --version)"
     )
-    return "\n".join(
-        [usage, "", "Cost-aware PyTorch training that survives spot interruptions.", "", *lines]
-    )
+    lines = [usage, "", "Cost-aware PyTorch training that survives spot interruptions."]
+    for group in Group:
+        if group is not Group.LAB:
+            lines += ["", group.value, *_command_lines(group)]
+    lines += ["", "ebbflow lab lists benchmarks, long proofs and tools for maintainers."]
+    return "\n".join(lines)
+
+
+def render_lab_help() -> str:
+    usage = "usage: ebbflow lab COMMAND …    (for those who work on Ebbflow itself)"
+    return "\n".join([usage, "", *_command_lines(Group.LAB)])
+
+
+def _page(name: str) -> str | None:
+    """Return the text that a word asks for which is no command, or None."""
+    match name:
+        case "--version" | "-V":
+            return f"ebbflow {__version__}"
+        case "--help" | "-h" | "help":
+            return render_help()
+        case "lab":
+            return render_lab_help()
+    return None
+
+
+def _command_lines(group: Group) -> list[str]:
+    width = max(map(len, COMMANDS))
+    return [
+        f"  {name:{width}}  {command.help}"
+        for name, command in COMMANDS.items()
+        if command.group is group
+    ]
 
 
 def _hint(name: str) -> str:
@@ -219,6 +268,8 @@ def _load(home: Home) -> Callable[[list[str]], int | None]:
             from ebbflow.observe.track import main as command
         case Home.EXPORT:
             from ebbflow.flows.skypilot import main as command
+        case Home.STOP:
+            from ebbflow.flows.stop import main as command
         case _:
             raise AssertionError(f"{home} is no module with commands")
     return command
@@ -236,7 +287,7 @@ def _run(words: list[str]) -> int:
         return _USAGE_EXIT
     script = _find_script(words)
     if script is None:
-        _become_program(_FLOW, ["run", *words])
+        _become_program(_FLOW, ["run", *_name_config(words)])
     from ebbflow.training.attach.script import flow_options
 
     # Behind an option of the flow, it would be read as the option's value
@@ -264,6 +315,20 @@ def _expand_profile(words: list[str]) -> list[str]:
         f"training.profile_steps={last - first + 1}",
     ]
     return [*words[:place], *settings, *words[place + 2 :]]
+
+
+def _name_config(words: list[str]) -> list[str]:
+    """Give a configuration file that stands alone its option: `run job.yaml` is `run --config
+    job.yaml`.
+    """
+    from ebbflow.flows.command_line import takes_value
+
+    for place, word in enumerate(words):
+        if not word.endswith((".yaml", ".yml")) or word.startswith("-"):
+            continue
+        if place == 0 or not takes_value(words[place - 1]):
+            return [*words[:place], "--config", *words[place:]]
+    return words
 
 
 def _find_script(words: list[str]) -> str | None:

@@ -58,6 +58,8 @@ class Launcher:
     since_utc: float  # Unix time of the claim by the launcher's clock
     renewals: int = 0  # number of renewals so far
     released: bool = False  # whether the launcher has ended
+    # Whether the claim only ends the run of the former launcher: no launcher goes on with the job
+    stops_job: bool = False
     # boot_id, pid_namespace, started_ticks: these and `pid` identify the process, even if its pid
     # was reused
     boot_id: str = ""
@@ -139,6 +141,14 @@ class RunningLauncher:
         return known | {"heartbeat_age_seconds": round(self.heartbeat_age_seconds, 1)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoppedRun:
+    """A run that `ebbflow stop` has asked to end."""
+
+    launcher: Launcher  # content of its claim
+    has_left: bool  # whether the launcher has saved and exited within the time to wait
+
+
 class Claim:
     """This process's claim on a job, already written to the store.
 
@@ -163,6 +173,24 @@ class Claim:
         self._releasing = False
         self._thread = threading.Thread(target=self._keep, name="launcher-claim", daemon=True)
         self._thread.start()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `ebbflow stop` has ended this run, so that no other launcher goes on with the job."""
+        return self.fenced_by is not None and self.fenced_by.stops_job
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another launcher goes on with the job."""
+        return self.fenced_by is not None and not self.fenced_by.stops_job
+
+    def describe_loss(self) -> str:
+        """Render why this launcher has lost the job, or "" while it holds the job."""
+        if self.fenced_by is None:
+            return ""
+        if self.fenced_by.stops_job:
+            return f"job stopped by {self.fenced_by.describe()}"
+        return f"job taken over by {self.fenced_by.describe()}"
 
     def successor(self) -> Launcher | None:
         """Return the launcher that has taken over the job, or None while this launcher holds it.
@@ -303,13 +331,50 @@ def claim_job(
                 f"job {job} is running: {holder.describe()}{stopped}; to end that run and go on "
                 "here, add --take-over"
             )
-        launcher = _new_launcher(1 if newest is None else newest[0].number + 1, command)
+        number = 1 if newest is None else newest[0].number + 1
+        launcher = _new_launcher(number, command)
         if not job_store.create(launcher_key(launcher.number), launcher.to_json()):
             continue  # another launcher was faster: check its claim
         claim = Claim(job_store, launcher, on_fenced)
         if holder is not None:
-            _wait_for_leaving(job_store, job, holder, say)
+            _wait_for_former(job_store, job, holder, say)
         return claim
+    raise StoreError(
+        f"{job_store.uri}/{LAUNCHERS_PREFIX}: no number was free in {_LONGEST_READ} tries"
+    )
+
+
+def stop_job(job_store: Store, job: str, *, say: Callable[[str], None]) -> StoppedRun | None:
+    """Ask the launcher that holds the job to save and end, and wait at most 90 s until it has.
+
+    Args:
+        say: prints a progress message.
+
+    Returns:
+        The run that was stopped, or None if no launcher runs the job.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    for _ in range(_LONGEST_READ):
+        newest = _newest(job_store)
+        if newest is None:
+            return None
+        holder = _living(job_store, job, *newest, watch=True, say=say)
+        if holder is None:
+            return None
+        launcher = replace(_new_launcher(holder.number + 1, "stop"), stops_job=True)
+        if not job_store.create(launcher_key(launcher.number), launcher.to_json()):
+            continue  # another launcher was faster: check its claim
+        say(
+            f"job {job}: stopping {holder.describe()}; waiting up to {HAND_OVER_SECONDS:.0f} s for "
+            "its last save"
+        )
+        claim = Claim(job_store, launcher, on_fenced=lambda: None)
+        try:
+            return StoppedRun(launcher=holder, has_left=_wait_for_leaving(job_store, holder))
+        finally:
+            claim.release()
     raise StoreError(
         f"{job_store.uri}/{LAUNCHERS_PREFIX}: no number was free in {_LONGEST_READ} tries"
     )
@@ -326,11 +391,15 @@ def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
 
 
 def check_run_claim(job_store: Store, job: str) -> None:
-    """Raise JobIsRunning if this process belongs to a launcher that no longer holds the job.
+    """Raise JobIsRunning if this process belongs to a launcher from which another has taken the job.
 
-    Raises StoreError.
+    A launcher that `ebbflow stop` has ended still writes its report. Raises StoreError.
     """
-    if claim_id := os.environ.get(RUN_CLAIM_VARIABLE):
+    claim_id = os.environ.get(RUN_CLAIM_VARIABLE)
+    if not claim_id:
+        return
+    newest = _newest(job_store)
+    if newest is not None and not newest[0].stops_job:
         check_inherited_claim(job_store, job, claim_id)
 
 
@@ -390,23 +459,31 @@ def _wait_for_renewal(job_store: Store, launcher: Launcher, seconds: float) -> L
     return None
 
 
-def _wait_for_leaving(
+def _wait_for_former(
     job_store: Store, job: str, former: Launcher, say: Callable[[str], None]
 ) -> None:
     say(
         f"job {job}: taking over from {former.describe()}; waiting up to {HAND_OVER_SECONDS:.0f} "
         "s for its last save"
     )
+    if not _wait_for_leaving(job_store, former):
+        say(
+            f"job {job}: {former.describe()} did not leave within {HAND_OVER_SECONDS:.0f} s; going "
+            "on from the last commit"
+        )
+
+
+def _wait_for_leaving(job_store: Store, former: Launcher) -> bool:
+    """Wait until the launcher has released its claim or its process is gone. Return whether it has
+    within HAND_OVER_SECONDS.
+    """
     limit = time.monotonic() + HAND_OVER_SECONDS
     while time.monotonic() < limit:
         written = _read(job_store, former.number)
         if written is None or written.released or (former.was_here and not former.is_alive_here):
-            return
+            return True
         time.sleep(_WATCH_SECONDS)
-    say(
-        f"job {job}: {former.describe()} did not leave within {HAND_OVER_SECONDS:.0f} s; going "
-        "on from the last commit"
-    )
+    return False
 
 
 def _newest(job_store: Store) -> tuple[Launcher, float] | None:

@@ -106,6 +106,13 @@ def describe_flags() -> str:
     )
 
 
+def takes_value(word: str) -> bool:
+    """Return whether the word is an option of `run` or `resume` whose value is the next word."""
+    if not word.startswith("-") or "=" in word:
+        return False
+    return word not in FLAGS and word not in _PERMITS and not word.startswith("--no-")
+
+
 def option_values(words: Sequence[str], option: str) -> list[str]:
     """Return all values of an option, given as "--option value" or "--option=value"."""
     found = [words[at + 1] for at, word in enumerate(words[:-1]) if word == option]

@@ -7,7 +7,6 @@ import enum
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,6 @@ PROGRAM = own_command()  # found before the launcher changes PATH
 REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
 _DRAIN_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
-_RUN_ID_SECONDS = 0.2
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 
 
@@ -66,12 +64,11 @@ class Launch:
         self._phase = _Phase.PREPARE
         self._hurried = False  # a second Ctrl-C asked to exit without the last checkpoint
         self._interrupts = 0  # Ctrl-C while the report is written
-        self._unnamed: RunConfig | None = None  # configuration of a job that is named after its run
-        self._ended = threading.Event()
 
     @property
     def fenced(self) -> bool:
-        return self.claim is not None and self.claim.fenced_by is not None
+        """Whether another launcher goes on with the job."""
+        return self.claim is not None and self.claim.is_taken_over
 
     @property
     def has_claim(self) -> bool:
@@ -90,15 +87,12 @@ class Launch:
         """Claim the job, then record the user's permissions to continue although commits are lost
         (`permits`).
 
-        A job without a name ("") is claimed later, once its run has an id. If the store does not
+        If the store does not
         answer, the launcher prints a message and continues without a claim. Exits with 3 if another
         launcher runs the job, or if the permissions cannot be recorded.
         """
         self.job = job
         self.config = config
-        if not job:
-            self._unnamed = config
-            return
         try:
             store = _open_job_store(config, job)
             inherited = claim_of_parent()
@@ -135,10 +129,6 @@ class Launch:
 
     def run(self, flow_class: type, run_id_file: Path) -> int:
         """Run Metaflow and return its exit code, or 75 if a signal asked the run to exit."""
-        if self._unnamed is not None and claim_of_parent() is None:
-            threading.Thread(
-                target=self._claim_by_run, args=(self._unnamed, run_id_file), daemon=True
-            ).start()
         if self.config is not None:
             if self.view is None:
                 tell = print
@@ -163,26 +153,8 @@ class Launch:
         return code
 
     def release(self) -> None:
-        self._ended.set()
         if self.claim is not None:
             self.claim.release()
-
-    def _claim_by_run(self, config: RunConfig, run_id_file: Path) -> None:
-        """Wait until the run has an id, and claim the job named after the run.
-
-        No other launcher has this job.
-        """
-        while not self._ended.wait(_RUN_ID_SECONDS):
-            if not run_id_file.is_file():
-                continue
-            run = run_id_file.read_text().strip()
-            if not run:
-                continue
-            with contextlib.suppress(InfraError):
-                store = _open_job_store(config, run)
-                self.claim = claim_job(store, run, "run", on_fenced=_signal_main_thread)
-                os.environ[RUN_CLAIM_VARIABLE] = self.claim.launcher.id
-            return
 
     def _leave(self, number: int, _frame: object) -> None:
         """Handle a signal. While Metaflow runs, wait until the tasks have saved and ended."""
@@ -221,10 +193,8 @@ class Launch:
     def _why_leaving(self) -> str:
         if self.claim is None or self.claim.fenced_by is None:
             return ""
-        return (
-            f"job taken over by {self.claim.fenced_by.describe()}: this run saves a checkpoint "
-            "and ends (exit code 75)"
-        )
+        loss = self.claim.describe_loss()
+        return f"{loss}: this run saves a checkpoint and ends (exit code 75)"
 
     def _leave_at_once(self, text: str) -> NoReturn:
         write_to_stderr(text)

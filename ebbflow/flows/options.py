@@ -25,6 +25,7 @@ from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.flows.checks import check_before_launch
 from ebbflow.flows.command_line import RUN_OPTIONS, CommandLine, option_values
 from ebbflow.flows.job import RUNS
+from ebbflow.flows.job_names import new_job_name
 from ebbflow.flows.remote import requested_backend
 from ebbflow.training.attach.script_folder import pack_script
 from ebbflow.training.checkpoint.rollback import add_permits, record_permits, requested_permits
@@ -41,7 +42,7 @@ class CheckedOptions:
     """Checked options of `run` or `resume`."""
 
     arguments: list[str]  # for Metaflow's command
-    job: str = ""  # "" if the job has no name yet, or if it is unknown
+    job: str = ""  # "" if the job to resume is unknown
     config: RunConfig | None = None  # None if the job to resume is unknown
     permits: Sequence[str] = ()  # the launcher records them after it has claimed the job
 
@@ -72,9 +73,10 @@ def check_run_options(line: CommandLine) -> CheckedOptions:
         _check_existing_job(known.job, loaded.config)
     settings = _flow_settings(loaded, path, line)
     arguments = ["--config", json.dumps(settings), "--rehearse", known.rehearse]
+    job = known.job or new_job_name(loaded.config.script or path, loaded.config.store)
     return CheckedOptions(
-        arguments=[*arguments, "--job", known.job, *rest],
-        job=known.job,
+        arguments=[*arguments, "--job", job, *rest],
+        job=job,
         config=RunConfig.model_validate_json(json.dumps(settings["config"])),
         permits=permits,
     )

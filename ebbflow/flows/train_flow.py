@@ -85,7 +85,7 @@ class TrainFlow(FlowSpec):
         default="",
         metavar="NAME",
         show_default=False,
-        help="name of the job; a job of that name is continued  [default: the run id]",
+        help="name of the job; a job of that name is continued  [default: a new name]",
     )
     rehearse = Parameter(
         "rehearse",

@@ -107,6 +107,28 @@ def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(
     assert_killed_run_is_billed(run.report)
 
 
+def test_stop_ends_a_run_from_elsewhere_after_its_save_and_report(
+    quiet: Report, tmp_path: Path
+) -> None:
+    runner = FlowRunner(tmp_path)
+    process = runner.start("run", *runner.options(), "--job", "stopped")
+    run_log = runner.log
+    runner.await_step(20, generation=1)
+    stop = runner.finish(runner.start("stop", "stopped", program=("-m", "ebbflow")))
+    assert stop.exit_code == 0, stop.output
+    stopped_at = re.search(r"job stopped: stopped at step (\d+), which is committed", stop.output)
+    assert stopped_at and int(stopped_at[1]) >= 20, stop.output
+    assert process.wait(60) == 75, run_log.read_text()
+    assert "job stopped by `stop` of " in run_log.read_text()
+    assert stop.report["outcome"] == "interrupted" and stop.report["redone_steps"] == 0
+
+    again = runner.finish(runner.start("stop", "stopped", program=("-m", "ebbflow")))
+    assert again.exit_code == 0 and "no launcher runs it" in again.output
+    run = runner.run("run", *runner.options(), "--job", "stopped")
+    assert run.exit_code == 0, run.output
+    assert_same_result(run, quiet)
+
+
 def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: Path) -> None:
     """After the notice Metaflow tries again. The request ends the run, which is resumed by the line
     that it prints: it is asked again and again until it is gone, also while the report is written.

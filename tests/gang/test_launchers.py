@@ -39,6 +39,7 @@ from ebbflow.core.launchers import (
     check_inherited_claim,
     claim_job,
     running_launcher,
+    stop_job,
 )
 from ebbflow.core.layout import launcher_key
 from ebbflow.core.process import process_state
@@ -143,6 +144,38 @@ def test_a_former_launcher_is_fenced_and_waited_for(store: Store) -> None:
         check_inherited_claim(store, "mine", former.launcher.id)
     check_inherited_claim(store, "mine", successor.launcher.id)
     successor.release()
+
+
+def test_stop_fences_the_launcher_and_leaves_the_job_free(store: Store) -> None:
+    fenced = threading.Event()
+    former = claim_job(store, "mine", "run", on_fenced=fenced.set)
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop_job, store, "mine", say=said.append)
+        assert fenced.wait(WAIT_SECONDS)
+        assert former.is_stopped and not former.is_taken_over
+        assert former.describe_loss().startswith("job stopped by `stop` of ")
+        assert not stopping.done(), "the former launcher saves, and has not released the job"
+        former.release()
+        stopped = stopping.result(WAIT_SECONDS)
+    assert stopped is not None and stopped.has_left
+    assert stopped.launcher.id == former.launcher.id
+    assert len(said) == 1 and "stopping `run` of " in said[0]
+    assert running_launcher(store) is None
+    assert stop_job(store, "mine", say=pytest.fail) is None
+    again = claim_job(store, "mine", "run")
+    assert former.is_stopped, "a later launcher is another run"
+    again.release()
+
+
+def test_stop_says_when_the_launcher_does_not_leave(
+    folder: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = claim_job(folder, "mine", "run")
+    monkeypatch.setattr(launchers, "HAND_OVER_SECONDS", 0.5)
+    stopped = stop_job(folder, "mine", say=lambda text: None)
+    assert stopped is not None and not stopped.has_left
+    former.release()
 
 
 def test_a_process_of_this_machine_that_is_gone_holds_nothing(folder: Store) -> None:

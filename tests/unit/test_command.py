@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow import __version__
-from ebbflow.command import COMMANDS, Home, main
+from ebbflow.command import COMMANDS, Group, Home, main
 from ebbflow.cost import __main__ as cost
 from ebbflow.infra import __main__ as infra
 from ebbflow.tryout.__main__ import load_tool
@@ -22,8 +23,46 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"ebbflow {__version__}\n"
     assert main([]) == 0
     listed = capsys.readouterr().out
-    assert re.findall(r"^  (\w+)  ", listed, re.MULTILINE) == list(COMMANDS)
-    assert all(len(line) <= 100 for line in listed.splitlines())
+    assert main(["lab"]) == 0
+    laboratory = capsys.readouterr().out
+    assert re.findall(r"^  (\w+)  ", listed + laboratory, re.MULTILINE) == list(COMMANDS)
+    assert all(len(line) <= 100 for line in (listed + laboratory).splitlines())
+    headings = re.findall(r"^(\w.*)\n  ", listed, re.MULTILINE)
+    assert headings == [group.value for group in Group if group is not Group.LAB]
+
+
+def test_a_command_of_the_laboratory_also_keeps_its_short_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (["completion", "bash"], ["lab", "completion", "bash"]):
+        assert main(words) == 0
+        assert "complete -W" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["job.yaml"], ["--config", "job.yaml"]),
+        (["--yes", "job.yaml", "--set", "a=1"], ["--yes", "--config", "job.yaml", "--set", "a=1"]),
+        (["--config", "job.yaml"], ["--config", "job.yaml"]),
+        (["--config=job.yaml"], ["--config=job.yaml"]),
+        (["--set", "data.tokenizer=x.yaml"], ["--set", "data.tokenizer=x.yaml"]),
+        ([], []),
+    ],
+)
+def test_a_configuration_file_alone_is_the_value_of_config(
+    words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def record(_program: str, argv: list[str]) -> None:
+        started.append(argv[2:])
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execv", record)
+    with pytest.raises(SystemExit):
+        main(["run", *words])
+    assert started == [["run", *expected]]
 
 
 @pytest.mark.parametrize(

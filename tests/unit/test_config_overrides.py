@@ -119,6 +119,7 @@ def test_a_bad_override_gets_this_message(tmp_path: Path, name: str) -> None:
 
 def test_all_problems_come_at_once_from_top_to_bottom_and_overrides_last(tmp_path: Path) -> None:
     text = "model: {num_heads: 0}\ntraning: {}\ntraining:\n  learning_rate: fast\n  max_steps: 10\n"
+    text += "checkpoint: {interval_steps: 50}\n"  # longer than the job
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text, "z=1", "cost.budget_usd=-1", "parallel.mode=zero")
     assert [
@@ -127,8 +128,7 @@ def test_all_problems_come_at_once_from_top_to_bottom_and_overrides_last(tmp_pat
         ("model.num_heads", "job.yaml", 1),
         ("traning", "job.yaml", 2),
         ("training.learning_rate", "job.yaml", 4),
-        ("training.max_steps", "job.yaml", 5),  # the default warm-up of 20 steps is longer
-        ("training.max_steps", "job.yaml", 5),  # and so is the default interval between commits
+        ("training.max_steps", "job.yaml", 5),
         ("z", "--set z=1", 1),
         ("cost.budget_usd", "--set cost.budget_usd=-1", 1),
         ("parallel.mode", "--set parallel.mode=zero", 1),

@@ -14,6 +14,7 @@ import pytest
 from ebbflow.core.config import ConfigError, LoadedConfig, RunConfig, load_config
 from ebbflow.core.config.load import render_sources, values_with_sources
 from ebbflow.core.events import CONFIGURED
+from ebbflow.core.program import DEFAULT_CONFIG
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report
@@ -207,3 +208,39 @@ def test_a_job_stored_with_the_old_key_loads() -> None:
     loaded = [RunConfig.model_validate_json(json.dumps(stored)), RunConfig.model_validate(stored)]
     assert [config.cluster.plan_for for config in loaded] == ["kubernetes"] * 2
     assert "backend" not in loaded[0].model_dump()["cluster"]
+
+
+def test_a_short_job_shortens_the_defaults_of_its_intervals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_config(
+        DEFAULT_CONFIG, ["training.max_steps=12"], project_root=tmp_path, cwd=tmp_path
+    )
+    assert loaded.config.checkpoint.interval_steps == 3
+    assert loaded.config.training.evaluation_interval_steps == 6
+    assert loaded.config.training.scheduler.warmup_steps == 1
+    source = loaded.sources["checkpoint.interval_steps"]
+    assert source == "60 shortened for training.max_steps"
+    assert "checkpoint.interval_steps 60 → 3" in capsys.readouterr().err
+    own = load(tmp_path, "training: {max_steps: 30}\n")
+    assert own.config.checkpoint.interval_steps == 7
+    assert own.config.training.scheduler.warmup_steps == 20
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "training: {max_steps: 30}\ncheckpoint: {interval_steps: 31}\n",
+        "training: {max_steps: 30, scheduler: {warmup_steps: 31}}\n",
+    ],
+)
+def test_an_interval_that_the_user_wrote_is_refused_and_not_shortened(
+    tmp_path: Path, text: str
+) -> None:
+    with pytest.raises(ConfigError, match="training.max_steps"):
+        load(tmp_path, text)
+
+
+def test_the_default_configuration_itself_shortens_nothing(tmp_path: Path) -> None:
+    loaded = load_config(DEFAULT_CONFIG, project_root=tmp_path, cwd=tmp_path, environment={})
+    assert not any("shortened" in source for source in loaded.sources.values())

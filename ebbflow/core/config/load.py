@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from ebbflow.core.config.keys import (
 from ebbflow.core.config.problems import ConfigError, Problem
 from ebbflow.core.config.rule_base import Violation
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.config.step_defaults import ShortenedDefault, shorten_defaults
 from ebbflow.core.config.yaml_values import Expected, MismatchError, SourceText, convert, parse
 
 _RULES = (*shape_rules.RULES, *name_rules.RULES)
@@ -142,6 +143,8 @@ def load_config(
         given.add_override(override)
     values = _convert(given)
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
+    shortened = shorten_defaults(values, entries, file)
+    values |= {default.key: default.value for default in shortened}
     # Values that could not be read are unknown: rules about them would judge defaults that the user
     # did not choose.
     unknown = {key for key in leaf_fields() if not readable and key not in entries}
@@ -150,10 +153,13 @@ def load_config(
     config = _validate(values, given, unknown)
     if problems:
         raise ConfigError(_in_reading_order(problems, overrides))
-    for entry in entries.values():
-        if entry.given_key != entry.key:
-            _warn(f"warning: {entry.place}: {entry.given_key} has a new name: write {entry.key}")
-    return LoadedConfig(config, sources_of(entries), file)
+    _warn_of_old_names(entries.values())
+    _announce(shortened, config.training.max_steps)
+    sources = sources_of(entries)
+    sources |= {
+        default.key: f"{default.default} shortened for training.max_steps" for default in shortened
+    }
+    return LoadedConfig(config, sources, file)
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
@@ -302,6 +308,18 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             branch = branch.setdefault(parent, {})
         branch[leaf] = value
     return tree
+
+
+def _warn_of_old_names(entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        if entry.given_key != entry.key:
+            _warn(f"warning: {entry.place}: {entry.given_key} has a new name: write {entry.key}")
+
+
+def _announce(shortened: Sequence[ShortenedDefault], steps: int) -> None:
+    if shortened:
+        changes = [f"{default.key} {default.default} → {default.value}" for default in shortened]
+        _warn(f"training.max_steps is {steps}; defaults were shortened: {', '.join(changes)}")
 
 
 @cache

@@ -243,7 +243,7 @@ class Supervisor:
 
     def _leave(self, record: JobRecord) -> int:
         if self._claim is not None and self._claim.fenced_by is not None:
-            self._say(f"job taken over by {self._claim.fenced_by.describe()}; {record.cost()}")
+            self._say(f"{self._claim.describe_loss()}; {record.cost()}")
         else:
             self._say(f"asked to leave; {record.cost()}; the same command continues it")
         return Outcome.INTERRUPTED.exit_code

@@ -70,14 +70,10 @@ def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
     global _claim
 
     def leave_to_successor() -> None:
+        loss = "job taken over by another launcher"
         if _claim is not None:
-            by = _claim.fenced_by
-        else:
-            by = None
-        print(
-            f"job taken over by {by.describe() if by else 'another launcher'}: saving and leaving",
-            flush=True,
-        )
+            loss = _claim.describe_loss()
+        print(f"{loss}: saving and leaving", flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     try:
