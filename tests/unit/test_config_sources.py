@@ -237,7 +237,7 @@ def test_a_short_job_shortens_the_defaults_of_its_intervals(
 def test_an_interval_that_the_user_wrote_is_refused_and_not_shortened(
     tmp_path: Path, text: str
 ) -> None:
-    with pytest.raises(ConfigError, match="training.max_steps"):
+    with pytest.raises(ConfigError, match=r"training\.max_steps"):
         load(tmp_path, text)
 
 

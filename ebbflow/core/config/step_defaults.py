@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.config.keys import Entry, leaf_fields
 from ebbflow.core.program import DEFAULT_CONFIG
@@ -27,7 +26,7 @@ class ShortenedDefault:
 
 
 def shorten_defaults(
-    values: Mapping[str, Any], entries: Mapping[str, Entry], file: Path
+    values: Mapping[str, object], entries: Mapping[str, Entry], file: Path
 ) -> list[ShortenedDefault]:
     """Return the defaults that exceed `training.max_steps`, each with a value that fits.
 
