@@ -244,3 +244,53 @@ def test_an_interval_that_the_user_wrote_is_refused_and_not_shortened(
 def test_the_default_configuration_itself_shortens_nothing(tmp_path: Path) -> None:
     loaded = load_config(DEFAULT_CONFIG, project_root=tmp_path, cwd=tmp_path, environment={})
     assert not any("shortened" in source for source in loaded.sources.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "EBBFLOW_TRAINING__MAX_STEPS",
+        "EBBFLOW_TRAINING_MAX_STEPS",
+        "EBBFLOW__TRAINING_MAX_STEPS",
+        "ebbflow__training__max_steps",
+        "EBBFLOW_TRAINING_MAXSTEP",
+    ],
+)
+def test_a_mistyped_variable_is_refused_with_the_right_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "", **{name: "7"})
+    (problem,) = caught.value.problems
+    assert problem.message == f"the environment variable {name} sets nothing"
+    assert problem.hint == "write EBBFLOW__TRAINING__MAX_STEPS"
+
+
+@pytest.mark.parametrize("name", ["EBBFLOW_DATA_DIR", "EBBFLOW_JOB", "EBBFLOW_RUNS", "MAX_STEPS"])
+def test_a_variable_with_another_purpose_is_left_alone(tmp_path: Path, name: str) -> None:
+    load(tmp_path, "", **{name: "7"})
+
+
+def test_variables_in_paths_are_expanded(tmp_path: Path) -> None:
+    text = "store: s3://$BUCKET/${TEAM}\ndata: {path: $DATA/texts}\n"
+    loaded = load(tmp_path, text, BUCKET="mine", TEAM="blue", DATA="/data")
+    assert loaded.config.store == "s3://mine/blue"
+    assert loaded.config.data.path == "/data/texts"
+
+
+def test_an_unset_variable_in_a_path_is_refused_at_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, 'store: runs\ndata: {path: "${DATA}/texts"}\n')
+    (problem,) = caught.value.problems
+    assert problem.message == "data.path: the environment variable DATA is not set"
+    assert problem.place is not None
+    assert (problem.place.source, problem.place.line) == ("job.yaml", 2)
+
+
+def test_a_merge_key_and_names_of_other_tools_get_a_sentence(tmp_path: Path) -> None:
+    text = "data: &d {seed: 1}\ntraining:\n  <<: *d\n  lr: 0.1\n"
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    hints = {problem.message: problem.hint for problem in caught.value.problems}
+    assert hints["training.<<: YAML's merge key << is not read"] == (
+        "write the keys of the anchor here"
+    )
+    assert hints["unknown key training.lr"] == "did you mean training.learning_rate?"

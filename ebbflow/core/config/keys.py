@@ -2,6 +2,7 @@
 environment or --set.
 """
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,53 @@ OPTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 # EBBFLOW__MODEL__NUM_LAYERS=6: two underscores stand for the dot, because keys contain single ones.
 PREFIX = "EBBFLOW__"
+_ONE_UNDERSCORE = "EBBFLOW_"
+_NEAR = 0.9  # similarity above which a variable's name is a mistyped key
 ENVIRONMENT = f"environment {PREFIX}"  # prefix of sources and messages
+
+# Names of the same setting in other tools, by their last part
+_SYNONYMS = {
+    "lr": "training.learning_rate",
+    "steps": "training.max_steps",
+    "num_steps": "training.max_steps",
+    "max_iters": "training.max_steps",
+    "epochs": "training.max_steps",
+    "num_train_epochs": "training.max_steps",
+    "bs": "training.batch_size",
+    "global_batch_size": "training.batch_size",
+    "per_device_train_batch_size": "training.batch_size",
+    "grad_accum": "training.gradient_accumulation_steps",
+    "accumulate_grad_batches": "training.gradient_accumulation_steps",
+    "wd": "training.weight_decay",
+    "grad_clip": "training.gradient_clip_norm",
+    "max_grad_norm": "training.gradient_clip_norm",
+    "warmup": "training.scheduler.warmup_steps",
+    "bf16": "fsdp.use_mixed_precision",
+    "fp16": "fsdp.use_mixed_precision",
+    "precision": "fsdp.use_mixed_precision",
+    "gradient_checkpointing": "parallel.recompute",
+    "activation_checkpointing": "parallel.recompute",
+    "n_layer": "model.num_layers",
+    "n_layers": "model.num_layers",
+    "num_hidden_layers": "model.num_layers",
+    "n_head": "model.num_heads",
+    "num_attention_heads": "model.num_heads",
+    "n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "block_size": "model.sequence_length",
+    "context_length": "model.sequence_length",
+    "seq_len": "model.sequence_length",
+    "gpus": "cluster.processes_per_node",
+    "num_gpus": "cluster.processes_per_node",
+    "nproc_per_node": "cluster.processes_per_node",
+    "num_nodes": "cluster.nodes",
+    "nnodes": "cluster.nodes",
+    "save_steps": "checkpoint.interval_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "eval_steps": "training.evaluation_interval_steps",
+    "budget": "cost.budget_usd",
+    "deadline": "cost.deadline_hours",
+}
 
 
 @dataclass(frozen=True)
@@ -119,16 +166,31 @@ class Given:
             shown = key
         else:
             shown = repr(key[:80])
-        self.complain(f"unknown key {shown}", key, place, _meant(key))
+        if key.rpartition(".")[2] == "<<":
+            self.complain(
+                f"{shown}: YAML's merge key << is not read",
+                key,
+                place,
+                "write the keys of the anchor here",
+            )
+        else:
+            self.complain(f"unknown key {shown}", key, place, _meant(key))
 
     def add_environment(self, environment: Mapping[str, str]) -> None:
         """Add values from environment variables:
 
-        EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads.
+        EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads. A name that differs from such a name in its
+        underscores, case or a letter is a problem, since it would be ignored without a word.
         """
-        for name in sorted(name for name in environment if name.startswith(PREFIX)):
-            key = name.removeprefix(PREFIX).replace("__", ".").lower()
-            self._add(key, name, environment[name], f"environment {name}", "environment")
+        for name in sorted(environment):
+            intended = _intended_variable(name)
+            if intended:
+                self.complain(
+                    f"the environment variable {name} sets nothing", hint=f"write {intended}"
+                )
+            elif name.startswith(PREFIX):
+                key = name.removeprefix(PREFIX).replace("__", ".").lower()
+                self._add(key, name, environment[name], f"environment {name}", "environment")
 
     def add_override(self, override: str) -> None:
         """Add one --set option, either "key=value" or a whole section as in "model={num_heads: 8}"."""
@@ -248,6 +310,41 @@ def _what_goes_into(section: str) -> str:
     return f"known keys: {', '.join(sections()[section].model_fields)}"
 
 
+def _intended_variable(name: str) -> str:
+    """Return the variable that a mistyped name such as EBBFLOW_TRAINING__MAX_STEPS stands for, or
+    "".
+    """
+    upper = name.upper()
+    if not upper.startswith(_ONE_UNDERSCORE):
+        return ""
+    variables = {_plain(variable): variable for variable in map(_variable_of, leaf_fields())}
+    written = _plain(upper)
+    intended = variables.get(written)
+    if intended is None and any(
+        written.startswith(_plain(f"{_ONE_UNDERSCORE}{section}_"))
+        for section in sections()
+        if section
+    ):
+        close = difflib.get_close_matches(written, variables, n=1, cutoff=_NEAR)
+        intended = variables[close[0]] if close else None
+    if (
+        intended is None
+        or intended == name
+        or (name.startswith(PREFIX) and written != _plain(intended))
+    ):
+        return ""  # an unknown key below EBBFLOW__ is reported where it is added
+    return intended
+
+
+def _variable_of(key: str) -> str:
+    return PREFIX + key.replace(".", "__").upper()
+
+
+def _plain(variable: str) -> str:
+    """Reduce a variable's name to its letters and digits."""
+    return re.sub(r"[^A-Z0-9]", "", variable.upper())
+
+
 def _meant(key: str) -> str:  # noqa: PLR0911 (one return for each mistake, in the order of their precedence)
     """Return a hint for an unknown key: a similar key, the section that has such a key, or the list
     of known keys.
@@ -271,6 +368,9 @@ def _meant(key: str) -> str:  # noqa: PLR0911 (one return for each mistake, in t
         prefix = f"{section}."
     else:
         prefix = ""
+    synonym = _SYNONYMS.get(key.rpartition(".")[2])
+    if synonym is not None:
+        return f"did you mean {synonym}?"
     sibling = closest_match(name, siblings)
     mended = f"{prefix}{sibling}{key[len(prefix + name) :]}"
     if sibling and mended.count(".") > prefix.count(".") and mended in known:

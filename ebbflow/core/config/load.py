@@ -5,6 +5,7 @@ problems at once.
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "training.initial_weights": (),
     "cost.prices": (),
 }
+_VARIABLE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<braced>[A-Za-z_]\w*)\})")
 _WIDEST_COLUMN = 60  # of a key or value in a list of all keys
 
 DEFAULT = "default"
@@ -138,10 +140,12 @@ def load_config(
     except ConfigError as error:
         problems += error.problems
     readable = all(problem.key for problem in problems)
-    given.add_environment(os.environ if environment is None else environment)
+    variables = os.environ if environment is None else environment
+    given.add_environment(variables)
     for override in overrides:
         given.add_override(override)
     values = _convert(given)
+    _expand_variables(values, given, variables)
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
     shortened = shorten_defaults(values, entries, file)
     values |= {default.key: default.value for default in shortened}
@@ -387,6 +391,35 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
     else:
         meant = ""
     return f"{meant}configurations that exist: {', '.join(dict.fromkeys(names))}"
+
+
+def _expand_variables(values: dict[str, Any], given: Given, variables: Mapping[str, str]) -> None:
+    """Replace $NAME and ${NAME} in paths and addresses, in place.
+
+    A variable that does not exist is a problem: it would become a part of the path.
+    """
+    for key in _PATHS:
+        value = values.get(key)
+        if not isinstance(value, str):
+            continue
+        missing = {
+            name
+            for name in map(_variable_name, _VARIABLE.finditer(value))
+            if not variables.get(name)
+        }
+        for name in sorted(missing):
+            given.complain(
+                f"{key}: the environment variable {name} is not set",
+                key,
+                given.entries[key].place,
+                f"set it, or write the path without ${name}",
+            )
+        if not missing:
+            values[key] = _VARIABLE.sub(lambda match: variables[_variable_name(match)], value)
+
+
+def _variable_name(match: re.Match[str]) -> str:
+    return match["plain"] or match["braced"]
 
 
 def _resolve_paths(
