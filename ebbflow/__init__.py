@@ -1,8 +1,19 @@
 """Cost-aware PyTorch training on Metaflow that survives spot interruptions.
 
-Everything is imported as `ebbflow.…`, in a checkout, in an installation and in Metaflow's code
-package alike. The links at the top of the repository serve paths, not imports.
+In a training script:
+
+    job = ebbflow.attach(model, optimizer)
+    for batch in job.batches(loader, epochs=4):
+        …  # forward, backward, optimizer.step()
+
+Start it with `ebbflow run train.py`, plain `python` or torchrun. The job saves without stopping the
+step, resumes where it was interrupted, and reports what it cost. `use_records()` lets a notebook
+read the runs of this machine through Metaflow's Client. On the command line, `ebbflow --help` lists
+everything else.
 """
+
+# Everything is imported as `ebbflow.…`, in a checkout, in an installation and in Metaflow's code
+# package alike. The links at the top of the repository serve paths, not imports.
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["AttachedJob", "attach", "use_records"]
 
 install_old_names()
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -24,6 +25,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # made single-rank jobs use four times the CPU seconds. Read when torch loads; the number of threads
 # stays that of a job.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# The list of this machine's projects is the user's.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ebbflow-tests-state-")
 
 # A loaded machine is no failure: what has a time limit has pytest's. One commit gives one result,
 # so examples are not drawn anew in each run; `pytest --hypothesis-profile=explore` looks for new

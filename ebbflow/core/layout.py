@@ -28,6 +28,7 @@
 <store>/experience/<day>-<job>.json                    job history: pools and throughput
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -53,6 +54,10 @@ _STEP_LIMIT = 10**12 - 1
 _GENERATION_LIMIT = 10**6 - 1
 
 NOTE = "job.json"
+_FOLDERS_FILE = (
+    "folders"  # in the user's state folder: one line for each folder of runs, newest last
+)
+_MOST_FOLDERS = 200
 METAFLOW_FOLDER = ".metaflow"
 
 
@@ -270,8 +275,44 @@ def records_root(project_root: Path, name: str) -> Path:
     folder = project_root / name
     if os.access(folder if folder.exists() else project_root, os.W_OK | os.X_OK):
         return project_root.absolute()
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    return (state / "ebbflow").absolute()
+    return _state_folder()
+
+
+def list_other_runs_folders(project_root: Path) -> list[Path]:
+    """Return the folders of runs of the other projects on this machine, the newest first.
+
+    There is none if EBBFLOW_RUNS chooses the folder.
+    """
+    if os.environ.get("EBBFLOW_RUNS"):
+        return []
+    here = runs_folder(project_root)
+    folders = [Path(line) for line in _read_folders()]
+    return [folder for folder in reversed(folders) if folder != here and folder.is_dir()]
+
+
+def find_local_folder(project_root: Path, job: str) -> Path:
+    """Return the folder of a job on this machine: runs/<job> of this project or, if that is
+    missing, of another project.
+    """
+    here = runs_folder(project_root) / job
+    if here.exists():
+        return here
+    for folder in list_other_runs_folders(project_root):
+        if known_job(folder / job) is not None:
+            return folder / job
+    return here
+
+
+def find_records(project_root: Path) -> Path:
+    """Return the folder whose .metaflow has records to read: of this project or, if it has none, of
+    the newest other project with records.
+    """
+    here = records_root(project_root, METAFLOW_FOLDER)
+    if not (here / METAFLOW_FOLDER).is_dir():
+        for folder in list_other_runs_folders(project_root):
+            if (folder.parent / METAFLOW_FOLDER).is_dir():
+                return folder.parent
+    return here
 
 
 def known_job(folder: Path) -> KnownJob | None:
@@ -311,7 +352,34 @@ def remember_job(runs: Path, job: KnownJob) -> Path:
     folder = make_local_folder(runs, job.name, job.store)
     write_atomically(folder / NOTE, job.note())
     _link(runs / "latest", Path(job.name))
+    _remember_folder(runs)
     return folder
+
+
+def _state_folder() -> Path:
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    return (state / "ebbflow").absolute()
+
+
+def _read_folders() -> list[str]:
+    try:
+        return (_state_folder() / _FOLDERS_FILE).read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+
+
+def _remember_folder(runs: Path) -> None:
+    """Make a folder of runs the newest of those that this machine knows."""
+    if os.environ.get("EBBFLOW_RUNS"):
+        return
+    known = _read_folders()
+    here = str(runs.absolute())
+    if known[-1:] == [here]:
+        return
+    folders = [*(folder for folder in known if folder != here), here][-_MOST_FOLDERS:]
+    with contextlib.suppress(OSError):  # a machine without a home only lacks the common list
+        _state_folder().mkdir(parents=True, exist_ok=True)
+        write_atomically(_state_folder() / _FOLDERS_FILE, "\n".join(folders).encode() + b"\n")
 
 
 def _key_of_commit(folder: str) -> Callable[[str], str]:

@@ -30,7 +30,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ebbflow.core.errors import InfraError, Outcome, StoreError
-from ebbflow.core.layout import check_job_name, job_prefix, known_job, runs_folder
+from ebbflow.core.layout import (
+    check_job_name,
+    find_local_folder,
+    job_prefix,
+    known_job,
+    runs_folder,
+)
 from ebbflow.core.store import Store
 from ebbflow.core.untrusted_text import one_line, printable, strip_colours
 
@@ -321,7 +327,7 @@ def show_logs(options: argparse.Namespace, project_root: Path) -> int:
 
 def find_job(job: str, store_uri: str | None, project_root: Path) -> JobPlace:
     """Find a job by its name, or by "latest". Raises LayoutError if the name is invalid."""
-    place = runs_folder(project_root) / job
+    place = find_local_folder(project_root, job)
     if place.exists():
         name = place.resolve().name
     else:

@@ -24,7 +24,13 @@ from ebbflow.core.errors import ObjectNotFound, Outcome, StoreError
 from ebbflow.core.events import PRICES, Event, LogContent, read_events, read_log
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.launchers import running_launcher
-from ebbflow.core.layout import job_prefix, known_job, runs_folder
+from ebbflow.core.layout import (
+    find_local_folder,
+    job_prefix,
+    known_job,
+    list_other_runs_folders,
+    runs_folder,
+)
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.segments import Damage
 from ebbflow.core.store import Store
@@ -80,7 +86,8 @@ def find_job_uri(job: str, store: str | None = None) -> str:
     else:
         root = Path(store)
     places = [Path(job), root / job_prefix(job), root / job]
-    known = known_job(root / job) or known_job(Path(job))
+    local = root / job if store is not None else find_local_folder(PROJECT_ROOT, job)
+    known = known_job(local) or known_job(Path(job))
     if store is None and known is not None:
         if "://" in known.uri:
             return known.uri
@@ -177,15 +184,23 @@ def list_jobs(store: str | None) -> list[str]:
 
 
 def list_known_jobs(root: Path | None = None) -> list[str]:
-    """List the names of the jobs that this machine knows, the most recently changed job last."""
+    """List the jobs that this machine knows, the most recently changed job last.
+
+    Args:
+        root: the folder of runs to list. None lists those of all projects of this machine; a job
+            of another project whose name exists here as well is listed by its folder.
+    """
     if root is None:
-        folder = runs_folder(PROJECT_ROOT)
+        roots = [runs_folder(PROJECT_ROOT), *list_other_runs_folders(PROJECT_ROOT)]
     else:
-        folder = root
-    found = [
-        path for path in folder.glob("*") if path.name != "latest" and known_job(path) is not None
-    ]
-    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+        roots = [root]
+    names: dict[str, Path] = {}
+    for folder in roots:
+        for path in folder.glob("*"):
+            if path.name == "latest" or known_job(path) is None:
+                continue
+            names[str(path) if path.name in names else path.name] = path
+    return sorted(names, key=lambda name: names[name].stat().st_mtime)
 
 
 def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> RunReport:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ebbflow.core.errors import Outcome
 from ebbflow.core.launchers import RUN_CLAIM_VARIABLE
-from ebbflow.core.layout import METAFLOW_FOLDER, records_root
+from ebbflow.core.layout import METAFLOW_FOLDER, find_records, records_root
 from ebbflow.core.process import die_with_parent, end_with_descendants, ignore_lost_readers
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.untrusted_text import guard_terminal
@@ -59,6 +59,8 @@ def prepare(argv: Sequence[str]) -> Launch:
     is_task = "step" in (launch.line.command, *launch.line.arguments[:1])
     guard_terminal(keep_colours=not is_task)
     _end_with_parent(launch.line)
+    if launch.line.command == "card":
+        os.environ.setdefault(_RECORDS_VARIABLE, str(find_records(PROJECT_ROOT)))
     _set_environment()
     if launch.line.starts_run:
         _prepare_run(launch)
@@ -115,6 +117,7 @@ def use_records() -> None:
             "metaflow is imported already; fix: restart the kernel and call "
             "ebbflow.use_records() first"
         )
+    os.environ.setdefault(_RECORDS_VARIABLE, str(find_records(PROJECT_ROOT)))
     _set_environment()
 
 

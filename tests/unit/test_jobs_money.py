@@ -28,10 +28,11 @@ from ebbflow.core.events import (
     Origin,
     read_events,
 )
-from ebbflow.core.layout import KnownJob, event_key
+from ebbflow.core.layout import KnownJob, event_key, find_records, remember_job, runs_folder
 from ebbflow.core.store import Store
+from ebbflow.cost import jobs
 from ebbflow.cost.errors import PriceError, ReportError
-from ebbflow.cost.jobs import list_jobs, list_known_jobs, load_report
+from ebbflow.cost.jobs import find_job_uri, list_jobs, list_known_jobs, load_report
 from ebbflow.cost.ledger.ledger import fold
 from ebbflow.cost.prices.source import read_price_changes
 from ebbflow.cost.report.figure_text import (
@@ -178,6 +179,31 @@ def run(*words: str, runs: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
+
+
+def test_jobs_of_another_project_of_this_machine_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one that has the name of a job here."""
+    monkeypatch.delenv("EBBFLOW_RUNS", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (here, there) = (tmp_path / "here", tmp_path / "there")
+    for project, name in ((there, "same"), (there, "other"), (here, "same")):
+        project.mkdir(exist_ok=True)
+        store = str(project / "store")
+        put_job(project / "store", name, killed_job())
+        remember_job(runs_folder(project), KnownJob(name, store))
+    monkeypatch.setattr(jobs, "PROJECT_ROOT", here)
+    assert set(list_known_jobs()) == {"same", "other", str(there / "runs" / "same")}
+    assert find_job_uri("same") == str(here / "store" / "jobs" / "same")
+    assert find_job_uri("other") == str(there / "store" / "jobs" / "other")
+    assert find_job_uri(str(there / "runs" / "same")) == str(there / "store" / "jobs" / "same")
+    monkeypatch.setattr(jobs, "PROJECT_ROOT", tmp_path / "elsewhere")
+    assert find_job_uri("latest") == str(here / "store" / "jobs" / "same")
+    (there / ".metaflow").mkdir()
+    assert find_records(tmp_path / "elsewhere") == there
+    monkeypatch.setenv("EBBFLOW_RUNS", str(tmp_path / "mine"))
+    assert list_known_jobs() == []
 
 
 def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:

@@ -393,7 +393,9 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
     return f"{meant}configurations that exist: {', '.join(dict.fromkeys(names))}"
 
 
-def _expand_variables(values: dict[str, Any], given: Given, variables: Mapping[str, str]) -> None:
+def _expand_variables(
+    values: dict[str, object], given: Given, variables: Mapping[str, str]
+) -> None:
     """Replace $NAME and ${NAME} in paths and addresses, in place.
 
     A variable that does not exist is a problem: it would become a part of the path.
