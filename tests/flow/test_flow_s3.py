@@ -143,7 +143,10 @@ def test_the_commands_read_a_job_in_a_bucket(lost: tuple[Bucket, FlowRun]) -> No
         runner.command("training", "checkpoints", "list", str(runner.runs / "latest"), "--json")
     )
     assert [row["key"] for row in by_name] == [row["key"] for row in listed]
-    assert next(row["step"] for row in listed if row["reachable"]) == 60
+    newest = next(row for row in listed if row["reachable"])
+    assert newest["step"] == 60
+    assert set(newest["metrics"]) >= {"held_out_loss"}, "the last commit has its own metrics"
+    assert [row["best"] for row in listed].count(True) == 1
     verified = json.loads(runner.command("training", "checkpoints", "verify", place, "--json"))
     # Of the lost node's last save there may be data that no commit names.
     assert sorted(row["key"] for row in verified if row["sound"]) == sorted(

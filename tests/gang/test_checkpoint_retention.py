@@ -31,6 +31,7 @@ from ebbflow.training.checkpoint import (
     reachable_commits,
     trace_lineage,
 )
+from ebbflow.training.checkpoint.commands import find
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Manifest
@@ -394,3 +395,29 @@ def test_two_records_of_one_save_count_once_and_share_their_data(job: Store) -> 
     put_commit(job, generation, 4)
     run(job, generation, keep_last=1)
     assert steps(job) == [4] and len(job.list("data")) == 1
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
+def test_list_marks_the_best_commit_and_export_takes_it(
+    job: Store, capfd: pytest.CaptureFixture[str], mode: str, best: int
+) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, None)):
+        put_commit(job, generation, step, loss=loss)
+    rule = {"metric": "held_out_loss", "mode": mode, "count": 1}
+    job.put("config.json", json.dumps({"config": {"checkpoint": {"keep_best": rule}}}).encode())
+    assert checkpoints(["list", job.uri, "--json"]) == 0
+    rows = {row["step"]: row for row in json.loads(capfd.readouterr().out)}
+    assert [step for step, row in rows.items() if row["best"]] == [best]
+    assert (rows[2]["metrics"], rows[4]["metrics"]) == ({"held_out_loss": 1.0}, {})
+    assert checkpoints(["list", job.uri]) == 0
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "  best" in line]
+    assert f"step        {best}" in line and "held_out_loss" in line
+    assert find(job, "best").ref.step == best
+
+
+def test_best_of_commits_without_an_evaluation_is_refused_with_the_fix(job: Store) -> None:
+    generation = open_generation(job, run="r", attempt=0)
+    put_commit(job, generation, 1)
+    with pytest.raises(CheckpointError, match=r"none of 1 commits has the metric held_out_loss"):
+        find(job, "best")

@@ -25,10 +25,11 @@ from ebbflow.core.layout import (
 )
 from ebbflow.core.signing_key import NAME_PATTERN, NAME_VARIABLE, signing_key_problem
 from ebbflow.core.store import Store
+from ebbflow.training.checkpoint.best import BEST, BestRule, find_best
 from ebbflow.training.checkpoint.lineage import TracedCommit, trace_lineage
 from ebbflow.training.checkpoint.manifest import VERSION, Manifest
 from ebbflow.training.checkpoint.reader import find_uncommitted, read_manifest, verify_commit
-from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
+from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy, metrics_at_step
 from ebbflow.training.checkpoint.signing import Signer, signer, use_signing_key
 from ebbflow.training.checkpoint.verified_io import crc_text, seal, sha256_text, unseal
 from ebbflow.training.errors import CheckpointError, CorruptCommit, RefusedCommit, TrainingError
@@ -84,7 +85,7 @@ def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> N
 def find(store: Store, wanted: str | None) -> TracedCommit:
     """Find one commit of a job.
 
-    `wanted` is a step, a key, or the first digits (6 or more) of a hash. None means the newest
+    `wanted` is "best", a step, a key, or the first digits (6 or more) of a hash. None means the newest
     reachable commit. A commit is reachable if the job may still be resumed from it. If several
     commits match, only reachable ones count. Raises CheckpointError if no commit or more than one
     is left; the message lists the candidates.
@@ -97,6 +98,8 @@ def find(store: Store, wanted: str | None) -> TracedCommit:
                 f"{store.uri}: no commit that counts; hint: `checkpoints list` says why not"
             )
         return newest
+    if wanted == BEST:
+        return find_best(store, traced)
     matches = [commit for commit in traced if _matches(commit, wanted)]
     if len(matches) > 1:  # of several commits of one step, the reachable one
         reachable = [commit for commit in matches if commit.unreachable_because is None]
@@ -127,7 +130,7 @@ def _store_uri(uri: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ebbflow checkpoints", description="a job's commits")
     commands = parser.add_subparsers(dest="command", required=True)
-    by_hand = "a step, a key, or the start of its hash"
+    by_hand = "a step, a key, the start of its hash, or best"
 
     def add(
         name: str, run: Callable[..., int], text: str, *, commit: str = "", **more: Any
@@ -194,6 +197,13 @@ def _parser() -> argparse.ArgumentParser:
         "target", type=Path, metavar="TARGET", help="file, or folder for dcp; must not exist"
     )
     export.add_argument(
+        "--best",
+        dest="commit",
+        action="store_const",
+        const=BEST,
+        help="the commit with the best metric (checkpoint.keep_best), like --commit best",
+    )
+    export.add_argument(
         "--averaged", action="store_true", help="the average of training.ema, without the optimizer"
     )
     kinds = (
@@ -227,6 +237,7 @@ def _matches(traced: TracedCommit, wanted: str) -> bool:
 
 def _list(store: Store, options: argparse.Namespace) -> int:
     rows = [_row(store, traced) for traced in trace_lineage(store)]
+    _mark_best(store, rows)
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -245,14 +256,12 @@ def _list(store: Store, options: argparse.Namespace) -> int:
             ranks = "? ranks"
         else:
             ranks = f"of {row['world_size']} ranks, loads at {row['loads_at']}"
-        if row["pinned"]:
-            pinned = "  pinned"
-        else:
-            pinned = ""
+        marks = "".join(f"  {name}" for name in ("best", "pinned") if row[name])
+        metrics = "".join(f"  {name} {value:.4g}" for name, value in row["metrics"].items())
         place = f"step {row['step']:>8}  generation {row['generation']:>4}"
         print(
-            f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old  {row['state']}{pinned}  "
-            f"{standing}"
+            f"{place}  {ranks}  {size}  {row['age_seconds']:.0f} s old{metrics}  "
+            f"{row['state']}{marks}  {standing}"
         )
     return 0
 
@@ -272,6 +281,8 @@ def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
         "world_size": None,
         "loads_at": None,
         "pinned": store.head(pin_key(ref.sha256)) is not None,
+        "best": False,
+        "metrics": {},  # of the evaluation at this step
         "state": "torn",
         "verified_at": None,
     }
@@ -281,11 +292,24 @@ def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
             "bytes": manifest.size,
             "world_size": manifest.save.world_size,
             "loads_at": "any number",
+            "metrics": metrics_at_step(manifest.common.get("extra") or {}, ref.step),
         }
         row |= _state(store, manifest, ref.sha256)
     except CheckpointError as error:
         reason = reason or str(error)
     return {**row, "reachable": reason is None, "reason": reason}
+
+
+def _mark_best(store: Store, rows: list[dict[str, Any]]) -> None:
+    rule = BestRule.of_job(store)
+    values = {
+        row["key"]: row["metrics"][rule.metric]
+        for row in rows
+        if row["reachable"] and rule.metric in row["metrics"]
+    }
+    best = rule.choose(values)
+    for row in rows:
+        row["best"] = row["key"] == best
 
 
 def _state(store: Store, manifest: Manifest, sha256: str) -> dict[str, Any]:

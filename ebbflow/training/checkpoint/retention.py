@@ -359,13 +359,21 @@ def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | No
     """Return the metric `name` from a commit's `extra` if it was measured at exactly this step,
     else None.
     """
+    return metrics_at_step(extra, step).get(name)
+
+
+def metrics_at_step(extra: Mapping[str, Any], step: int) -> dict[str, float]:
+    """Return the finite metrics in a commit's `extra` if they were measured at exactly this step,
+    else none.
+    """
     metrics = extra.get("metrics")
     if not isinstance(metrics, Mapping) or metrics.get("step") != step:
-        return None
-    value = metrics.get(name)
-    if isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    return None
+        return {}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def delete_commit(

@@ -18,7 +18,7 @@ from ebbflow.training.engine.optimizer import (
 )
 from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.gang import at_end_of_backward
-from ebbflow.training.limits import LoopResult, Stop
+from ebbflow.training.limits import LoopResult, Position, Stop
 from ebbflow.training.step_sync import StepSync
 from ebbflow.training.workload import Batch, Loss
 
@@ -78,16 +78,31 @@ def train(trainer: Trainer) -> LoopResult:
                 trainer.record_step(sync, judgement)
         stop = sync.stop
         last = last or stop is not Stop.NONE
-        if evaluated and not last:
-            trainer.evaluate(at)
+        # Before the save, so that the commit carries its own metrics
+        stop = evaluate_if_due(trainer, at, stop, due=evaluated)
         trainer.session.save_if_due(at, sync, last=last)
         trainer.renew_if_due(at, sync, last=last)
 
-    if stop is Stop.NONE:
-        stop = trainer.evaluate(at)
+    if stop is Stop.NONE and at == trainer.start:
+        stop = trainer.evaluate(at)  # the former start was interrupted in its last evaluation
     if stop is not Stop.NONE:
         return trainer.end(at, stop.outcome, trainer.session.limits.describe(stop))
     return trainer.end(at, Outcome.COMPLETED)
+
+
+def evaluate_if_due(trainer: Trainer, at: Position, stop: Stop, *, due: bool) -> Stop:
+    """Evaluate if `due`, and after the last step, unless the loop is to stop. Collective.
+
+    Returns:
+        Why the loop stops, which can be a notice that came during the last evaluation.
+    """
+    if stop is not Stop.NONE:
+        return stop
+    if at.step == trainer.config.training.max_steps:
+        return trainer.evaluate(at)
+    if due:
+        trainer.evaluate(at)
+    return Stop.NONE
 
 
 def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> LoopResult:
