@@ -355,14 +355,14 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
     return {sha256: ", ".join(found) for sha256, found in reasons.items() if sha256 not in dropped}
 
 
-def metric_at_step(extra: Mapping[str, Any], step: int, name: str) -> float | None:
+def metric_at_step(extra: Mapping[str, object], step: int, name: str) -> float | None:
     """Return the metric `name` from a commit's `extra` if it was measured at exactly this step,
     else None.
     """
     return metrics_at_step(extra, step).get(name)
 
 
-def metrics_at_step(extra: Mapping[str, Any], step: int) -> dict[str, float]:
+def metrics_at_step(extra: Mapping[str, object], step: int) -> dict[str, float]:
     """Return the finite metrics in a commit's `extra` if they were measured at exactly this step,
     else none.
     """
