@@ -203,7 +203,7 @@ KINDS = {
         "metrics: {address: localhost}", 2, ("bad.yaml:1:20", "an IP address", "0.0.0.0")
     ),
     "bucket with one slash": Kind(
-        "store: s3:/bucket/prefix", 2, ("bad.yaml:1:8", "unknown kind", "s3://bucket")
+        "store: s3:/bucket/prefix", 2, ("bad.yaml:1:8", "is a place in S3", "s3://bucket")
     ),
     "weights in a bucket": Kind(
         "training: {initial_weights: 's3://b/w'}", 2, ("a path on this machine", "copy it")

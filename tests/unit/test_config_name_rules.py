@@ -118,8 +118,8 @@ BREACHES = {
     "a store with one slash": (
         "store: s3:/bucket",
         "store",
-        "store 's3:/bucket' is of an unknown kind",
-        "use a folder, or s3://bucket/prefix",
+        "store 's3:/bucket' is a place in S3",
+        "use s3://bucket",
     ),
     "a store of another kind": (
         "store: gs://bucket",

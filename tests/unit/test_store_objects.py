@@ -20,7 +20,6 @@ from ebbflow.core.errors import (
     ObjectNotFound,
     StoreError,
     StoreFull,
-    StoreMisconfigured,
     StoreUnavailable,
 )
 from ebbflow.core.store import ObjectMeta, Store
@@ -75,15 +74,6 @@ def test_an_address_below_the_home_folder_opens_it(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Store.open("~/deep/store").uri == f"{tmp_path}/deep/store"
-
-
-@pytest.mark.parametrize("uri", ["gs://bucket", "http://host"])
-def test_an_address_of_an_unknown_kind_is_refused(uri: str) -> None:
-    with pytest.raises(
-        StoreMisconfigured,
-        match=f"^store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix$",
-    ):
-        Store.open(uri)
 
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:

@@ -121,14 +121,22 @@ def test_the_first_place_that_names_a_region_decides(
     ("variables", "endpoint"),
     [
         (
-            {"AWS_ENDPOINT_URL_S3": "a", "AWS_ENDPOINT_URL": "b", "METAFLOW_S3_ENDPOINT_URL": "c"},
-            "a",
+            {
+                "AWS_ENDPOINT_URL_S3": "http://a",
+                "AWS_ENDPOINT_URL": "http://b",
+                "METAFLOW_S3_ENDPOINT_URL": "http://c",
+            },
+            "http://a",
         ),
         (
-            {"AWS_ENDPOINT_URL_S3": "", "AWS_ENDPOINT_URL": "b", "METAFLOW_S3_ENDPOINT_URL": "c"},
-            "b",
+            {
+                "AWS_ENDPOINT_URL_S3": "",
+                "AWS_ENDPOINT_URL": "http://b",
+                "METAFLOW_S3_ENDPOINT_URL": "http://c",
+            },
+            "http://b",
         ),
-        ({"METAFLOW_S3_ENDPOINT_URL": "c", "AWS_PROFILE": "lab"}, "c"),
+        ({"METAFLOW_S3_ENDPOINT_URL": "http://c", "AWS_PROFILE": "lab"}, "http://c"),
         ({"AWS_PROFILE": "lab"}, "http://of-lab"),
         ({"AWS_PROFILE": "served"}, "http://of-ours"),
         ({"AWS_PROFILE": "other"}, "http://of-other"),
@@ -139,7 +147,7 @@ def test_the_first_place_that_names_a_region_decides(
             {"AWS_PROFILE": "served", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"},
             "http://of-ours",
         ),
-        ({"AWS_ENDPOINT_URL": "b", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "0"}, "b"),
+        ({"AWS_ENDPOINT_URL": "http://b", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "0"}, "http://b"),
     ],
 )
 def test_the_first_place_that_names_an_endpoint_decides(

@@ -34,6 +34,7 @@ from ebbflow.core.config.rule_base import Violation
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.config.step_defaults import ShortenedDefault, shorten_defaults
 from ebbflow.core.config.yaml_values import Expected, MismatchError, SourceText, convert, parse
+from ebbflow.core.store_address import ADDRESS, find_address_problem
 
 _RULES = (*shape_rules.RULES, *name_rules.RULES)
 
@@ -435,7 +436,9 @@ def _resolve_paths(
         value = values.get(key)
         if not isinstance(value, str) or not value.strip() or value in words:
             continue
-        if name_rules.ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
+        if key == "store" and find_address_problem(value) is not None:
+            continue  # a rule refuses it
+        if ADDRESS.match(value) and not (key == "store" and value.startswith("file://")):
             continue
         if key == "cost.prices" and not Path(value).suffix:  # "static", "live", or an unknown word
             continue

@@ -12,11 +12,10 @@ from ebbflow.core.config.rule_base import Breach, Rules, value_of
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.config.yaml_values import closest_match
 from ebbflow.core.signing_key import NAME_PATTERN
+from ebbflow.core.store_address import ADDRESS, find_address_problem
 
 RULES = Rules()
 
-# Matches s3://bucket, and also s3:/bucket, because a folder is hardly ever called "s3:".
-ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _REGION = re.compile(r"([a-z]{2,4})((?:-[a-z]+)+)-([0-9]+)")
 _ZONE_ID = re.compile(r"([a-z]{2,}[0-9]+)(-[a-z]+[0-9]+)?-az[0-9]+")
 _ZONE_NAME = re.compile(r"[a-z]{2,4}(-[a-z]+)+-[0-9]+(-[a-z]+-[0-9]+)?[a-z]")
@@ -141,13 +140,12 @@ def _a_script_averages_itself(config: RunConfig) -> Breach:
 @RULES.about("store")
 def _store_is_known(config: RunConfig) -> Breach:
     store = config.store
-    hint = "use a folder, or s3://bucket/prefix"
     if not store.strip():
-        return "store must not be empty", hint
-    if store.startswith("s3://") and not store.removeprefix("s3://").partition("/")[0]:
-        return f"store {store!r} names no bucket", hint
-    if ADDRESS.match(store) and not store.startswith(("s3://", "file://")):
-        return f"store {store!r} is of an unknown kind", hint
+        return "store must not be empty", "use a folder, or s3://bucket/prefix"
+    problem = find_address_problem(store)
+    if problem is not None:
+        (wrong, fix) = problem
+        return f"store {store!r} {wrong}", f"use {fix}"
     return None
 
 

@@ -45,6 +45,15 @@ _REFUSALS = {
         "set the clock (chronyc makestep, or timedatectl set-ntp true)",
     ),
 }
+_CERTIFICATE_PROBLEMS = {
+    "UnknownIssuer": "the certificate is signed by an unknown authority; fix: name the PEM file of "
+    "your certificate authority in AWS_CA_BUNDLE",
+    "Expired": "the certificate has expired; fix: renew it, or set this machine's clock",
+    "NotValidYet": "the certificate is not valid yet; fix: set this machine's clock",
+    "NotValidForName": "the certificate is for another name; fix: the host's name in the endpoint",
+    "NotValidForNameContext": "the certificate is for another name; fix: the host's name in the "
+    "endpoint",
+}
 _FULL_CODES = frozenset(
     {"EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"}
 )
@@ -145,7 +154,7 @@ def _refusal(operation: str, bucket: str, code: str) -> str:
     )
 
 
-def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
+def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:  # noqa: PLR0912 (one branch for each kind of failure)
     host = _found(r"(https?://[^/\s\"?]+)", text) or "the store"
     if status == 429 or status >= 500:
         answer = _status_and_code(status, code)
@@ -172,6 +181,10 @@ def _away(text: str, status: int, code: str) -> tuple[type[StoreError], str]:
         if "Connect," in text:
             fix = "a firewall or security group that drops packets, the route, or AWS_ENDPOINT_URL"
             words = f"no connection to {host}{within}; fix: {fix}"
+    elif problem := _found(r"InvalidCertificate\(\s*(\w+)", text):
+        words = f"{_CERTIFICATE_PROBLEMS.get(problem, f'the certificate is {problem}')} ({host})"
+    elif "InvalidContentType" in text:
+        words = f"{host} answers without TLS; fix: write it with http://"
     elif "kind: Connect" in text or "kind: Request" in text:
         cause = _found(r'message: "([^"]+)"', text) or _first_sentence(text)
         words = (

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
-from ebbflow.core.errors import ObjectNotFound, StoreError, StoreMisconfigured
+from ebbflow.core.errors import ObjectNotFound, StoreError
 from ebbflow.core.layout import clock_key
 from ebbflow.core.store.errors import as_store_errors
 from ebbflow.core.store.folder import HANG_GUARD, FolderBackend
 from ebbflow.core.store.s3 import open_bucket, split_uri
+from ebbflow.core.store_address import resolve_address
 
 Buffer = bytes | bytearray | memoryview
 
@@ -80,15 +81,12 @@ class Store:
         a long listing takes several requests. In a folder, each operation counts as one request,
         and the limit grows by 1 s for each 10 MB.
         """
+        uri = resolve_address(uri)
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
             opened = open_bucket(bucket, request_timeout_seconds)
             return cls(opened, f"s3://{bucket}", None, request_seconds=request_timeout_seconds).sub(
                 prefix
-            )
-        if "://" in uri and not uri.startswith("file://"):
-            raise StoreMisconfigured(
-                f"store {uri!r}: unknown kind; fix: a folder or s3://bucket/prefix"
             )
         given = Path(uri.removeprefix("file://")).expanduser()
 

@@ -6,19 +6,24 @@ botocore searches for credentials: profile and role, web identity, SSO, shared f
 instance metadata.
 """
 
+from __future__ import annotations
+
 import configparser
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from ebbflow.core.errors import StoreError, StoreForbidden, StoreMisconfigured, StoreUnavailable
 from ebbflow.core.retry import call_within
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
 
 T = TypeVar("T")
 
@@ -78,7 +83,38 @@ def aws_settings() -> AwsSettings:
         )
     if not ignored:
         endpoint = endpoint or profile.service("s3", "endpoint_url") or profile.get("endpoint_url")
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        name = next((name for name in _ENDPOINTS if environment.get(name)), "endpoint_url")
+        raise StoreMisconfigured(
+            f"{name}={endpoint} has no scheme; fix: {name}=http://{endpoint}, or https://"
+        )
     return AwsSettings(region or _DEFAULT_REGION, endpoint, bool(region))
+
+
+def read_certificates() -> bytes | None:
+    """Return the PEM file of private certificate authorities that other AWS tools use, or None.
+
+    Raises StoreMisconfigured if the file that a variable names cannot be read.
+    """
+    names = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
+    found = [(name, os.environ[name]) for name in names if os.environ.get(name)]
+    in_profile = _Profile().get("ca_bundle")
+    if in_profile:
+        found.insert(len(found[:1]), ("ca_bundle of the AWS profile", in_profile))
+    if not found:
+        return None
+    (name, path) = found[0]
+    try:
+        content = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise StoreMisconfigured(
+            f"{name} names {path}: {error.strerror}; fix: a PEM file of certificates"
+        ) from error
+    if b"-----BEGIN CERTIFICATE-----" not in content:
+        raise StoreMisconfigured(
+            f"{name} names {path}, which has no certificate; fix: a PEM file of certificates"
+        )
+    return content
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
@@ -128,14 +164,18 @@ def open_bucket(bucket: str, seconds: float) -> S3Store:
     provider = credential_provider(seconds)
     if provider is not None:
         options["credential_provider"] = provider
+    client_options: ClientConfig = {
+        "timeout": timedelta(seconds=_TRY * seconds),
+        "connect_timeout": timedelta(seconds=_CONNECT * seconds),
+        "allow_http": endpoint is not None and endpoint.startswith("http://"),
+    }
+    certificates = read_certificates()
+    if certificates is not None:
+        client_options["root_certificate"] = certificates
     try:
         return S3Store(
             bucket,
-            client_options={
-                "timeout": timedelta(seconds=_TRY * seconds),
-                "connect_timeout": timedelta(seconds=_CONNECT * seconds),
-                "allow_http": endpoint is not None and endpoint.startswith("http://"),
-            },
+            client_options=client_options,
             retry_config={
                 "max_retries": _RETRIES,
                 "retry_timeout": timedelta(seconds=_TRIES_START * seconds),

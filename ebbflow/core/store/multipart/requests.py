@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import quote, urlsplit
 
 from ebbflow.core.errors import (
@@ -29,7 +30,7 @@ from ebbflow.core.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from ebbflow.core.store.s3 import aws_settings, credential_provider
+from ebbflow.core.store.s3 import aws_settings, credential_provider, read_certificates
 
 _CREDENTIALS_SECONDS = 30.0
 
@@ -212,10 +213,9 @@ class S3Client:
             return kept
         self._drop()
         if scheme == "https":
-            kind = http.client.HTTPSConnection
+            connection = http.client.HTTPSConnection(host, timeout=seconds, context=_tls_context())
         else:
-            kind = http.client.HTTPConnection
-        connection = kind(host, timeout=seconds)
+            connection = http.client.HTTPConnection(host, timeout=seconds)
         connection.connect()
         self._kept.connection = connection
         self._kept.place = (scheme, host)
@@ -302,6 +302,16 @@ def encoded_query(parameters: Mapping[str, str]) -> str:
 
 def encoded_path(key: str) -> str:
     return quote(f"/{key.lstrip('/')}", safe="/-_.~")
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    """Return the trusted authorities: the system's, and the private ones that AWS_CA_BUNDLE names."""
+    context = ssl.create_default_context()
+    certificates = read_certificates()
+    if certificates is not None:
+        context.load_verify_locations(cadata=certificates.decode("ascii", "ignore"))
+    return context
 
 
 def _send(
