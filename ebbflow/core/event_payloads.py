@@ -563,6 +563,8 @@ class PreparedPayload(Payload):
 
     weight_unit: Text = None
     train_tokens: AnyNumber = None
+    held_out_tokens: AnyNumber = None
+    bytes: AnyNumber = None  # of the text files, train and held out
     unigram_entropy_nats: AnyNumber = None
 
 

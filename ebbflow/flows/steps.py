@@ -281,7 +281,7 @@ def prepare_data(flow: TrainArtifacts) -> dict:
         prepared = tokens.to_json()
         say(
             f"{tokens.files:,} files, {tokens.train_tokens:,} tokens to train on and "
-            f"{tokens.held_out_tokens:,} held out, unigram entropy "
+            f"{tokens.held_out_tokens:,} held out, {tokens.tokens_per_byte:.3f} per byte, unigram entropy "
             f"{tokens.unigram_entropy_nats:.4f} nats"
         )
     with job.events("prepare") as events:

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -18,8 +19,14 @@ from ebbflow.core.footprint import size_text
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, Tier
 from ebbflow.infra.checks.store import nearest_existing, store_folder
 from ebbflow.training.checkpoint.hugging_face import check_settings, our_name
-from ebbflow.training.data.build import SourceFile, check_head, find_files, split_files
-from ebbflow.training.data.tokenizer import BYTES, check_vocabulary, open_tokenizer
+from ebbflow.training.data.build import SourceFile, check_head, find_files, open_source, split_files
+from ebbflow.training.data.tokenizer import (
+    BYTES,
+    VocabularyTokenizer,
+    check_vocabulary,
+    open_tokenizer,
+    text_pieces,
+)
 from ebbflow.training.engine.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.weights.files import find_weights
@@ -28,6 +35,20 @@ _OTHERS_NAMED = 5
 _OTHERS_LOOKED_AT = 2000
 _READABLE_LOOKED_AT = 200
 WORKLOAD_CHECK = "workload"
+_FILES_ENCODED = 8
+_ENCODED_BYTES = 128 * 1024  # of each of them
+# Text in any language: 3 bytes per character and one token for it are 0.33, a byte per token is 1
+_TOKENS_PER_BYTE = (0.05, 1.1)
+_MOST_UNKNOWN = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TokenSample:
+    """What a tokenizer made of the beginnings of some files."""
+
+    bytes: int
+    tokens: int
+    unknown: int  # tokens for unknown text
 
 
 def check_dataset(context: PreflightContext) -> CheckFinding:
@@ -159,7 +180,15 @@ def check_tokenizer(context: PreflightContext) -> CheckFinding:
             found += "; nothing stands between two files"
         else:
             found += f"; token {separator} between files"
-    return CheckFinding.passed(found)
+    if not isinstance(tokenizer, VocabularyTokenizer):
+        return CheckFinding.passed(found)
+    for setting in tokenizer.switched_off:
+        found += f"; its {setting} is switched off"
+    try:
+        sample = _encode_sample(config, context.project_root, tokenizer)
+    except DataError:
+        return CheckFinding.passed(found)  # the check of the data says what is wrong with it
+    return _judge_sample(sample, found)
 
 
 def check_initial_weights(context: PreflightContext) -> CheckFinding:
@@ -187,6 +216,49 @@ def check_initial_weights(context: PreflightContext) -> CheckFinding:
             fix = "the model section that these weights are of"
             return CheckFinding.failed(f"{arithmetic}; the model has {wanted:,}", fix)
     return CheckFinding.passed(arithmetic)
+
+
+def _encode_sample(
+    config: RunConfig, project_root: Path, tokenizer: VocabularyTokenizer
+) -> _TokenSample:
+    """Encode the first bytes of some files. Raises DataError if the data cannot be read."""
+    files = find_files(config.data, project_root=project_root)
+    step = max(1, len(files) // _FILES_ENCODED)
+    encoded = 0
+    tokens = 0
+    unknown = 0
+    for file in files[::step][:_FILES_ENCODED]:
+        with open_source(file) as stream:
+            for piece in text_pieces(stream, limit=_ENCODED_BYTES):
+                ids = tokenizer.encode(piece)
+                encoded += len(piece)
+                tokens += len(ids)
+                if tokenizer.unknown_id is not None:
+                    unknown += int((ids == tokenizer.unknown_id).sum())
+    return _TokenSample(bytes=encoded, tokens=tokens, unknown=unknown)
+
+
+def _judge_sample(sample: _TokenSample, found: str) -> CheckFinding:
+    if not sample.bytes:
+        return CheckFinding.passed(found)
+    ratio = sample.tokens / sample.bytes
+    found += f"; {sample.tokens:,} tokens of {sample.bytes:,} bytes: {ratio:.3f} tokens per byte"
+    (lowest, highest) = _TOKENS_PER_BYTE
+    if not lowest <= ratio <= highest:
+        return CheckFinding.failed(
+            f"{found}, which is not between {lowest} and {highest}",
+            "a tokenizer that was trained on such text, and one that drops or adds nothing",
+        )
+    share = sample.unknown / max(1, sample.tokens)
+    if share > _MOST_UNKNOWN:
+        return CheckFinding.failed(
+            f"{found}; {100 * share:.1f} % of them are the token for unknown text, at most "
+            f"{100 * _MOST_UNKNOWN:.0f} % are expected",
+            "a tokenizer that was trained on such text",
+        )
+    if sample.unknown:
+        found += f", {100 * share:.2f} % unknown"
+    return CheckFinding.passed(found)
 
 
 def _failed(error: Exception, fix: str = "", *, more: str = "") -> CheckFinding:

@@ -176,3 +176,63 @@ def test_preflight_without_the_tokenizers_package_names_the_command_to_install_i
     )
     found = checked(folder, "tokenizer")
     assert (found.status, found.fix) == ("failed", "pip install tokenizers")
+
+
+def saved_with(folder: Path, target: Path, *, truncation: bool, padding: bool) -> Path:
+    """A tokenizer.json as transformers saves it after a call that truncates or pads."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "large.json"))
+    if truncation:
+        tokenizer.enable_truncation(128)
+    if padding:
+        tokenizer.enable_padding(length=4096, pad_id=0, pad_token="<|endoftext|>")
+    tokenizer.save(str(target))
+    return target
+
+
+@pytest.mark.parametrize(("truncation", "padding"), [(True, False), (False, True), (True, True)])
+def test_saved_truncation_and_padding_change_no_token(
+    folder: Path, tmp_path: Path, truncation: bool, padding: bool
+) -> None:
+    store = Store.open(str(tmp_path / "store"))
+    plain = prepare_tokens(data(folder), store, project_root=folder)
+    path = saved_with(folder, tmp_path / "saved.json", truncation=truncation, padding=padding)
+    moved = data(folder).model_copy(update={"tokenizer": str(path)})
+    saved = prepare_tokens(moved, store, project_root=folder)
+    assert saved.shard_sha256 == plain.shard_sha256
+    assert saved.fingerprint != plain.fingerprint, "shards made with truncation are not used again"
+    finding = checked(folder, "tokenizer", data=moved, model=ModelConfig(vocab_size=260))
+    assert ("truncation to 128 tokens is switched off" in finding.detail) == truncation
+    assert ("padding is switched off" in finding.detail) == padding
+
+
+def word_tokenizer(target: Path, words: list[str], *, splits: bool = True) -> Path:
+    vocabulary = {"[UNK]": 0, **{word: number for number, word in enumerate(words, start=1)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    if splits:
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(target))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("words", "splits", "status", "detail"),
+    [
+        (["ebb", "flow"], True, "failed", "of them are the token for unknown text"),
+        (["ebb"], False, "failed", "which is not between 0.05 and 1.1"),
+        (None, True, "passed", "tokens per byte"),
+    ],
+)
+def test_preflight_judges_the_tokens_of_a_sample_by_numbers(
+    folder: Path,
+    tmp_path: Path,
+    words: list[str] | None,
+    splits: bool,
+    status: str,
+    detail: str,
+) -> None:
+    path = folder / "large.json"
+    if words is not None:
+        path = word_tokenizer(tmp_path / "words.json", words, splits=splits)
+    config = data(folder).model_copy(update={"tokenizer": str(path)})
+    finding = checked(folder, "tokenizer", data=config, model=ModelConfig(vocab_size=260))
+    assert finding.status == status and detail in finding.detail, finding.detail

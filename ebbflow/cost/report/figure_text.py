@@ -539,6 +539,7 @@ def _quality(report: RunReport) -> dict[str, str]:
             "held-out loss": f"{format_number(actual.get('held_out_loss'))} nats per token",
             "unigram entropy": f"{format_number(actual.get('unigram_entropy_nats'))} nats per token",
             "loss / entropy": format_number(actual.get("held_out_ratio"), 3),
+            "tokens per byte": format_number(actual.get("tokens_per_byte"), 3),
         }
     return {
         one_line(name).replace("_", " "): format_number(value)

@@ -126,6 +126,8 @@ def compute_actual_figures(
         "unigram_entropy_nats": entropy,
         "held_out_ratio": held_out / entropy if held_out is not None and entropy else None,
         "train_tokens": prepared.train_tokens,
+        "text_bytes": prepared.bytes,
+        "tokens_per_byte": _tokens_per_byte(prepared),
         "weight_unit": prepared.weight_unit or "tokens",
         "metrics": {
             str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()
@@ -400,6 +402,14 @@ def read_price_curves(
         if changes:
             first.setdefault(pool, min(changes)[1])
     return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
+
+
+def _tokens_per_byte(prepared: PreparedPayload) -> float | None:
+    counted = [read_number(prepared.train_tokens), read_number(prepared.held_out_tokens)]
+    size = read_number(prepared.bytes)
+    if None in counted or not size:
+        return None
+    return sum(tokens for tokens in counted if tokens is not None) / size
 
 
 def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:

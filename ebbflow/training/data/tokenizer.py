@@ -5,18 +5,24 @@ Files are cut into pieces of whole lines before they are encoded, so that neithe
 its tokens need to fit into memory. The positions of the cuts depend only on the file.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import numpy as np
 
 from ebbflow.core.config.schema import DataConfig, RunConfig
 from ebbflow.training.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 BYTES = "bytes"
 PIECE_BYTES = 2**20
@@ -54,7 +60,11 @@ class ByteTokenizer:
 
 
 class VocabularyTokenizer:
-    """Tokenizer with the vocabulary of a tokenizer.json file. It reads invalid UTF-8 as U+FFFD."""
+    """Tokenizer with the vocabulary of a tokenizer.json file. It reads invalid UTF-8 as U+FFFD.
+
+    The file may truncate or pad what it encodes, because transformers saves the settings of the
+    last call. Both are switched off: a piece of a file is no sample.
+    """
 
     def __init__(self, path: Path) -> None:
         content = _read(path)
@@ -73,6 +83,10 @@ class VocabularyTokenizer:
         self.identity = (
             f"tokenizer.json sha256 {hashlib.sha256(content).hexdigest()}, tokenizers {version}"
         )
+        self.switched_off = _switch_off(self._tokenizer)
+        if self.switched_off:  # tokens that were made with them are others
+            self.identity += f", without {' and '.join(self.switched_off)}"
+        self.unknown_id = _find_unknown_id(content)
         self.vocab_size = (
             max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
@@ -147,6 +161,29 @@ def encode_files(files: Iterable[Iterable[bytes]], tokenizer: Tokenizer) -> Iter
             yield np.array([tokenizer.separator], dtype=dtype_of(tokenizer.vocab_size))
         for piece in content:
             yield tokenizer.encode(piece)
+
+
+def _switch_off(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Switch off truncation and padding, and return descriptions of those that were on."""
+    found = []
+    if tokenizer.truncation is not None:
+        found.append(f"truncation to {tokenizer.truncation['max_length']} tokens")
+        tokenizer.no_truncation()
+    if tokenizer.padding is not None:
+        found.append("padding")
+        tokenizer.no_padding()
+    return found
+
+
+def _find_unknown_id(content: bytes) -> int | None:
+    """Return the ID of the token for unknown text in a tokenizer.json file, or None."""
+    model = json.loads(content).get("model") or {}
+    if isinstance(model.get("unk_id"), int):  # Unigram
+        return model["unk_id"]
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(model.get("unk_token"))
+    return None
 
 
 def _whole_characters(text: bytes) -> int:

@@ -116,6 +116,10 @@ class Tokens:
     shard_sha256: dict[str, str]  # SHA-256 by shard, "train" and "held_out"
     weight_unit: str = "tokens"  # the unit of a batch's weight, for reports
 
+    @property
+    def tokens_per_byte(self) -> float:
+        return (self.train_tokens + self.held_out_tokens) / max(1, self.bytes)
+
     def to_json(self) -> dict:
         return asdict(self)
 
