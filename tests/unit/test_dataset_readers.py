@@ -4,10 +4,13 @@ what is wrong.
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import importlib
 import importlib.util
 import io
 import json
+import lzma
 import struct
 import tarfile
 from collections.abc import Sequence
@@ -36,6 +39,9 @@ __all__ = ["failing_s3"]  # a fixture
 
 TEXTS = (".txt", ".md")
 ROWS = [f"row {number}, höhe" for number in range(9)]
+OBJECTS = [{"text": f"row {number} with a \u2028 line separator"} for number in range(5)]
+LINES = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in OBJECTS).encode()
+LIST = json.dumps(OBJECTS).encode()
 
 
 def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> None:
@@ -389,7 +395,7 @@ def test_a_folder_of_text_has_no_rows(tmp_path: Path) -> None:
         ),
         (
             {"a.csv": b"text"},
-            r"no file that ends in \.jsonl, \.parquet, \.arrow, \.json, \.txt, \.md; fix: name a",
+            r"no file that ends in \.jsonl, \.parquet, \.arrow, \.json, \.ndjson, \.txt, \.md \(.*JSON Lines",
         ),
     ],
 )
@@ -402,3 +408,50 @@ def test_a_dataset_without_rows_is_one_line_with_the_fix(
     with pytest.raises(DataError, match=problem) as caught:
         list(read_rows(find_rows(tmp_path, TEXTS), "text"))
     assert "\n" not in str(caught.value)
+
+
+def compress_zstd(content: bytes) -> bytes:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is an option")
+    return arrow.compress(content, codec="zstd", asbytes=True)
+
+
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": compress_zstd,
+}
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize(
+    ("name", "content"), [("rows.jsonl", LINES), ("rows.ndjson", LINES), ("rows.json", LIST)]
+)
+def test_compressed_rows_are_read(tmp_path: Path, ending: str, name: str, content: bytes) -> None:
+    path = tmp_path / f"{name}{ending}"
+    path.write_bytes(COMPRESS[ending](content))
+    for place in (path, tmp_path):
+        assert [placed.row for placed in read_rows(find_rows(place, (".txt",)))] == OBJECTS
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut", "garbage"])
+def test_a_damaged_compressed_file_is_one_line(tmp_path: Path, ending: str, damage: str) -> None:
+    content = COMPRESS[ending](LINES)
+    path = tmp_path / f"rows.jsonl{ending}"
+    path.write_bytes(content[:-9] if damage == "cut" else b"no archive")
+    with pytest.raises(DataError, match="fix:") as refused:
+        list(read_rows(find_rows(path, ())))
+    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_compressed_and_plain_rows_of_one_kind_are_one_data_set(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    (tmp_path / "b.ndjson.gz").write_bytes(gzip.compress(LINES))
+    assert len(list(read_rows(find_rows(tmp_path, ())))) == 2 * len(OBJECTS)
+
+
+def test_a_folder_of_csv_files_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("text\na\n")
+    with pytest.raises(DataError, match=r"write it as JSON Lines \(pandas"):
+        find_rows(tmp_path, (".txt",))

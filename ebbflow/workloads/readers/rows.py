@@ -1,14 +1,21 @@
-"""Rows of a data set: JSON Lines, JSON, Parquet, Arrow, and what Hugging Face `datasets` saved with
-`save_to_disk`.
+"""Rows of a data set: JSON Lines and JSON, also compressed, Parquet, Arrow, and what Hugging Face
+`datasets` saved with `save_to_disk`.
 
 A data set is a file, a folder or a glob, on this machine or in a bucket (s3://…).
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -30,6 +37,8 @@ _OTHER_SPLIT = re.compile(
 _ABOUT = re.compile(
     r"(^|/)(readme|licen[cs]e|notice|changelog|contributing|citation)[^/]*$", re.IGNORECASE
 )
+_SYNONYMS = {".ndjson": ".jsonl"}
+_COMPRESSIBLE = (".jsonl", ".json")
 # `datasets` keeps results of its own calls there
 _SCRATCH = re.compile(r"(^|/)(cache|indices)-[^/]*\.arrow$")
 _FILE_OF_ARROW = b"ARROW1"  # else it is a stream
@@ -59,19 +68,21 @@ def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
         DataError: there is no such file, or there are files of several formats.
         StoreError: the bucket does not answer.
     """
-    one_file = not has_wildcard(path) and PurePosixPath(path).suffix.lower() in _READERS
+    one_file = not has_wildcard(path) and _kind_of(str(path)) in _READERS
     folder = not has_wildcard(path) and not one_file
-    files = find_files(path, (*_READERS, *texts) if folder else ())
+    files = find_files(path)
+    if folder:
+        files = _select_readable(path, files, texts)
     if saved := _find_saved(path, {file.name: file for file in files}):
         return saved
     files = [file for file in files if not _SCRATCH.search(file.name)]
     found = {}
     for suffix in _READERS:
-        group = [file for file in files if _suffix(file) == suffix]
+        group = [file for file in files if _kind(file) == suffix]
         if group:
             found[suffix] = group
     others = [
-        file for file in files if _suffix(file) not in _READERS and not _ABOUT.search(file.name)
+        file for file in files if _kind(file) not in _READERS and not _ABOUT.search(file.name)
     ]
     if len(found) > 1 or (folder and others):
         found.pop(".json", None)  # it describes the others
@@ -105,7 +116,7 @@ def read_rows(files: Sequence[DataFile], column: str | None = None) -> Iterator[
     """
     count = 0
     for file in files:
-        for number, row in enumerate(_READERS[_suffix(file)](file, column), 1):
+        for number, row in enumerate(_READERS[_kind(file)](file, column), 1):
             if not isinstance(row, Mapping):
                 raise DataError(
                     f"{file}, row {number}: a {type(row).__name__}; fix: one JSON object for "
@@ -123,6 +134,52 @@ def read_rows(files: Sequence[DataFile], column: str | None = None) -> Iterator[
 
 def _suffix(file: DataFile) -> str:
     return PurePosixPath(file.path).suffix.lower()
+
+
+def _kind(file: DataFile) -> str:
+    return _kind_of(file.path)
+
+
+def _kind_of(path: str) -> str:
+    """Return the ending that says how to read a file: .jsonl for rows.ndjson.gz."""
+    name = PurePosixPath(path)
+    suffix = name.suffix.lower()
+    if suffix in _OPEN_COMPRESSED:
+        inner = PurePosixPath(name.stem).suffix.lower()
+        inner = _SYNONYMS.get(inner, inner)
+        return inner if inner in _COMPRESSIBLE else suffix
+    return _SYNONYMS.get(suffix, suffix)
+
+
+def _select_readable(
+    path: str | Path, files: Sequence[DataFile], texts: Sequence[str]
+) -> list[DataFile]:
+    """Return the files of rows and of plain text. Raises DataError if there is none."""
+    found = [file for file in files if _kind(file) in _READERS or _suffix(file) in texts]
+    if found:
+        return found
+    endings = ", ".join(dict.fromkeys([*_READERS, *_SYNONYMS, *texts]))
+    fix = "name a folder, a file, or a glob of files"
+    if {_suffix(file) for file in files} & {".csv", ".tsv"}:
+        fix = "write it as JSON Lines (pandas: to_json(path, orient='records', lines=True))"
+    raise DataError(
+        f"{path}: no file that ends in {endings} (.jsonl and .json also with "
+        f"{', '.join(_OPEN_COMPRESSED)}); fix: {fix}"
+    )
+
+
+def _open_rows(file: DataFile) -> BinaryIO | io.BufferedIOBase:
+    """Open a file of rows, and decompress it if its name says so."""
+    stream = file.open()
+    decompress = _OPEN_COMPRESSED.get(_suffix(file))
+    if decompress is None:
+        return stream
+    return decompress(stream)
+
+
+def _open_zstd(stream: BinaryIO) -> io.BufferedIOBase:
+    arrow = import_arrow()
+    return io.BufferedReader(arrow.CompressedInputStream(stream, "zstd"))
 
 
 def _find_saved(path: str | Path, files: Mapping[str, DataFile]) -> list[DataFile]:
@@ -166,11 +223,11 @@ def _read_about(file: DataFile) -> dict[str, Any]:
 
 
 def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
-    with file.open() as stream:
+    with _reading(file), _open_rows(file) as stream:
         yield from _parse_lines(file, stream)
 
 
-def _parse_lines(file: DataFile, stream: BinaryIO) -> Iterator[Any]:
+def _parse_lines(file: DataFile, stream: Iterable[bytes]) -> Iterator[Any]:
     for number, line in enumerate(stream, 1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -188,16 +245,36 @@ def _parse_lines(file: DataFile, stream: BinaryIO) -> Iterator[Any]:
 
 def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
     """Yield the objects of a list, or of one line each."""
-    with file.open() as stream:
-        if not stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            stream.seek(0)
-            yield from _parse_lines(file, stream)
+    with _reading(file), _open_rows(file) as stream:
+        first = b""
+        while not first.strip():
+            first = stream.readline()
+            if not first:
+                return
+        start = first.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if not start.startswith(b"["):
+            yield from _parse_lines(file, chain([first], stream))
             return
+        content = start + stream.read()
     try:
-        yield from json.loads(file.read(0, file.size))
+        yield from json.loads(content)
     except ValueError as error:
         raise DataError(
             f"{file}: not JSON ({error}); fix: a list of objects, or one object per line"
+        ) from error
+
+
+@contextmanager
+def _reading(file: DataFile) -> Iterator[None]:
+    """Raise what decompression raises for a damaged file as DataError."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError) as error:
+        if _suffix(file) not in _OPEN_COMPRESSED:
+            raise
+        raise DataError(
+            f"{file} cannot be decompressed: {' '.join(str(error).split())[:200]}; fix: copy it "
+            "again"
         ) from error
 
 
@@ -242,6 +319,12 @@ def _read_arrow(file: DataFile, column: str | None) -> Iterator[Any]:
     return _read_tables(file, batches, "copy it again, or save_to_disk")
 
 
+_OPEN_COMPRESSED: dict[str, Callable[[BinaryIO], io.BufferedIOBase]] = {
+    ".gz": lambda stream: gzip.GzipFile(fileobj=stream),
+    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.BZ2File,
+    ".zst": _open_zstd,
+}
 _READERS: dict[str, Callable[[DataFile, str | None], Iterator[Any]]] = {
     ".jsonl": _read_json_lines,
     ".parquet": _read_parquet,
