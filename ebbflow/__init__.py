@@ -15,7 +15,7 @@ everything else.
 # Everything is imported as `ebbflow.…`, in a checkout, in an installation and in Metaflow's code
 # package alike. The links at the top of the repository serve paths, not imports.
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbflow.core.renamed_modules import install_old_names
 
@@ -34,7 +34,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import public names on first use, so that `import ebbflow` stays light."""
     if name == "use_records":
         from ebbflow.flows.launcher import use_records

@@ -86,7 +86,7 @@ class Payload:
 P = TypeVar("P", bound=Payload)
 
 
-def _check_text(value: Any) -> str | None:
+def _check_text(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise ValueError
@@ -95,7 +95,7 @@ def _check_text(value: Any) -> str | None:
 Text = Annotated[str | None, PlainValidator(_check_text)]
 
 
-def check_integer(value: Any) -> int | None:
+def check_integer(value: object) -> int | None:
     if value is None or (type(value) is int and abs(value) < _LARGEST_INT):
         return value
     raise ValueError
@@ -114,7 +114,7 @@ class GenerationStartedPayload(Payload):
     processes_per_node: Integer = None
 
 
-def _check_flag(value: Any) -> bool | None:
+def _check_flag(value: object) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise ValueError
@@ -141,7 +141,7 @@ def _check_number(value: Any) -> float | None:
     return _unless_nan(value)
 
 
-def _unless_nan(value: Any) -> None:
+def _unless_nan(value: object) -> None:
     # Only of an event that was not read from a log, in which NaN is written as null
     if not (isinstance(value, float) and math.isnan(value)):
         raise ValueError
@@ -153,7 +153,7 @@ Number = Annotated[float | None, PlainValidator(_check_number)]
 def _not_null(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the check for an element of a list or mapping, which must not be null."""
 
-    def check_element(value: Any) -> Any:
+    def check_element(value: object) -> Any:
         if value is None:
             raise ValueError
         return check(value)
@@ -184,7 +184,7 @@ class NodeStartedPayload(Payload):
     batch_job_id: Text = None
 
 
-def _any_number(value: Any) -> float | None:
+def _any_number(value: object) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     return None
@@ -224,7 +224,7 @@ class NodeEndedPayload(Payload):
 def _present(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the check for a field that must be present and not null."""
 
-    def check_presence(value: Any) -> Any:
+    def check_presence(value: object) -> Any:
         if value is None:
             raise PydanticCustomError(_MISSING, _MISSING)
         return check(value)
@@ -240,7 +240,7 @@ RequiredNumber = Annotated[float, PlainValidator(_present(_check_number))]
 def _member_of(kinds: type[StrEnum]) -> Callable[[Any], StrEnum | None]:
     members = {str(kind): kind for kind in kinds}
 
-    def check_member(value: Any) -> StrEnum | None:
+    def check_member(value: object) -> StrEnum | None:
         if value is None:
             return None
         if not isinstance(value, str) or value not in members:
@@ -287,7 +287,7 @@ def _check_loss(value: Any) -> float:
 Loss = Annotated[float | None, PlainValidator(_check_loss)]
 
 
-def _any_integer(value: Any) -> int | None:
+def _any_integer(value: object) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     return None
@@ -355,7 +355,7 @@ class IntervalPayload(Payload):
     predicted_loss: Measurement = None  # share of the paid time
 
 
-def _any_text(value: Any) -> str | None:
+def _any_text(value: object) -> str | None:
     if isinstance(value, str):
         return value
     return None
@@ -616,7 +616,7 @@ class RecordedRefusal:
     message: RequiredText
 
 
-def _check_list_or_mapping(value: Any) -> Any:
+def _check_list_or_mapping(value: object) -> Any:
     # Tuples: of an event that was not read from a log
     if value is None or isinstance(value, list | tuple | dict):
         return value
@@ -698,7 +698,7 @@ class BudgetPayload(Payload):
     reserve_usd: Number = None
 
 
-def _check_price_part(value: Any) -> float | str | None:
+def _check_price_part(value: object) -> float | str | None:
     try:
         return _check_number(value)
     except ValueError:

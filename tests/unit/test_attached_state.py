@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ebbflow.training.attach.guards import describe_promise
+from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.state import (
     BatchSource,
     StrayReads,
@@ -115,13 +116,39 @@ class Loop:
         self.step = 3
 
 
+def examined_watch() -> ScriptWatch:
+    watch = ScriptWatch(dict)
+    for _ in range(3):
+        watch.look()
+    return watch
+
+
+def test_a_promise_is_not_made_before_the_script_was_examined() -> None:
+    found = describe_promise(
+        torch.nn.Linear(2, 2),
+        has_optimizer=True,
+        source=None,
+        same_data="sampler",
+        resized="",
+        stray="",
+        watch=ScriptWatch(dict),
+    )
+    assert found == {"level": "not yet examined", "same_data": "sampler", "reasons": []}
+
+
 def test_a_promise_names_what_may_differ() -> None:
     def promise(loader: Any, **facts: Any) -> dict[str, Any]:
         if loader is None:
             source = None
         else:
             source = BatchSource(loader, 1, print)
-        common = {"has_optimizer": True, "same_data": "random states", "resized": "", "stray": ""}
+        common = {
+            "has_optimizer": True,
+            "same_data": "random states",
+            "resized": "",
+            "stray": "",
+            "watch": examined_watch(),
+        }
         return describe_promise(torch.nn.Linear(2, 2), source=source, **(common | facts))
 
     assert promise(DataLoader(Noisy())) == {

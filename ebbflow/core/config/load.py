@@ -380,8 +380,8 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
     try:
         names = []
         for folder in folders:
-            for found in sorted(folder.glob("*.yaml")):
-                names.append(_display(found, cwd))
+            for file_there in sorted(folder.glob("*.yaml")):
+                names.append(_display(file_there, cwd))
     except (OSError, ValueError):
         names = []
     if not names:

@@ -554,6 +554,8 @@ def _promise(report: RunReport) -> dict[str, str]:
     found = report.events.get("promise")
     if not found:
         return {}
+    if _saved_nothing(report):
+        return {"resume": "nothing was saved"}
     tried = (report.events.get("certificate") or {}).get("holds")
     proof = {None: "not proven", True: "proven", False: "DISPROVED"}[tried]
     if found.get("level") != "bit for bit":
@@ -571,6 +573,14 @@ def _promise(report: RunReport) -> dict[str, str]:
     if stall is not None:
         words += [f"{1000 * stall:.1f} ms stall per commit"]
     return {"resume": "; ".join([*words, *map(one_line, found.get("reasons") or [])])}
+
+
+def _saved_nothing(report: RunReport) -> bool:
+    """Return whether a job that ended by itself has no commit. The events of a killed one may lack
+    its last commits.
+    """
+    resumed = any(generation.get("from_step") for generation in report.events["generations"])
+    return report.outcome is not None and not resumed and not report.actual.get("commits")
 
 
 def _certificate(report: RunReport) -> dict[str, str]:

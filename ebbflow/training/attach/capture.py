@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ebbflow.training.attach.guards import describe_resize, script_sha256
+from ebbflow.training.attach.plain_state import PlainState, SavedValues
 from ebbflow.training.attach.state import (
     BatchSource,
     find_frozen,
@@ -29,6 +30,7 @@ from ebbflow.training.checkpoint.state import FurtherState, to_bytes
 from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang
 
+VALUES = "values"  # name of the plain values among the states of a job
 Say = Callable[[str], None]  # prints a line on rank 0
 
 
@@ -62,6 +64,11 @@ class JobState(Protocol):
     @property
     def stateful_objects(self) -> Sequence[Stateful]:
         """The objects that are saved besides model and optimizer."""
+        ...
+
+    @property
+    def saved_objects(self) -> Mapping[str, object]:
+        """The objects that are saved, or that the job reads, by their name in the script."""
         ...
 
     def capture(self, step: int, /) -> Captured:
@@ -118,7 +125,9 @@ class ScriptState:
         self.epoch_samples = 0
         self.source: BatchSource | None = None
         self._gang = gang
-        self._states = states
+        self._states = dict(states)
+        self._values: SavedValues | None = None
+        self._saved_values: dict[str, object] = {}  # of the commit, until the script asks for them
         self._seed = torch.initial_seed()
         # The state of the source in the commit, until the script reads its loader
         self._source_state: Any = None
@@ -128,6 +137,27 @@ class ScriptState:
     @property
     def stateful_objects(self) -> Sequence[Stateful]:
         return list(self._states.values())
+
+    @property
+    def saved_objects(self) -> Mapping[str, object]:
+        states = {
+            name: state.value if isinstance(state, PlainState) else state
+            for name, state in self._states.items()
+        }
+        return {"model": self.model, "optimizer": self.optimizer, **states}
+
+    def open_values(self, values: dict[str, object]) -> SavedValues:
+        """Return the script's plain values, with those of the restored commit in their place.
+
+        Raises AttachError if a value cannot be saved.
+        """
+        if self._values is None:
+            self._values = SavedValues()
+            self._states[VALUES] = self._values
+        split_state(values, "job.state", {})
+        for name, value in values.items():
+            setattr(self._values, name, self._saved_values.pop(name, value))
+        return self._values
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -166,7 +196,7 @@ class ScriptState:
     def capture(self, _step: int, /) -> Captured:
         shared: dict[str, Tensor] = {}
         forms = split_states(self._states, shared)
-        own = {} if self._gang.alone else own_buffers(self.model)
+        own = own_buffers(self.model, every=not self._gang.alone)
         source = None if self.source is None else self.source.state()
         own["attach"] = to_bytes({"seed": self._seed, "source": split_state(source, "source", own)})
         fields = {
@@ -198,7 +228,7 @@ class ScriptState:
             raise AttachError(
                 f"{restored.key} was not made by attach; fix: give this job another name"
             )
-        lost = sorted(fields["states"].keys() - self._states.keys())
+        lost = sorted(fields["states"].keys() - self._states.keys() - {VALUES})
         if lost:
             raise AttachError(
                 f"{restored.key} has the state of {', '.join(lost)}, which attach was not given; "
@@ -210,6 +240,8 @@ class ScriptState:
                 state.load_state_dict(join_state(fields["states"][name], restored.further.shared))
             else:
                 say(f"{restored.key} has no state of {name}, which begins anew")
+        if VALUES in fields["states"]:
+            self._saved_values = join_state(fields["states"][VALUES], restored.further.shared)
         self.epoch = fields["epoch"]
         self.batch = fields["batch"]
         self.epoch_samples = fields.get("samples", 0)

@@ -20,10 +20,11 @@ from ebbflow.core.errors import InfraError
 from ebbflow.core.layout import job_of_script, job_prefix
 from ebbflow.core.store import Store
 from ebbflow.training.attach import loop as attached_loop
-from ebbflow.training.attach.capture import ScriptState, Stateful
+from ebbflow.training.attach.capture import VALUES, ScriptState, Stateful
 from ebbflow.training.attach.folder import FolderJob
 from ebbflow.training.attach.job import AttachedJob
 from ebbflow.training.attach.loop import AttachedLoop, refuse
+from ebbflow.training.attach.plain_state import PlainState, is_plain_state
 from ebbflow.training.attach.standalone import claim_for_ranks, open_job, share_from_rank_0
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.checkpoint.state import named_state
@@ -46,7 +47,7 @@ def attach(
     store: str | None = None,
     name: str | None = None,
     config: str | Path | None = None,
-    **states: Stateful,
+    **states: object,
 ) -> AttachedJob:
     """Attach this process to a job, and restore the job's newest commit if there is one.
 
@@ -63,7 +64,8 @@ def attach(
         name: name of the job; default: EBBFLOW_JOB, else the name of the script.
         config: configuration file; default: only the EBBFLOW__SECTION__KEY variables and the
             defaults.
-        states: further objects to save and restore.
+        states: further objects to save and restore: those with state_dict and load_state_dict, and
+            lists, dicts, sets, deques, tensors and arrays, which are restored in place.
     """
     if scheduler is not None:
         states["scheduler"] = scheduler
@@ -73,10 +75,11 @@ def attach(
         inner = getattr(optimizer, "optimizer", None)
         if isinstance(inner, Optimizer):
             optimizer = inner  # accelerate's wrapper runs no hooks
-        _check_arguments(model, optimizer, states)
+        adopted = _adopt_plain_states(states)
+        _check_arguments(model, optimizer, adopted)
 
         def make(spec: WorkerSpec, gang: Gang) -> AttachedJob:
-            state = _make_state(spec, gang, model, optimizer, states)
+            state = _make_state(spec, gang, model, optimizer, adopted)
             return AttachedJob(AttachedLoop(spec, gang, state), state)
 
         return open_attached(make, store=store, name=name, config=config)
@@ -159,6 +162,28 @@ def _sharding_library(model: nn.Module) -> str:
     """Return the integration for a model whose state only its library can save, else ""."""
     kinds = {type(module).__name__ for module in model.modules()}
     return next((library for kind, library in _SHARDING.items() if kind in kinds), "")
+
+
+def _adopt_plain_states(states: dict[str, object]) -> dict[str, Any]:
+    """Return the states, with containers, tensors and arrays as objects with a state_dict.
+
+    Raises AttachError for a plain value, which cannot be restored in place.
+    """
+    adopted: dict[str, Any] = {}
+    for name, state in states.items():
+        if name == VALUES:
+            raise AttachError(f"attach: the name {name} is taken; fix: another keyword")
+        if isinstance(state, bool | int | float | str | bytes | tuple | None):
+            raise AttachError(
+                f"attach: {name} is a {type(state).__name__}, which cannot be restored in place; "
+                f"fix: saved = job.state({name}=…), and saved.{name} in its place"
+            )
+        is_stateful = hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
+        if not is_stateful and is_plain_state(state):
+            adopted[name] = PlainState(name, state)
+        else:
+            adopted[name] = state
+    return adopted
 
 
 def _check_arguments(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,10 @@ class FolderState:
     @property
     def stateful_objects(self) -> Sequence[Stateful]:
         return ()
+
+    @property
+    def saved_objects(self) -> Mapping[str, object]:
+        return {}
 
     def capture(self, _step: int, /) -> Captured:
         folder = self.folder

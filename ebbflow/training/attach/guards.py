@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import PROMISE
+from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.standalone import record_exception
 from ebbflow.training.attach.state import BatchSource
 from ebbflow.training.compat import PrefixStore
@@ -44,6 +45,7 @@ _ALL_END = timedelta(seconds=3)  # for all ranks to learn that they end; each lo
 EXACT = "bit for bit"
 CLOSE = "within tolerance"
 NOT_EXACT = "not exact"
+NOT_EXAMINED = "not yet examined"
 
 
 class ScriptGuards:
@@ -295,6 +297,7 @@ def describe_promise(
     same_data: str,
     resized: str,
     stray: str,
+    watch: ScriptWatch,
 ) -> dict[str, Any]:
     """Return how exactly the job resumes, as data of the event `promise`: level, same_data and
     reasons.
@@ -305,6 +308,7 @@ def describe_promise(
         resized: how the number of ranks has changed in this job; "" if it has not.
         stray: the place of the script that draws batches whose position is not saved; "" if there
             is none.
+        watch: the looks at the script's variables.
     """
     lost = []
     close = []
@@ -321,6 +325,7 @@ def describe_promise(
     if stray:
         same_data = ""
         lost.append(f"{stray} draws batches whose position is not saved")
+    lost += [unsaved.describe() for unsaved in watch.unsaved.values()]
     if not has_optimizer:
         lost.append("attach was given no optimizer, so that its state starts anew")
     if resized:
@@ -333,6 +338,8 @@ def describe_promise(
         )
     if lost:
         level = NOT_EXACT
+    elif not watch.is_examined:
+        level = NOT_EXAMINED
     elif close:
         level = CLOSE
     else:

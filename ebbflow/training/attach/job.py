@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbflow.training.attach.capture import ScriptState, Stateful
 from ebbflow.training.attach.loop import AttachedLoop, refuse
+from ebbflow.training.attach.plain_state import SavedValues
 from ebbflow.training.attach.state import (
     BatchSource,
     change_iteration,
@@ -70,6 +71,22 @@ class AttachedJob:
         A loss given as a tensor is read later, so that the loop does not wait for the device.
         """
         self._loop.step_log.log(values)
+
+    def state(self, **values: object) -> SavedValues:
+        """Return plain values that are part of each commit, as attributes of one object.
+
+        After a resume they are those of the commit instead of the given ones:
+
+            saved = job.state(best=float("inf"), history=[])
+            …
+            saved.best = min(saved.best, loss)
+
+        The values are numbers, texts, tensors, and lists and dicts of them.
+        """
+        try:
+            return self._state.open_values(values)
+        except AttachError as error:
+            refuse(error)
 
     def epochs(self, count: int, loader: Any = None) -> Iterator[int]:
         """Yield the numbers of the remaining epochs.

@@ -28,11 +28,12 @@ from ebbflow.training.attach.guards import (
     describe_promise,
     make_script_guards,
 )
+from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.standalone import release_job, write_result
-from ebbflow.training.attach.state import StrayReads
+from ebbflow.training.attach.state import StrayReads, from_bytes, join_state, split_state
 from ebbflow.training.attach.steps import StepLog, SyncSchedule
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name
+from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name, to_bytes
 from ebbflow.training.engine.parallel import Spread, refuse_unused_parameters
 from ebbflow.training.engine.profiler import make_profiler
 from ebbflow.training.errors import AttachError, TrainingError, describe_exception
@@ -111,6 +112,7 @@ class AttachedLoop:
         self._profiler = make_profiler(spec, config, gang, reporter)
         self._strays = StrayReads(state.stateful_objects, self.say)
         self._ends.enter_context(self._strays.watch())
+        self._script = ScriptWatch(lambda: state.saved_objects)
         generation = f"{spec.generation}-{spec.generation_id}"
         self._watch = LoopWatch(gang, generation, lambda: self._in_step if self._running else 0)
         self._restore()
@@ -174,6 +176,7 @@ class AttachedLoop:
                 )
             )
         self._running = True
+        self._script.look()
         self.restore_random_states()
         self._syncs.start_clock()
         try:
@@ -226,6 +229,8 @@ class AttachedLoop:
 
     def begin_framework_step(self) -> None:
         """Begin a step of a loop that is not in `run`."""
+        if not self._begun:
+            self._script.look()
         self._running = True
         self.begin_step()
 
@@ -374,6 +379,7 @@ class AttachedLoop:
             same_data=state.same_data,
             resized=state.resized,
             stray=self._strays.found,
+            watch=self._script,
         )
 
     def _sync(self, unsettled: bool) -> None:
@@ -437,11 +443,22 @@ class AttachedLoop:
         captured = self._state.capture(step)
         # Torch may have initialised the optimizer's state by a step without effect
         self._updated = updated
+        own = captured.tensors.own
+        states = self._script.generator_states()
+        own["generators"] = to_bytes(split_state(states, "generators", own))
         saver.further = captured.tensors
+        self._look_at_script()
         self.saved_step = step
         if not self._state.commits_guards:
             return captured.fields
         return captured.fields | {"guards": self.session.guards.numbers.to_json()}
+
+    def _look_at_script(self) -> None:
+        known = set(self._script.unsaved)
+        self._script.look()
+        for name, unsaved in self._script.unsaved.items():
+            if name not in known:
+                self.say(f"not exact: {unsaved.describe()}")
 
     def _restore(self) -> None:
         """Restore the newest commit, if there is one, and continue from its step. Collective."""
@@ -461,6 +478,9 @@ class AttachedLoop:
             self._rng = restored.further.own
         self.say(f"job {self.name} goes on from step {self.step}")
         self._state.restore(restored, self.say)
+        own = restored.further.own
+        if "generators" in own:
+            self._script.set_generator_states(join_state(from_bytes(own["generators"]), own))
 
     def _watch_model(self) -> None:
         """Register hooks on the optimizer's steps and on the model's forward passes."""
@@ -496,6 +516,7 @@ class AttachedLoop:
 
     def _end(self, outcome: Outcome, message: str, sha256: str | None = None) -> None:
         at = Position(self.step, self.samples)
+        self._guards.promise(self.step, self._describe_promise())
         ending = self.session.end(at, outcome, message, sha256)
         if self._spec.result_path:
             write_result(Path(self._spec.result_path), ending)

@@ -246,7 +246,7 @@ class StrayReads:
             )
 
 
-def split_state(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def split_state(state: object, path: str, tensors: dict[str, Tensor]) -> Any:
     """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to
     `tensors`.
 
@@ -308,15 +308,16 @@ def from_bytes(tensor: Tensor) -> Any:
     return json.loads(tensor.numpy().tobytes())
 
 
-def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that can differ between ranks, such as the running statistics of
-    BatchNorm, by name.
+def own_buffers(model: nn.Module, *, every: bool) -> dict[str, Tensor]:
+    """Return the buffers that no state_dict has and, if `every`, also those that can differ between
+    ranks, such as the running statistics of BatchNorm, by name.
     """
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            kept = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if kept and buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER_BYTES:
+            lacking = name.rpartition(".")[2] in module._non_persistent_buffers_set
+            small = buffer.numel() * buffer.element_size() <= _LARGEST_BUFFER_BYTES
+            if (lacking or every) and small:
                 found[f"buffer.{name}"] = buffer.detach()
     return found
 
@@ -420,7 +421,7 @@ def restore_buffers(model: nn.Module, own: Mapping[str, Tensor]) -> None:
 
     A buffer whose shape differs from the commit's keeps its values.
     """
-    for name, buffer in own_buffers(model).items():
+    for name, buffer in own_buffers(model, every=True).items():
         stored = own.get(name)
         if stored is not None and stored.shape == buffer.shape:
             buffer.copy_(stored)
@@ -515,7 +516,7 @@ def _is_numpy_number(state: Any) -> bool:
     return state.dtype.kind in "biuf"
 
 
-def _key(key: Any, path: str) -> Any:
+def _key(key: object, path: str) -> Any:
     if isinstance(key, str | int | bool | None):
         return key
     if isinstance(key, tuple):
@@ -619,7 +620,7 @@ class _EpochOrder:
             yield batch
 
 
-def _is_stateful(source: Any) -> bool:
+def _is_stateful(source: object) -> bool:
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
