@@ -437,6 +437,7 @@ class EvaluationPayload(Payload):
     """Evaluation of the model. Pictures are SVG by name, of a workload that draws some."""
 
     metrics: dict[str, AnyNumber] | None = None
+    non_finite: dict[str, TextElement] | None = None  # metrics that are inf or NaN, as texts
     pictures: dict[str, TextElement] | None = None
 
 

@@ -22,6 +22,10 @@ from ebbflow.diagnose.rules import load_rules
 from ebbflow.diagnose.series import Series
 from ebbflow.infra.notices import NoticeSource
 
+# Notices by which nobody has announced a reclamation: the remark of a rank has no source, a signal
+# is a user's or an operator's, and a rehearsal is one
+_NO_RECLAMATION = (None, NoticeSource.SIGNAL, NoticeSource.REHEARSAL)
+
 
 def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis:
     """Diagnose a job from its events and its ranks' output.
@@ -61,11 +65,8 @@ def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
             payload, FaultPayload | GenerationEndedPayload | GuardPayload | NoticePayload
         ):
             continue
-        if isinstance(payload, NoticePayload) and payload.source in (
-            NoticeSource.SIGNAL,
-            NoticeSource.REHEARSAL,
-        ):
-            continue  # somebody stopped the job, or rehearses; EC2 has not announced anything
+        if isinstance(payload, NoticePayload) and payload.source in _NO_RECLAMATION:
+            continue
         if event.name == ev.STALL and any(later.name == ev.STEP for later in events[number:]):
             continue  # the rank has continued, or another generation
         words = _evidence_words(payload)

@@ -542,7 +542,7 @@ def _quality(report: RunReport) -> dict[str, str]:
             "tokens per byte": format_number(actual.get("tokens_per_byte"), 3),
         }
     return {
-        one_line(name).replace("_", " "): format_number(value)
+        one_line(name).replace("_", " "): value if isinstance(value, str) else format_number(value)
         for name, value in (actual.get("metrics") or {}).items()
     }
 

@@ -131,7 +131,8 @@ def compute_actual_figures(
         "weight_unit": prepared.weight_unit or "tokens",
         "metrics": {
             str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()
-        },
+        }
+        | (evaluations[-1].payload.non_finite or {} if evaluations else {}),
         "usd_per_1000_rollouts": float(ledger.total_usd) * 1000 / rollouts if rollouts else None,
         "network": _compare_networks(events),
         "profile": profiles[-1].payload.lines if profiles else None,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome, describe_error
-from ebbflow.core.events import EVALUATION, NOTICE, OUTCOME
+from ebbflow.core.events import NOTICE, OUTCOME
 from ebbflow.training.attach.capture import JobState
 from ebbflow.training.attach.guards import (
     LoopWatch,
@@ -40,6 +40,7 @@ from ebbflow.training.errors import AttachError, TrainingError, describe_excepti
 from ebbflow.training.gang import Gang, leave
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position, Stop
+from ebbflow.training.metric_values import MetricGate, emit_evaluation
 from ebbflow.training.reporter import Reporter
 from ebbflow.training.save_controller import SaveController, make_save_schedule
 from ebbflow.training.session import (
@@ -109,6 +110,7 @@ class AttachedLoop:
         self._guards = ScriptGuards(self.session)
         self._syncs = SyncSchedule(config.checkpoint)
         self.step_log = StepLog(reporter, kept_steps)
+        self._metrics = MetricGate(self.record_notice)
         self._profiler = make_profiler(spec, config, gang, reporter)
         self._strays = StrayReads(state.stateful_objects, self.say)
         self._ends.enter_context(self._strays.watch())
@@ -427,11 +429,12 @@ class AttachedLoop:
         if session.take_spoiled_loss():
             loss = float("nan")
         self.step_log.add(self.step, data, loss)
-        metrics = self.step_log.take_metrics()
-        if metrics:
+        logged = self.step_log.take_metrics()
+        if logged:
+            metrics = self._metrics.read(logged)
             if session.gang.rank == 0:
-                session.reporter.emit(EVALUATION, step=self.step, metrics=metrics)
-            session.saves.extra["metrics"] = {**metrics, "step": self.step}
+                emit_evaluation(session.reporter, self.step, metrics)
+            session.saves.extra["metrics"] = {**metrics.finite, "step": self.step}
 
     def _capture(self, step: int) -> dict[str, Any]:
         """Return the job's fields for a commit, and give the saver the tensors to which these

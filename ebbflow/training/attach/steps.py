@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ebbflow.core.config.schema import CheckpointConfig
 from ebbflow.core.events import STEP
+from ebbflow.training.metric_values import read_metric
 from ebbflow.training.reporter import Reporter
 
 _SYNC_SECONDS = 0.5
@@ -83,8 +84,8 @@ class StepLog:
         """Return a value of the current step, which is none of its metrics then."""
         return self._values.pop(name, default)
 
-    def take_metrics(self) -> dict[str, float]:
-        metrics = {name: float(value) for name, value in self._values.items()}
+    def take_metrics(self) -> dict[str, object]:
+        metrics = self._values
         self._values = {}
         return metrics
 
@@ -104,8 +105,9 @@ class StepLog:
         count = len(self._pending) - (0 if all_steps else self._kept_steps)
         losses: list[float] = []
         for pending in self._pending[:count]:
-            if pending.loss is not None:
-                losses.append(float(pending.loss))
+            loss = read_metric(pending.loss)
+            if loss is not None:
+                losses.append(loss)
                 if math.isfinite(losses[-1]):
                     pending.data["loss"] = losses[-1]
             self._reporter.emit(STEP, step=pending.step, at=pending.at, **pending.data)

@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import BUDGET, EVALUATION, NOTICE, STEP, LedgerClass
+from ebbflow.core.events import BUDGET, NOTICE, STEP, LedgerClass
 from ebbflow.training.engine.guards.guards import Action, Judgement
 from ebbflow.training.engine.optimizer import averaged_weights, learning_rate, skip_if_non_finite
 from ebbflow.training.engine.parallel import Spread
 from ebbflow.training.errors import GenerationSuperseded, MemoryGrowth, TrainingError
 from ebbflow.training.evaluation import Evaluation
 from ebbflow.training.limits import LoopResult, Position, Stop
+from ebbflow.training.metric_values import MetricGate, emit_evaluation
 from ebbflow.training.progress import Progress, Status
 from ebbflow.training.session import JobSession
 from ebbflow.training.step_sync import DeviceExchange, Row, StepSync, find_slowest
@@ -60,6 +61,10 @@ class Trainer:
         self.session.reporter.clock.end_own()
         if self.device_exchange is not None:
             self.device_exchange.end_own()
+
+    @cached_property
+    def metric_gate(self) -> MetricGate:
+        return MetricGate(self._record_notice)
 
     @cached_property
     def device_exchange(self) -> DeviceExchange | None:
@@ -275,23 +280,15 @@ class Trainer:
         with averaged:
             metrics = self.evaluation.run(self.workload, self.spread)
         if metrics is None:
-            if session.gang.rank == 0:
-                message = (
-                    f"step {at.step}: the evaluation is abandoned: "
-                    f"{session.limits.describe(Stop.INTERRUPTED)}"
-                )
-                print(message, flush=True)
-                session.reporter.emit(NOTICE, step=at.step, message=message)
+            why = session.limits.describe(Stop.INTERRUPTED)
+            self._record_notice(f"step {at.step}: the evaluation is abandoned: {why}")
             return Stop.INTERRUPTED
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        values = self.metric_gate.read(metrics)
         # Saved with this commit; retention compares them
-        session.saves.extra["metrics"] = {**finite, "step": at.step}
+        session.saves.extra["metrics"] = {**values.finite, "step": at.step}
         check_best_metric(self.config, metrics)
         if session.gang.rank == 0:
-            data: dict[str, Any] = {"metrics": metrics}
-            if pictures := draw_pictures(self.workload):
-                data["pictures"] = pictures
-            session.reporter.emit(EVALUATION, step=at.step, **data)
+            emit_evaluation(session.reporter, at.step, values, draw_pictures(self.workload))
         return Stop.NONE
 
     def end(self, at: Position, outcome: Outcome, message: str = "") -> LoopResult:
@@ -367,3 +364,9 @@ class Trainer:
         for hook in hooks:
             hook.remove()
         return numbers[0] if numbers else 0
+
+    def _record_notice(self, message: str) -> None:
+        """Print a line, and record it as an event, if this is rank 0."""
+        if self.session.gang.rank == 0:
+            print(message, flush=True)
+            self.session.reporter.emit(NOTICE, message=message)
