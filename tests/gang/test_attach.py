@@ -431,7 +431,7 @@ def test_a_save_that_is_due_while_gradients_accumulate_is_made_after_the_next_st
         ),
         (
             "ebbflow.attach(a, average=3)",
-            "average has type int, without state_dict and load_state_dict; fix: ",
+            "average has type int, which cannot be restored in place; fix: ",
             {},
         ),
         (

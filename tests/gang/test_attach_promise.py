@@ -136,6 +136,22 @@ EXACT = {
     + "    train_on(torch.stack([p[0] for p in picked]), torch.stack([p[1] for p in picked]), 1 / count[0])\n"
     + "    for k, v in model.state_dict().items(): ema[k].mul_(0.9).add_(v, alpha=0.1)\n"
     + "print('final', job.step, digest(model.state_dict(), ema), len(memory))\n",
+    "rows_of_an_array_in_an_own_loop": BEGIN
+    + "table = x.numpy(); order = np.random.default_rng(5)\n"
+    + "job = ebbflow.attach(model, opt)\n"
+    + "for epoch in job.epochs(3):\n"
+    + "    rows = order.permutation(len(table))\n"
+    + "    for start in range(0, len(rows), 8):\n"
+    + "        a = torch.from_numpy(table[rows[start:start + 8]])\n"
+    + "        job.log(loss=train_on(a, a.sum(1, keepdim=True)))\n"
+    + END,
+    "gradients_accumulated_in_an_own_loop": BEGIN
+    + "job = ebbflow.attach(model, opt)\n"
+    + "for epoch in job.epochs(3):\n"
+    + "    for part, (a, b) in enumerate(zip(x.split(4), x.sum(1, keepdim=True).split(4))):\n"
+    + "        nn.functional.mse_loss(model(a), b).backward()\n"
+    + "        if part % 2: opt.step(); opt.zero_grad()\n"
+    + END,
     "values_of_the_job": BEGIN
     + "job = ebbflow.attach(model, opt)\n"
     + "saved = job.state(it=0, best=float('inf'), losses=[])\n"
@@ -325,3 +341,33 @@ def test_what_changes_and_is_not_saved_is_named_with_the_fix(
         assert result["promise"]["level"] == "not exact", result["promise"]
         said = " ".join(result["promise"]["reasons"])
         assert f"`{variable}` ({name}.py:" in said and "changes and is not saved; fix: " in said
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("for epoch in job.epochs(3):\n    model(x)\n", "no step was counted in epoch 0"),
+        ("for a in job.batches(iter([x]), epochs=2): train_on(a, a[:, :1])\n", "can be read once"),
+        (
+            "for epoch in job.epochs(2, zip(x, x)):\n    pass\n",
+            "2 epochs of a zip, which can be read once",
+        ),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_with_the_fix(
+    tmp_path: Path, body: str, words: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BEGIN + "job = ebbflow.attach(model, opt)\n" + body)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__STORE": str(tmp_path / "store")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode not in (0, 75), done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if words in line]
+    assert "; fix: " in line and "Traceback" not in done.stderr

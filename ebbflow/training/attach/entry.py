@@ -175,7 +175,7 @@ def _adopt_plain_states(states: dict[str, object]) -> dict[str, Any]:
             raise AttachError(f"attach: the name {name} is taken; fix: another keyword")
         if isinstance(state, bool | int | float | str | bytes | tuple | None):
             raise AttachError(
-                f"attach: {name} is a {type(state).__name__}, which cannot be restored in place; "
+                f"attach: {name} has type {type(state).__name__}, which cannot be restored in place; "
                 f"fix: saved = job.state({name}=…), and saved.{name} in its place"
             )
         is_stateful = hasattr(state, "state_dict") and hasattr(state, "load_state_dict")

@@ -92,18 +92,22 @@ class AttachedJob:
         """Yield the numbers of the remaining epochs.
 
         With `loader`, a plain `for` loop over it skips the batches that the last commit covers.
-        Without `loader`, loop over `batches(loader)` instead.
+        Without `loader`, loop over `batches(loader)` in the epoch. If the epoch has a loop of its
+        own, such as over rows of an array, each step of the optimizer is a step, and the job saves
+        at the end of an epoch.
         """
         if loader is not None:
+            _check_rereadable(loader, count)
             length = self._open_source(loader).length
             self._loop.max_steps = count * (length or 0)
             self._follow(loader)
         with self._loop.run():
             while self.epoch < count:
                 self._reads_epoch = True
+                self._loop.begin_epoch(counts_updates=loader is None)
                 yield self.epoch
                 self._state.begin_epoch(self.epoch + 1)
-                self._loop.end_epoch()
+                self._loop.end_epoch(self.epoch - 1)
 
     def batches(self, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
         """Yield the remaining batches of `epochs` epochs; without `epochs`, those of the current
@@ -119,6 +123,7 @@ class AttachedJob:
                 )
             yield from self._epoch(loader)
             return
+        _check_rereadable(loader, epochs)
         for _ in self.epochs(epochs):
             yield from self._epoch(loader)
 
@@ -176,6 +181,7 @@ class AttachedJob:
         reporter = loop.session.reporter
         source = self._open_source(loader)
         self._reads_epoch = False
+        loop.read_batches()
         reporter.enter("data", loop.step + 1)
         if state.batch:
             place = find_enumerate(sys._getframe(1))
@@ -197,3 +203,14 @@ class AttachedJob:
             last = source.length is not None and state.batch >= source.length
             loop.end_step(samples, last=last)
         reporter.enter("evaluation", loop.step)
+
+
+def _check_rereadable(loader: object, epochs: int) -> None:
+    """Exit if several epochs are to be read from an iterator, which ends after the first."""
+    if epochs > 1 and isinstance(loader, Iterator):
+        refuse(
+            AttachError(
+                f"job: {epochs} epochs of a {type(loader).__name__}, which can be read once; fix: "
+                "pass a DataLoader or a list, or loop over job.steps(n) and draw from it"
+            )
+        )

@@ -30,7 +30,13 @@ from ebbflow.training.attach.guards import (
 )
 from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.standalone import release_job, write_result
-from ebbflow.training.attach.state import StrayReads, from_bytes, join_state, split_state
+from ebbflow.training.attach.state import (
+    StrayReads,
+    count_samples,
+    from_bytes,
+    join_state,
+    split_state,
+)
 from ebbflow.training.attach.steps import StepLog, SyncSchedule
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name, to_bytes
@@ -95,6 +101,13 @@ class AttachedLoop:
         self._updated = False  # whether the optimizer has stepped since the last step of the loop
         self._forwarded = False  # whether gradients were computed since the optimizer's last step
         self._save_owed = False  # whether a save was due while gradients were accumulating
+        # Whether the optimizer's steps are the steps of this epoch, whose loop the job cannot see
+        self._counts_updates = False
+        self._update_pending = (
+            False  # whether such a step waits for the loss that is logged after it
+        )
+        self._first_step_of_epoch = 0
+        self._forward_samples = 0  # samples of this rank in the forward passes of such a step
         # A sync that waits for the end of the epoch: whether gradients are unused; None if none
         self._held_sync: bool | None = None
         self._rng: dict[str, Tensor] = {}
@@ -254,8 +267,38 @@ class AttachedLoop:
                 self._sync(unsettled)
         self.session.reporter.enter("data", self.step + 1)
 
-    def end_epoch(self) -> None:
-        """Sync if the sync of the epoch's last step has waited for the end of the epoch."""
+    def begin_epoch(self, *, counts_updates: bool) -> None:
+        """Begin an epoch.
+
+        Args:
+            counts_updates: whether to count the optimizer's steps until the job reads batches itself
+                (`read_batches`). The job then saves at the end of the epoch only: a commit in the
+                middle would not have the place in a loop that the job cannot see.
+        """
+        self._counts_updates = counts_updates
+        self._first_step_of_epoch = self.step
+
+    def read_batches(self) -> None:
+        """Count batches instead of the optimizer's steps in this epoch."""
+        self._counts_updates = False
+
+    def end_epoch(self, epoch: int) -> None:
+        """Sync at the end of an epoch: if the sync of its last step has waited for it, or if the
+        optimizer's steps were counted.
+        """
+        if self._counts_updates:
+            self._count_update()
+            self._counts_updates = False
+            if self.step == self._first_step_of_epoch:
+                refuse(
+                    AttachError(
+                        f"job.epochs: no step was counted in epoch {epoch}, since no optimizer given "
+                        "to attach took one; fix: for batch in job.batches(loader) in the epoch, or "
+                        "job.steps(n) in place of job.epochs"
+                    )
+                )
+            self._sync(False)
+            return
         if self._held_sync is not None:
             unsettled = self._held_sync
             self._held_sync = None
@@ -485,6 +528,16 @@ class AttachedLoop:
         if "generators" in own:
             self._script.set_generator_states(join_state(from_bytes(own["generators"]), own))
 
+    def _count_update(self) -> None:
+        """Count the optimizer's last step, now that its loss is logged."""
+        if not self._update_pending:
+            return
+        self._update_pending = False
+        self._updated = False
+        self.count_step(self._forward_samples * self.session.gang.world_size)
+        self._forward_samples = 0
+        self._save_owed = self._save_owed or self.session.saves.due(self.step)
+
     def _watch_model(self) -> None:
         """Register hooks on the optimizer's steps and on the model's forward passes."""
         model = self._state.model
@@ -504,10 +557,14 @@ class AttachedLoop:
 
     def _on_optimizer_step(self, *_: object) -> None:
         self._updated = True
+        if self._counts_updates:
+            self._count_update()  # of a step whose forward pass was not seen
+            self._update_pending = True
+            self._in_step = self.step + 1
         self.session.reporter.mark_trained(self._in_step)
         self.session.reporter.clock.begin_own()
 
-    def _on_forward(self, module: nn.Module, _: object) -> None:
+    def _on_forward(self, module: nn.Module, inputs: object) -> None:
         """Report whether the model is evaluated or trained, because the agent has a hang threshold
         for each phase.
         """
@@ -515,6 +572,9 @@ class AttachedLoop:
             self.session.reporter.enter("evaluation", self.step)
         elif self._running:
             self._forwarded = torch.is_grad_enabled()
+            if self._counts_updates and self._forwarded:
+                self._count_update()
+                self._forward_samples += count_samples(inputs)
             self.session.reporter.enter("forward", self.step + 1)
 
     def _end(self, outcome: Outcome, message: str, sha256: str | None = None) -> None:
