@@ -49,6 +49,7 @@ class LedgerClass(StrEnum):
     STARTUP = "startup"
     RESTORE = "restore"  # reading a commit
     SHUTDOWN = "shutdown"  # from the last step to the node's end
+    SCRIPT = "script"  # a script that calls no ebbflow.attach, whose steps are unknown
     HANG = "hang"  # the step that did not complete, until the hang was detected
     REDONE_STEP = "redone_step"  # a step that was lost and computed again
     SKIPPED_STEP = "skipped_step"  # a step whose update a guard skipped

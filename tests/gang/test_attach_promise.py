@@ -371,3 +371,39 @@ def test_what_cannot_be_counted_is_refused_with_the_fix(
     assert done.returncode not in (0, 75), done.stdout
     (line,) = [line for line in done.stderr.splitlines() if words in line]
     assert "; fix: " in line and "Traceback" not in done.stderr
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ebbflow", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW_RUNS": str(folder / "runs")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_script_that_does_not_attach_is_watched_and_billed_and_accused_of_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(1); print('trained')\n")
+    refused = command(tmp_path, "run", "train.py", "--set", "cluster.nodes=2")
+    assert refused.returncode == 2 and "fix: ebbflow run train.py --nodes 2" in refused.stderr
+    done = command(tmp_path, "run", "train.py", "--set", f"store={tmp_path / 'runs'}")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == (
+        "ebbflow: train.py does not call ebbflow.attach: watched and billed, nothing is saved"
+    )
+    assert "trained" in said
+    report = json.loads(command(tmp_path, "report", "train", "--json").stdout)
+    assert report["outcome"] == "completed" and report["actual"]["goodput"] is None
+    classes = {line["class"]: line["rank_seconds"] for line in report["ledger"]}
+    assert classes["script"] >= 1.0
+    assert classes.get("unattributed", 0.0) < 0.5
+    text = command(tmp_path, "report", "train").stdout
+    for word in ("DAMAGED", "interrupted", "bit for bit", "diagnosis"):
+        assert word not in text
+    assert " done " in command(tmp_path, "jobs").stdout

@@ -52,6 +52,7 @@ _CAUSES = {
     LedgerClass.EVALUATION: "evaluation",
     LedgerClass.CHECKPOINT_STALL: "saves",
     LedgerClass.SHUTDOWN: "start and end",
+    LedgerClass.SCRIPT: "script",
     LedgerClass.UNATTRIBUTED: "unattributed",
     LedgerClass.MINIMUM_CHARGE: "minimum charge",
     LedgerClass.HANG: "interruption: hang",

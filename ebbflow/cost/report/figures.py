@@ -141,7 +141,7 @@ def compute_actual_figures(
         ),
         "saves": compute_save_figures(events, ledger),
         "generations": len(generations),
-        "goodput": useful / ledger.paid_microseconds if ledger.paid_microseconds else None,
+        "goodput": _compute_goodput(useful, ledger),
         "unattributed_share": ledger.unattributed_share,
         "price_kind": ledger.price_kind,
     }
@@ -403,6 +403,16 @@ def read_price_curves(
         if changes:
             first.setdefault(pool, min(changes)[1])
     return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
+
+
+def _compute_goodput(useful: int, ledger: Ledger) -> float | None:
+    """Return the share of the paid time in useful steps; None if the steps of a script are unknown."""
+    is_unknown = not useful and any(
+        line.ledger_class is LedgerClass.SCRIPT for line in ledger.lines
+    )
+    if is_unknown or not ledger.paid_microseconds:
+        return None
+    return useful / ledger.paid_microseconds
 
 
 def _tokens_per_byte(prepared: PreparedPayload) -> float | None:

@@ -60,6 +60,7 @@ COLOURS = {
     LedgerClass.STARTUP: "#56b4e9",
     LedgerClass.RESTORE: "#0072b2",
     LedgerClass.SHUTDOWN: "#9fa8b8",
+    LedgerClass.SCRIPT: "#009e73",
     LedgerClass.HANG: "#7a2e00",
     LedgerClass.REDONE_STEP: "#e69f00",
     LedgerClass.SKIPPED_STEP: "#b8860b",

@@ -17,11 +17,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ebbflow.core.config.load import load_config, values_with_sources
+from ebbflow.core.config.load import DEFAULT, LoadedConfig, load_config, values_with_sources
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.event_log import EventLog
-from ebbflow.core.events import CONFIGURED, PREPARED, Origin, read_events
+from ebbflow.core.events import (
+    CONFIGURED,
+    OUTCOME,
+    PHASE,
+    PREPARED,
+    LedgerClass,
+    Origin,
+    read_events,
+)
 from ebbflow.core.launchers import claim_job
 from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
 from ebbflow.core.observer_process import start_observer
@@ -38,6 +46,7 @@ from ebbflow.training.launch.messages import GangSpec, WorkerSpec
 from ebbflow.training.launch.transport import control_ports
 from ebbflow.training.limits import LoopResult
 from ebbflow.training.rehearse import Fault
+from ebbflow.training.reporter import process_start_monotonic
 
 _LOOK_SECONDS = 1.0
 _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is not frozen
@@ -87,7 +96,12 @@ def main(words: list[str]) -> int:
         ),
     )
     parser.add_argument("script", help="the script; its arguments follow after --")
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes per node (1)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=None,
+        help="number of processes; default: cluster.processes_per_node if it is given, else 1",
+    )
     parser.add_argument(
         "--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name"
     )
@@ -105,9 +119,10 @@ def main(words: list[str]) -> int:
     script = Path(given.script)
     if not script.is_file():
         raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")
-    if given.rehearse:
-        Fault.parse(given.rehearse).check(max_steps=sys.maxsize, nodes=1, world_size=given.ranks)
     loaded = load_config(given.config, given.set, project_root=Path.cwd())
+    ranks = given.ranks or _configured_ranks(loaded, given.script)
+    if given.rehearse:
+        Fault.parse(given.rehearse).check(max_steps=sys.maxsize, nodes=1, world_size=ranks)
     config = loaded.script_settings()
     job = job_of_script(given.job, str(script))
     uri = Store.open(config["store"]).uri
@@ -142,7 +157,7 @@ def main(words: list[str]) -> int:
             attempt=0,
             node=0,
             nodes=1,
-            processes_per_node=given.ranks,
+            processes_per_node=ranks,
             main_address="127.0.0.1",
             config=RunConfig.model_validate(config),
             store_uri=uri,
@@ -151,6 +166,12 @@ def main(words: list[str]) -> int:
             candidate_ports=control_ports(run, 0),
             rehearse=given.rehearse,
         )
+        if not _may_attach(script):
+            print(
+                f"ebbflow: {script.name} does not call ebbflow.attach: watched and billed, nothing "
+                "is saved",
+                flush=True,
+            )
         ending = run_gang(spec)
         print(
             f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip()
@@ -170,7 +191,6 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     """
     # With torch, which the launcher does not import
     from ebbflow.training.attach import loop as attached_loop
-    from ebbflow.training.attach.standalone import write_result
 
     script = find_script(
         spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri)
@@ -191,6 +211,17 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
     try:
+        return _run(spec, script, result)
+    finally:
+        if not attached_loop.has_attached:
+            _record_script(spec)
+
+
+def _run(spec: WorkerSpec, script: Path, result: Path) -> LoopResult:
+    from ebbflow.training.attach import loop as attached_loop
+    from ebbflow.training.attach.standalone import write_result
+
+    try:
         try:
             with profile_script(spec, lambda: attached_loop.current is not None):
                 runpy.run_path(str(script), run_name="__main__")
@@ -209,9 +240,61 @@ def run_script(spec: WorkerSpec) -> LoopResult:
         return LoopResult(
             Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"]
         )
-    ending = LoopResult(Outcome.COMPLETED, 0, f"{script.name} has ended")
+    ending = LoopResult(Outcome.COMPLETED, 0, f"{script.name} has ended; nothing was saved")
     write_result(result, ending)
     return ending
+
+
+def _record_script(spec: WorkerSpec) -> None:
+    """Record the time of a script that never attached, and that it has ended unless it raises now."""
+    rank = int(os.environ.get("RANK", "0"))
+    origin = Origin(
+        job=spec.job,
+        run=spec.run,
+        attempt=spec.attempt,
+        generation=spec.generation,
+        node=spec.node,
+        rank=rank,
+    )
+    seconds = time.monotonic() - process_start_monotonic()
+    with (
+        contextlib.suppress(InfraError),  # the script's own end says more
+        EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as events,
+    ):
+        events.emit(PHASE, **{"class": str(LedgerClass.SCRIPT), "seconds": seconds})
+        if rank == 0 and sys.exc_info()[0] is None:
+            events.emit(OUTCOME, outcome=str(Outcome.COMPLETED), message="the script has ended")
+
+
+def _configured_ranks(loaded: LoadedConfig, script: str) -> int:
+    """Return the number of ranks that the user has configured, or 1.
+
+    Raises WorkloadError if the configuration has several nodes, which this command does not start.
+    """
+    cluster = loaded.config.cluster
+    if loaded.sources["cluster.nodes"] != DEFAULT and cluster.nodes not in (1, "auto"):
+        raise WorkloadError(
+            f"cluster.nodes is {cluster.nodes} ({loaded.sources['cluster.nodes']}), and this command "
+            f"runs a script on this machine alone; fix: ebbflow run {script} --nodes {cluster.nodes}"
+        )
+    ranks = cluster.processes_per_node
+    if loaded.sources["cluster.processes_per_node"] == DEFAULT or not isinstance(ranks, int):
+        return 1
+    return ranks
+
+
+def _may_attach(script: Path) -> bool:
+    """Return whether the script, or a file beside it, names Ebbflow or a library whose Trainer is
+    attached by itself.
+    """
+    names = ("ebbflow", "transformers", "lightning")
+    with contextlib.suppress(OSError):
+        for path in [script, *script.parent.glob("*.py")]:
+            text = path.read_text(errors="replace")
+            if any(name in text for name in names):
+                return True
+        return False
+    return True
 
 
 def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
