@@ -67,6 +67,9 @@ class CommitCallback(Callback):
                 )
             )
         job = found[0]._attach(trainer)
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            if type(callback).state_dict is Callback.state_dict:
+                job.watch_object(type(callback).__name__, callback)
         found[0]._keep_order(loader)
         if job.restored is None:
             return None

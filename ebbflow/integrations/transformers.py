@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from ebbflow.training.attach.entry import attach_folder
 from ebbflow.training.attach.folder import FolderJob
+from ebbflow.training.attach.influence import find_random_draws
 from ebbflow.training.attach.loop import refuse
 from ebbflow.training.errors import AttachError
 
@@ -55,7 +57,19 @@ class CommitCallback(TrainerCallback):
                     "callbacks=[CommitCallback()]"
                 )
             )
-        restored = found[0]._attach(trainer.args).restored
+        job = found[0]._attach(trainer.args)
+        # EarlyStoppingCallback and others keep counters, which the Trainer saves but does not read
+        trainer.args.restore_callback_states_from_checkpoint = True
+        for callback in trainer.callback_handler.callbacks:
+            if not isinstance(callback, ExportableState):
+                job.watch_object(type(callback).__name__, callback)
+        draws = find_random_draws(trainer.train_dataset, trainer.data_collator)
+        if draws and trainer.args.dataloader_num_workers > 0:
+            job.add_inexact_reason(
+                f"{draws} draws random numbers in the processes of the loader, which are others after "
+                "a resume; fix: dataloader_num_workers=0"
+            )
+        restored = job.restored
         if restored is None:
             return None
         return str(restored)

@@ -161,6 +161,33 @@ EXACT = {
     + "    saved.it += 1; saved.best = min(saved.best, loss); saved.losses.append(loss)\n"
     + "print('final', job.step, digest(model.state_dict()), saved.it, saved.best, len(saved.losses))\n",
 }
+TRAINER = """
+import hashlib, os, torch
+from torch import nn
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from ebbflow.integrations.transformers import CommitCallback
+torch.manual_seed(0); x = torch.randn(56, 6)
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.f = nn.Linear(6, 1)
+    def forward(self, v, labels=None):
+        p = self.f(v); return {"loss": ((p - labels) ** 2).mean(), "logits": p}
+rows = [{"v": row, "labels": row.sum().view(1)} for row in x]
+class Constant(Trainer):  # its metric never improves
+    def evaluate(self, *a, **k):
+        m = {"eval_loss": 1.0, "epoch": self.state.epoch}; self.log(dict(m))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, m)
+        return m
+args = TrainingArguments(
+    f"output-{os.environ['EBBFLOW_JOB']}", report_to=[], use_cpu=True, disable_tqdm=True,
+    per_device_train_batch_size=8, num_train_epochs=4, eval_strategy="steps", eval_steps=3,
+    save_strategy="steps", save_steps=3, load_best_model_at_end=True, metric_for_best_model="loss")
+trainer = Constant(model=Net(), args=args, train_dataset=rows, eval_dataset=rows[:8],
+    callbacks=[CommitCallback(), {callback}])
+trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))
+weights = trainer.model.f.weight.detach().numpy().tobytes()
+print("final", trainer.state.global_step, hashlib.sha256(weights).hexdigest()[:12])
+"""
+EXACT["trainer_with_early_stopping"] = TRAINER.replace("{callback}", "EarlyStoppingCallback(4)")
 # What a script keeps and the job does not: the promise must name it
 NOT_EXACT = {
     "replay_list": (
@@ -271,6 +298,17 @@ NOT_EXACT = {
         + END,
         "batches",
     ),
+    "trainer_with_a_counter_in_a_callback": (
+        TRAINER.replace("{callback}", "Patience()").replace(
+            "rows =",
+            "class Patience(TrainerCallback):\n"
+            "    def __init__(self): self.left = 15\n"
+            "    def on_step_end(self, args, state, control, **_):\n"
+            "        self.left -= 1; control.should_training_stop |= self.left == 0\n"
+            "rows =",
+        ),
+        "Patience.left",
+    ),
     "counter_in_an_averaging_module": (
         BEGIN
         + "class Average(nn.Module):\n"
@@ -325,7 +363,9 @@ def test_what_is_saved_or_harmless_is_promised_and_equal(
     results: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     (whole, resumed) = results[name]
-    assert whole["printed"].startswith("final 21 ") and resumed["printed"] == whole["printed"]
+    steps = 15 if name == "trainer_with_early_stopping" else 21
+    assert whole["printed"].startswith(f"final {steps} ")
+    assert resumed["printed"] == whole["printed"]
     for result in (whole, resumed):
         assert result["promise"]["level"] == "bit for bit", result["promise"]
         assert result["promise"]["reasons"] == []

@@ -17,9 +17,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ebbflow.training.attach.guards import describe_promise
+from ebbflow.training.attach.influence import find_random_draws
 from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.state import (
     BatchSource,
@@ -114,6 +115,13 @@ class Loop:
     def __init__(self) -> None:
         self.optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters())
         self.step = 3
+
+
+class PlainRows(Noisy):
+    """A dataset of a script without random numbers."""
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return index
 
 
 def examined_watch() -> ScriptWatch:
@@ -552,3 +560,13 @@ def test_a_torchdata_loader_resumes_from_its_state() -> None:
     assert torch.equal(kept, torch.get_rng_state()), (
         "the script's own random numbers are not drawn from"
     )
+
+
+def draw_in_collate(rows: list[Any]) -> torch.Tensor:
+    return torch.rand(len(rows))
+
+
+def test_the_place_of_a_random_draw_in_a_dataset_is_found() -> None:
+    assert find_random_draws(Noisy(), default_collate).startswith("test_attached_state.py:")
+    assert find_random_draws(PlainRows(), draw_in_collate).startswith("test_attached_state.py:")
+    assert find_random_draws(PlainRows(), default_collate, [1], None) == ""

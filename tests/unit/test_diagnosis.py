@@ -714,10 +714,10 @@ def test_a_straggler_is_named_with_its_price() -> None:
     assert "in all 1.3 s and $0.0026" in finding["evidence"][0]["text"]
 
 
-if __name__ == "__main__":
-    COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")
-
-
 def test_a_remark_of_a_rank_is_no_notice_of_reclamation() -> None:
     remark = event(NOTICE, t=5.0, message="metric perplexity is inf: left out of commits")
     assert diagnose_job([remark], []) == diagnose_job([], [])
+
+
+if __name__ == "__main__":
+    COVERAGE_PAGE.write_text(coverage_page(), encoding="utf-8")

@@ -209,6 +209,14 @@ class FolderJob:
         """
         self._state.same_data = ""
 
+    def watch_object(self, name: str, value: object) -> None:
+        """Look for changes of an object of the script that the framework holds, such as a callback."""
+        self._loop.script.add_object(name, value)
+
+    def add_inexact_reason(self, reason: str) -> None:
+        """Record why a resume is not exact."""
+        self._loop.script.add_reason(reason)
+
     def say(self, text: str) -> None:
         """Print a line if this is rank 0."""
         self._loop.say(text)

@@ -325,7 +325,7 @@ def describe_promise(
     if stray:
         same_data = ""
         lost.append(f"{stray} draws batches whose position is not saved")
-    lost += [unsaved.describe() for unsaved in watch.unsaved.values()]
+    lost += watch.describe()
     if not has_optimizer:
         lost.append("attach was given no optimizer, so that its state starts anew")
     if resized:

@@ -13,10 +13,13 @@ libraries.
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
+import os
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from functools import cache
 
 _DEEPEST_CALL = 4
@@ -31,12 +34,14 @@ _DRAWS = frozenset(
 )
 _MUTATORS = {"append", "appendleft", "extend", "update", "add", "insert", "push", "put", "heappush"}
 _SETTINGS = {"lr", "momentum", "weight_decay", "betas", "initial_lr"}
+# Attributes of parameters, and those by which callbacks end a framework's loop
+_STORED = {"data", "grad", "lr", "should_training_stop", "should_stop", "should_epoch_stop"}
 _SHOWN = {"print", "len", "str", "format", "repr", "float", "int", "round", "item", "tolist"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """What a variable holds."""
 
     PLAIN = auto()  # a number, text, or a container of them
@@ -121,6 +126,26 @@ def can_change_training(place: Place, name: str, kind: Kind) -> bool:
         return False
     after = [node for node in place.body if node.lineno > (loops[0].end_lineno or 0)]
     return _is_used(after, name)
+
+
+def find_random_draws(*objects: object) -> str:
+    """Return the place of the first random draw in the classes and functions of some objects of a
+    script, such as "train.py:18"; "" if there is none.
+    """
+    for value in objects:
+        code = value if inspect.isroutine(value) else type(value)
+        try:
+            lines, first = inspect.getsourcelines(code)  # pyright: ignore[reportArgumentType]
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+            path = inspect.getsourcefile(code) or ""  # pyright: ignore[reportArgumentType]
+        except (OSError, TypeError, SyntaxError, ValueError):
+            continue  # a built-in, or without source
+        if "site-packages" in path:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _call_name(node) in _DRAWS:
+                return f"{os.path.basename(path)}:{first + node.lineno - 1}"
+    return ""
 
 
 class _Access(Enum):
@@ -209,7 +234,7 @@ class _Flow:
                 trains = self._taint(target.value, tainted)
             case ast.Attribute():
                 tainted.add(f".{target.attr}")
-                trains = trains or target.attr in ("data", "grad")
+                trains = trains or target.attr in _STORED
             case ast.Subscript(slice=ast.Constant(value=key)) if key in _SETTINGS:
                 trains = True
             case ast.Subscript():

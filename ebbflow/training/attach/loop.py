@@ -78,6 +78,7 @@ class AttachedLoop:
         resumed: whether a commit was restored.
         saved_step: the last step that this process saved; -1 before the first save.
         max_steps: number of steps of the job; 0 if unknown.
+        script: looks at the script's variables.
         divided: whether more ranks take fewer steps, because they divide each epoch.
     """
 
@@ -129,7 +130,9 @@ class AttachedLoop:
         self._profiler = make_profiler(spec, config, gang, reporter)
         self._strays = StrayReads(state.stateful_objects, self.say)
         self._ends.enter_context(self._strays.watch())
-        self._script = ScriptWatch(lambda: state.saved_objects)
+        self.script = ScriptWatch(
+            lambda: state.saved_objects, restores_generators=state.commits_guards
+        )
         generation = f"{spec.generation}-{spec.generation_id}"
         self._watch = LoopWatch(gang, generation, lambda: self._in_step if self._running else 0)
         self._restore()
@@ -193,7 +196,7 @@ class AttachedLoop:
                 )
             )
         self._running = True
-        self._script.look()
+        self.script.look()
         self.restore_random_states()
         self._syncs.start_clock()
         try:
@@ -247,7 +250,7 @@ class AttachedLoop:
     def begin_framework_step(self) -> None:
         """Begin a step of a loop that is not in `run`."""
         if not self._begun:
-            self._script.look()
+            self.script.look()
         self._running = True
         self.begin_step()
 
@@ -426,7 +429,7 @@ class AttachedLoop:
             same_data=state.same_data,
             resized=state.resized,
             stray=self._strays.found,
-            watch=self._script,
+            watch=self.script,
         )
 
     def _sync(self, unsettled: bool) -> None:
@@ -492,19 +495,20 @@ class AttachedLoop:
         # Torch may have initialised the optimizer's state by a step without effect
         self._updated = updated
         own = captured.tensors.own
-        states = self._script.generator_states()
+        states = self.script.generator_states()
         own["generators"] = to_bytes(split_state(states, "generators", own))
         saver.further = captured.tensors
         self._look_at_script()
         self.saved_step = step
+        fields = captured.fields | {"script": self.script.to_json()}
         if not self._state.commits_guards:
-            return captured.fields
-        return captured.fields | {"guards": self.session.guards.numbers.to_json()}
+            return fields
+        return fields | {"guards": self.session.guards.numbers.to_json()}
 
     def _look_at_script(self) -> None:
-        known = set(self._script.unsaved)
-        self._script.look()
-        for name, unsaved in self._script.unsaved.items():
+        known = set(self.script.unsaved)
+        self.script.look()
+        for name, unsaved in self.script.unsaved.items():
             if name not in known:
                 self.say(f"not exact: {unsaved.describe()}")
 
@@ -526,9 +530,10 @@ class AttachedLoop:
             self._rng = restored.further.own
         self.say(f"job {self.name} goes on from step {self.step}")
         self._state.restore(restored, self.say)
+        self.script.restore(restored.extra.get("script") or {})
         own = restored.further.own
         if "generators" in own:
-            self._script.set_generator_states(join_state(from_bytes(own["generators"]), own))
+            self.script.set_generator_states(join_state(from_bytes(own["generators"]), own))
 
     def _count_update(self) -> None:
         """Count the optimizer's last step, now that its loss is logged."""

@@ -24,7 +24,6 @@ from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import (
     CONFIGURED,
     OUTCOME,
-    PHASE,
     PREPARED,
     LedgerClass,
     Origin,
@@ -46,7 +45,7 @@ from ebbflow.training.launch.messages import GangSpec, WorkerSpec
 from ebbflow.training.launch.transport import control_ports
 from ebbflow.training.limits import LoopResult
 from ebbflow.training.rehearse import Fault
-from ebbflow.training.reporter import process_start_monotonic
+from ebbflow.training.reporter import Clock
 
 _LOOK_SECONDS = 1.0
 _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is not frozen
@@ -256,12 +255,11 @@ def _record_script(spec: WorkerSpec) -> None:
         node=spec.node,
         rank=rank,
     )
-    seconds = time.monotonic() - process_start_monotonic()
     with (
         contextlib.suppress(InfraError),  # the script's own end says more
         EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as events,
     ):
-        events.emit(PHASE, **{"class": str(LedgerClass.SCRIPT), "seconds": seconds})
+        Clock(events.emit, first_class=LedgerClass.SCRIPT).emit_phases()
         if rank == 0 and sys.exc_info()[0] is None:
             events.emit(OUTCOME, outcome=str(Outcome.COMPLETED), message="the script has ended")
 

@@ -15,9 +15,9 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -49,9 +49,15 @@ class Unsaved:
     name: str  # such as memory or self.count
     place: str  # file and line, such as train.py:10
     kind: Kind
+    is_generator: bool = False
 
     def describe(self) -> str:
         """Render what is wrong and the fix, in one line."""
+        if self.is_generator:
+            return (
+                f"`{self.name}` ({self.place}) draws random numbers that the framework's loop cannot "
+                "restore; fix: the generators of torch, numpy and random themselves"
+            )
         if "." in self.name:
             fix = "give its object state_dict and load_state_dict, and pass it to attach"
         elif self.kind is Kind.PLAIN:
@@ -66,20 +72,58 @@ class ScriptWatch:
 
     Args:
         saved: returns the objects that commits hold, by their name in `attach`.
+        restores_generators: whether the job restores random generators before a batch is drawn. In
+            the loop of a framework it cannot.
     """
 
-    def __init__(self, saved: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(
+        self, saved: Callable[[], Mapping[str, object]], *, restores_generators: bool = True
+    ) -> None:
         self._saved = saved
+        self._restores_generators = restores_generators
+        self._others: dict[str, object] = {}
+        self._reasons: list[str] = []
         self._looks = 0
         self._seen: dict[tuple[str, int, str], object] = {}
         self._generators: dict[str, object] = {}
         self._pending: dict[str, object] = {}  # states of generators in the restored commit
         self.unsaved: dict[str, Unsaved] = {}
+        # What an earlier start of the job found, until this one has looked as often
+        self._was_examined = False
+        self._found_before: dict[str, Unsaved] = {}
 
     @property
     def is_examined(self) -> bool:
-        """Whether two commits have been compared with what was before them."""
+        """Whether two commits have been compared with what was before them, in this start of the
+        job or in the one that made the restored commit.
+        """
+        return self._was_examined or self._has_looked
+
+    @property
+    def _has_looked(self) -> bool:
         return self._looks > 2
+
+    def to_json(self) -> dict[str, object]:
+        """Return what was found so far, for a commit."""
+        found = {**self._found_before, **self.unsaved}
+        return {
+            "examined": self.is_examined,
+            "unsaved": [asdict(unsaved) for unsaved in found.values()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what the job that made a commit had found (`to_json`)."""
+        self._was_examined = bool(state.get("examined"))
+        saved = self._saved()
+        for fields in state.get("unsaved", ()):
+            unsaved = Unsaved(
+                name=fields["name"],
+                place=fields["place"],
+                kind=Kind(fields["kind"]),
+                is_generator=fields["is_generator"],
+            )
+            if unsaved.name not in saved:
+                self._found_before[unsaved.name] = unsaved
 
     def set_generator_states(self, states: Mapping[str, object]) -> None:
         """Restore these states at the first look, when the script has made its generators."""
@@ -90,23 +134,51 @@ class ScriptWatch:
 
     def look(self) -> None:
         """Compare the variables with the last look. The third look is the last."""
-        if self.is_examined:
+        if self._has_looked:
             return
         self._looks += 1
         seen: dict[tuple[str, int, str], object] = {}
         saved = self._saved()
         ignored = _identities(saved.values())
-        for variable in islice(_walk_script(saved, ignored), _MOST_VARIABLES):
+        found = chain(_walk_script(saved, ignored), self._walk_others(ignored))
+        for variable in islice(found, _MOST_VARIABLES):
             key = (variable.scope.file, variable.scope.first_line, variable.name)
-            if _is_generator(variable.value):
+            is_generator = _is_generator(variable.value)
+            if is_generator and self._restores_generators:
                 self._adopt(variable)
                 continue
-            fingerprint = _fingerprint(variable.value)
+            if is_generator:
+                fingerprint = _fingerprint(_read_generator(variable.value))
+            else:
+                fingerprint = _fingerprint(variable.value)
             seen[key] = fingerprint
             changed = key in self._seen and self._seen[key] != fingerprint
             if changed and variable.name not in self.unsaved:
                 self._judge(variable)
-        self._seen = {} if self.is_examined else seen
+        self._seen = {} if self._has_looked else seen
+        if self._has_looked:
+            self._found_before = {}
+
+    def add_object(self, name: str, value: object) -> None:
+        """Look also at the attributes of an object of the script that a framework holds."""
+        self._others[name] = value
+
+    def add_reason(self, reason: str) -> None:
+        """Add a reason for "not exact" that was found elsewhere."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+
+    def describe(self) -> list[str]:
+        """Return why a resume is not exact, one line for each reason."""
+        found = {**self._found_before, **self.unsaved}
+        return [*self._reasons, *(unsaved.describe() for unsaved in found.values())]
+
+    def _walk_others(self, ignored: set[int]) -> Iterator[_Variable]:
+        seen = set(ignored)
+        for name, value in self._others.items():
+            file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+            scope = _Scope(file=file, first_line=0, line=0, values={})
+            yield from _walk_value(scope, name, value, seen, _DEEPEST)
 
     def _adopt(self, variable: _Variable) -> None:
         """Save a generator from now on, and restore its state of the commit."""
@@ -117,6 +189,12 @@ class ScriptWatch:
                 _restore_generator(variable.value, self._pending.pop(name))
 
     def _judge(self, variable: _Variable) -> None:
+        if _is_generator(variable.value):
+            where = f"{os.path.basename(variable.scope.file)}:{variable.scope.line}"
+            self.unsaved[variable.name] = Unsaved(
+                name=variable.name, place=where, kind=Kind.STATEFUL, is_generator=True
+            )
+            return
         source = ScriptFile.of(variable.scope.file)
         if source is None:
             return
