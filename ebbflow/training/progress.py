@@ -133,20 +133,17 @@ class Progress:
         )
         if terms is not None and status.at_risk_usd is not None:
             parts.append(f"${status.at_risk_usd:.4f} at risk")
-        return " · ".join(parts + [status.drag] * bool(status.drag))
+        return " · ".join(filter(None, [*parts, status.drag]))
 
     def _mfu(self, seconds: float) -> str:
-        """Return the MFU as text.
+        """Return the MFU as text; "" on a CPU, which has none.
 
         An MFU above 100 % is unknown, because the peak was measured on a busy machine.
         """
-        if self._peak:
-            share = self._flops / seconds / self._peak
-        else:
-            share = None
-        if share is None or share > 1.0:
-            if share is None:
-                return "MFU unknown"
+        if not self._peak:
+            return ""
+        share = self._flops / seconds / self._peak
+        if share > 1.0:
             return "MFU unknown (faster than the peak measured on a busy machine)"
         return f"MFU {100 * share:.0f}% of measured peak"
 

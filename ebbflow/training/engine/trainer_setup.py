@@ -203,24 +203,21 @@ def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torc
 def _progress(
     spec: WorkerSpec, gang: Gang, config: RunConfig, terms: Terms | None, reporter: Reporter
 ) -> Progress | None:
-    """Measure all devices' peak FLOP/s, for the MFU.
+    """Measure the peak FLOP/s of all GPUs, for the MFU.
 
-    On rank 0, return the printer of progress lines. Collective.
+    A CPU has no MFU: its peak depends on what else the machine does, so that the share would rise
+    when the machine slows down. On rank 0, return the printer of progress lines. Collective.
     """
-    # Later ranks with the same local rank reuse the file. The number of ranks on the machine
-    # changes the measurement.
-    name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
-    if spec.kept_path:
-        kept = Path(spec.kept_path) / name
-    else:
-        kept = None
-    dtype = DTYPES[config.fsdp.compute_dtype]
-    if gang.device.type == "cpu" and dtype is torch.float16:
-        # Float16 is hundreds of times slower on a CPU, so that measuring it takes minutes
-        dtype = torch.bfloat16
-    own = peak_flops_per_second(gang.device, dtype, kept)
-    reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
-    peak = sum(flops for (flops,) in gang.gather_numbers([own]))
+    peak = 0.0
+    if gang.device.type != "cpu":
+        # Later ranks with the same local rank reuse the file. The number of ranks on the machine
+        # changes the measurement.
+        name = f"peak-{os.environ.get('LOCAL_RANK', '0')}-of-{spec.colocated_ranks}.json"
+        kept = Path(spec.kept_path) / name if spec.kept_path else None
+        dtype = DTYPES[config.fsdp.compute_dtype]
+        own = peak_flops_per_second(gang.device, dtype, kept)
+        reporter.emit(PEAK, flops_per_second=own, dtype=str(dtype).removeprefix("torch."))
+        peak = sum(flops for (flops,) in gang.gather_numbers([own]))
     if gang.rank != 0:
         return None
     unit = str(spec.prepared.get("weight_unit", "tokens"))
