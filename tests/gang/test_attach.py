@@ -469,5 +469,22 @@ def test_bad_input_is_one_line_with_the_fix(
     assert len(lines) == 1 and lines[0].startswith("ebbflow: ") and message in lines[0], lines
 
 
+def test_ranks_exit_with_0_while_the_watch_of_their_loops_reads_the_store(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, ebbflow\n"
+        "from ebbflow.training.attach import guards\n"
+        "guards._WATCH_SECONDS = 0.0\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in ebbflow.attach(model, optimizer).steps(3):\n"
+        "    optimizer.zero_grad()\n    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    for _ in range(3):
+        finish(start(script, ranks=2), script)
+
+
 def _is_installed(library: str) -> bool:
     return importlib.util.find_spec(library.partition(".")[0]) is not None

@@ -40,6 +40,8 @@ from ebbflow.training.step_sync import StepSync, find_slowest
 from ebbflow.training.weights.load import weights_sha256
 
 # In a step beyond the last one of another rank, which may be about to end by a break
+_WATCH_SECONDS = 1.0
+_LAST_REQUEST_SECONDS = 10.0
 _UNEQUAL_SECONDS = 4.0
 _ALL_END = timedelta(seconds=3)  # for all ranks to learn that they end; each looks every second
 EXACT = "bit for bit"
@@ -181,6 +183,9 @@ class LoopWatch:
     store every second. The rank whose steps ended first is at fault, unless most ranks have left:
     then it is a rank that goes on.
 
+    The thread must end before the interpreter does (`close`). The interpreter ends the threads that
+    are left when they ask for its lock, and in torch's store this aborts the process.
+
     Args:
         step_begun: returns the number of the step in the loop, or 0 outside it.
     """
@@ -191,12 +196,15 @@ class LoopWatch:
         self._step_begun = step_begun
         self._store = None
         self._left_at = 0.0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
         # A store that cannot be cloned
         with contextlib.suppress(AttributeError, RuntimeError, ValueError):
             if not gang.alone:
                 store: Any = dist.distributed_c10d._get_default_store()
                 self._store = PrefixStore(f"ebbflow/{generation}", store.clone())
-                threading.Thread(target=self._watch, name="loop watch", daemon=True).start()
+                self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+                self._thread.start()
 
     def leave(self, step: int) -> None:
         self._left_at = time.time()
@@ -206,12 +214,17 @@ class LoopWatch:
                 self._store.compare_set("left", "", json.dumps([self._rank, step]))
                 self._store.add("leavers", 1)
 
+    def close(self) -> None:
+        """End the thread. It may be in a request to the store, whose deadline is the store's."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LAST_REQUEST_SECONDS)
+
     def _watch(self) -> None:
         store = self._store
         since = 0.0
         with contextlib.suppress(RuntimeError):  # the process with the store has ended
-            while store is not None:
-                time.sleep(1.0)
+            while store is not None and not self._closing.wait(_WATCH_SECONDS):
                 if store.check(["verdict"]):
                     self._end_process(*json.loads(store.get("verdict")))
                 rank = 0

@@ -602,6 +602,7 @@ class AttachedLoop:
         if self._closed:
             return
         self._closed = True
+        self._watch.close()
         self.step_log.flush()
         self.session.saver.close()
         self._ends.close()
