@@ -43,6 +43,7 @@ from ebbflow.training.launch.agent import run_gang
 from ebbflow.training.launch.heartbeat import Heartbeat
 from ebbflow.training.launch.messages import GangSpec, WorkerSpec
 from ebbflow.training.launch.transport import control_ports
+from ebbflow.training.launch.workers import THREADS_VARIABLE, threads_per_rank
 from ebbflow.training.limits import LoopResult
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.reporter import Clock
@@ -169,6 +170,12 @@ def main(words: list[str]) -> int:
             print(
                 f"ebbflow: {script.name} does not call ebbflow.attach: watched and billed, nothing "
                 "is saved",
+                flush=True,
+            )
+        if THREADS_VARIABLE not in os.environ:
+            print(
+                f"{THREADS_VARIABLE}={threads_per_rank(ranks)} for each rank: "
+                f"{len(os.sched_getaffinity(0))} cores / {ranks} ranks; set it to keep your own",
                 flush=True,
             )
         ending = run_gang(spec)

@@ -63,13 +63,6 @@ _DIE_WITH_CALLER = (
     "sys.argv[1:])",
 )
 
-# Of the recorders. Before torch 2.8, NCCL's had a variable of its own. It records starts only with
-# timing.
-RECORDER_VARIABLES = {
-    "TORCH_FR_BUFFER_SIZE": "512",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "512",
-    "TORCH_NCCL_ENABLE_TIMING": "1",
-}
 _HANDLERS = ("dump_nccl_trace_json", "fr_trace_json")  # of NCCL's recorder and of gloo's
 _SCHEDULED = "scheduled"
 _STARTED = "started"
@@ -330,6 +323,19 @@ class Dump:
         if future is None or future.exception():
             return {"where": ""}
         return future.result()
+
+
+def recorder_variables(torch_version: str) -> dict[str, str]:
+    """Return the environment variables that switch on torch's flight recorders.
+
+    NCCL's recorder records starts only with timing. Before torch 2.8, its size had a variable of its
+    own; later releases warn about that name.
+    """
+    variables = {"TORCH_FR_BUFFER_SIZE": "512", "TORCH_NCCL_ENABLE_TIMING": "1"}
+    release = tuple(int(part) for part in torch_version.split(".")[:2])
+    if release < (2, 8):
+        variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "512"
+    return variables
 
 
 def is_engine_location(where: str) -> bool:

@@ -21,6 +21,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from ebbflow.core.process import (
 from ebbflow.core.program import python_path
 from ebbflow.training import errors
 from ebbflow.training.errors import bounded_text, error_class
-from ebbflow.training.launch.evidence import RECORDER_VARIABLES, WorkerFailure, is_peer_loss_error
+from ebbflow.training.launch.evidence import WorkerFailure, is_peer_loss_error, recorder_variables
 from ebbflow.training.launch.heartbeat import Heartbeat, HeartbeatReading
 from ebbflow.training.launch.messages import SPEC_VARIABLE, RankResult, WorkerSpec
 
@@ -50,6 +51,7 @@ _LEFT_BEHIND_SECONDS = 3.0
 _FORK_DEADLINE_SECONDS = 10.0
 _END_DEADLINE_SECONDS = 10.0
 STANDBY_VARIABLE = "EBBFLOW_STANDBY_OF"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 Process = subprocess.Popen[bytes] | RemoteChild
 
@@ -76,7 +78,7 @@ class Standby:
     def __init__(self, log: Path, *, colocated_ranks: int, keeper: Keeper | None = None) -> None:
         environment = dict(os.environ, PYTHONPATH=python_path(os.environ), PYTHONUNBUFFERED="1")
         # Read by libraries when they load
-        environment["OMP_NUM_THREADS"] = threads_per_rank(colocated_ranks)
+        environment.setdefault(THREADS_VARIABLE, threads_per_rank(colocated_ranks))
         environment[STANDBY_VARIABLE] = str(os.getpid() if keeper is None else keeper.pid)
         its_input, self._requests = os.pipe()
         self._answers, its_output = os.pipe()
@@ -344,7 +346,35 @@ def start_process(
 
 
 def threads_per_rank(colocated_ranks: int) -> str:
+    """Return the value of `THREADS_VARIABLE` for ranks that share a machine, unless the user set it."""
     return str(max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks)))
+
+
+def make_environment(
+    rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int
+) -> dict[str, str]:
+    """Return the environment variables of the ranks of a node; those of the user are kept."""
+    address, port = rendezvous
+    environment = dict(
+        os.environ,
+        PYTHONPATH=python_path(os.environ),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(local_world_size),
+        PYTHONUNBUFFERED="1",
+    )
+    environment.setdefault(THREADS_VARIABLE, threads_per_rank(colocated))
+    for variable, value in recorder_variables(version("torch")).items():
+        environment.setdefault(variable, value)
+    if not any(variable in environment for variable in _ALLOCATOR_VARIABLES):
+        # Less fragmentation; no effect on a CPU
+        environment[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if address == "127.0.0.1":
+        # Otherwise gloo resolves the host name, which may fail or lead to an interface that is
+        # down.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment
 
 
 class WorkerGroup:
@@ -362,7 +392,7 @@ class WorkerGroup:
         standby: Standby | None = None,
         keeper: Keeper | None = None,
     ) -> None:
-        environment = _environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
+        environment = make_environment(rendezvous, world_size, len(ranks), spec.colocated_ranks)
         # The node's number, by which Lightning finds ranks
         environment["GROUP_RANK"] = str(ranks.start // len(ranks))
 
@@ -507,29 +537,3 @@ def _unix_time(text: object) -> float:
         if math.isfinite(seconds):
             return seconds
     return time.time()
-
-
-def _environment(
-    rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int
-) -> dict[str, str]:
-    address, port = rendezvous
-    environment = dict(
-        os.environ,
-        PYTHONPATH=python_path(os.environ),
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(local_world_size),
-        OMP_NUM_THREADS=threads_per_rank(colocated),
-        PYTHONUNBUFFERED="1",
-    )
-    for variable, value in RECORDER_VARIABLES.items():
-        environment.setdefault(variable, value)
-    if not any(variable in environment for variable in _ALLOCATOR_VARIABLES):
-        # Less fragmentation; no effect on a CPU
-        environment[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-    if address == "127.0.0.1":
-        # Otherwise gloo resolves the host name, which may fail or lead to an interface that is
-        # down.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
