@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml.nodes import ScalarNode
 
 from ebbflow.core.config import name_rules, shape_rules
+from ebbflow.core.config.durations import read_duration
 from ebbflow.core.config.keys import (
     ENVIRONMENT,
     Entry,
@@ -224,6 +225,12 @@ def _convert(given: Given) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for key, entry in given.entries.items():
+        duration = None
+        if isinstance(entry.node, ScalarNode):
+            duration = read_duration(key, entry.node.value)
+        if duration is not None:
+            values[key] = duration
+            continue
         try:
             values[key] = convert(entry.node, Expected.of(annotation_of(key)))
         except MismatchError as mismatch:
