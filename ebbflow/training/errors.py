@@ -1,6 +1,7 @@
 """Define the exceptions of training. Each class sets the outcome of a job that ends with it."""
 
 import traceback
+from types import TracebackType
 
 from ebbflow.core.errors import EbbflowError, EndReason, Outcome
 
@@ -244,11 +245,15 @@ def describe_exception(error: BaseException) -> str:
 
 
 def describe_traceback(error: BaseException) -> str:
-    """Return the traceback of `error`, truncated. This works even if its `__str__` raises."""
+    """Return the traceback of `error`, truncated. This works even if its `__str__` raises.
+
+    The traceback of a script begins in the script, without the frames that have started it.
+    """
+    frames = _skip_starter(error.__traceback__)
     try:
-        lines = traceback.format_exception(error)
+        lines = traceback.format_exception(type(error), error, frames)
     except Exception:
-        lines = ["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__)]
+        lines = ["Traceback (most recent call last):\n", *traceback.format_tb(frames)]
         lines.append(describe_exception(error) + "\n")
     return bounded_text("".join(lines), LONGEST_TRACEBACK)
 
@@ -263,6 +268,19 @@ def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
         last = limit // 4
         text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _skip_starter(frames: TracebackType | None) -> TracebackType | None:
+    """Return the frames after those of the standard library's `runpy`; all if there are none."""
+    started = False
+    frame = frames
+    while frame is not None:
+        is_starter = frame.tb_frame.f_globals.get("__name__") == "runpy"
+        if started and not is_starter:
+            return frame
+        started = started or is_starter
+        frame = frame.tb_next
+    return frames
 
 
 def _text_of(error: BaseException) -> str:

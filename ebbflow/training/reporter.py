@@ -38,12 +38,11 @@ class Clock:
         *,
         started: float | None = None,
         now: Callable[[], float] = time.monotonic,
-        first_class: LedgerClass = LedgerClass.STARTUP,
     ) -> None:
         self._emit = emit
         self._now = now
         self._started = self._since = process_start_monotonic() if started is None else started
-        self._current = first_class
+        self._current = LedgerClass.STARTUP
         self._booked: dict[LedgerClass, float] = {}
         self._own = False
         # Without waiting for other ranks, from the last `take_own` to the last `enter`

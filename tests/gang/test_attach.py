@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ebbflow.core.events import read_log
+from ebbflow.core.layout import job_prefix
+from ebbflow.core.store import Store
 from ebbflow.cost.report.figure_text import format_key_figures
 from ebbflow.cost.report.report import build_report
 from tests.support.attached_scripts import (
@@ -484,6 +487,42 @@ def test_ranks_exit_with_0_while_the_watch_of_their_loops_reads_the_store(tmp_pa
     )
     for _ in range(3):
         finish(start(script, ranks=2), script)
+
+
+def test_a_script_without_attach_is_completed_and_its_time_is_booked(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\ntime.sleep(0.5)\nprint('trained')\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ebbflow", "run", "--ranks", "2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(
+        "train.py does not call ebbflow.attach: watched and billed, nothing is saved\n"
+    )
+    assert "job train: completed" in done.stdout and "at step" not in done.stdout
+    log = read_log(Store.open(str(tmp_path / "runs")).sub(job_prefix("train")))
+    assert not log.damage
+    report = build_report(log.events)
+    assert report.outcome == "completed"
+    seconds = {str(line.ledger_class): line.rank_seconds for line in report.ledger}
+    assert seconds["script"] >= 1.0
+    assert seconds.get("unattributed", 0.0) < 0.01 * sum(seconds.values())
+
+
+def test_the_crash_of_a_script_is_shown_once_and_begins_in_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\n\ndef end():\n    sys.exit(3)\nend()\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ebbflow", "run", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    shown = done.stdout + done.stderr
+    assert done.returncode != 0 and shown.count("| Traceback") == 1, shown
+    frames = shown.partition("| Traceback (most recent call last):\n")[2]
+    assert frames.startswith(f'|   File "{tmp_path / "train.py"}", line 5'), shown
+    assert "as in generation" in shown, shown
 
 
 def _is_installed(library: str) -> bool:

@@ -46,7 +46,12 @@ _SAME_MOMENT_SECONDS = 0.5
 
 # If a step was discarded, skipped or never completed, these classes of its time are waste.
 # Checkpoint stall is not.
-_WASTED = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT, LedgerClass.EVALUATION)
+_WASTED = (
+    LedgerClass.USEFUL_STEP,
+    LedgerClass.DATA_WAIT,
+    LedgerClass.EVALUATION,
+    LedgerClass.SCRIPT,
+)
 
 
 @dataclass(frozen=True)

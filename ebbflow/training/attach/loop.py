@@ -62,7 +62,7 @@ from ebbflow.training.step_sync import Row, StepSync
 _LAST_SECONDS = 2.0
 
 current: AttachedLoop | None = None  # the loop of this process's job
-has_attached = False  # whether this process ever had a job
+was_opened = False  # whether this process ever had a job
 
 
 class AttachedLoop:
@@ -85,8 +85,8 @@ class AttachedLoop:
     def __init__(
         self, spec: WorkerSpec, gang: Gang, state: JobState, *, kept_steps: int = 0
     ) -> None:
-        global current, has_attached
-        has_attached = True
+        global current, was_opened
+        was_opened = True
         self.name = spec.job
         self.step = 0
         self.samples = 0

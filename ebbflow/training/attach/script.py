@@ -17,18 +17,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ebbflow.core.config.load import DEFAULT, LoadedConfig, load_config, values_with_sources
+from ebbflow.core.config.load import LoadedConfig, load_config, values_with_sources
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.event_log import EventLog
-from ebbflow.core.events import (
-    CONFIGURED,
-    OUTCOME,
-    PREPARED,
-    LedgerClass,
-    Origin,
-    read_events,
-)
+from ebbflow.core.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.core.launchers import claim_job
 from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
 from ebbflow.core.observer_process import start_observer
@@ -36,18 +29,23 @@ from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.integrations import switch_on
 from ebbflow.training.attach.script_folder import find_script
+from ebbflow.training.attach.unattached import (
+    bill_unattached,
+    describe_unattached,
+    never_attaches,
+)
 from ebbflow.training.checkpoint.rollback import newest_generation_in_events
 from ebbflow.training.engine.profiler import profile_script
 from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.launch.agent import run_gang
 from ebbflow.training.launch.heartbeat import Heartbeat
-from ebbflow.training.launch.messages import GangSpec, WorkerSpec
+from ebbflow.training.launch.messages import GangOutcome, GangSpec, WorkerSpec
 from ebbflow.training.launch.transport import control_ports
 from ebbflow.training.launch.workers import THREADS_VARIABLE, threads_per_rank
 from ebbflow.training.limits import LoopResult
 from ebbflow.training.rehearse import Fault
-from ebbflow.training.reporter import Clock
 
+_DEFAULT = "default"  # source of a key that the user did not set
 _LOOK_SECONDS = 1.0
 _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is not frozen
 
@@ -63,7 +61,7 @@ def flow_options(words: list[str]) -> list[str] | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("script")
     parser.add_argument("--nodes", default=None)
-    parser.add_argument("--ranks", default="1")
+    parser.add_argument("--ranks", default=None)
     parser.add_argument("--with", action="append", default=[], dest="backends")
     known, rest = parser.parse_known_args(own)
     if known.nodes is None and not known.backends:
@@ -72,7 +70,9 @@ def flow_options(words: list[str]) -> list[str] | None:
         "script": json.dumps(os.path.abspath(known.script)),
         "script_args": json.dumps(arguments),
     }
-    given |= {"cluster.nodes": known.nodes or "1", "cluster.processes_per_node": known.ranks}
+    given["cluster.nodes"] = known.nodes or "1"
+    if known.ranks is not None:
+        given["cluster.processes_per_node"] = known.ranks
     options: list[str] = []
     for backend in known.backends:
         options += ["--with", backend]
@@ -100,7 +100,7 @@ def main(words: list[str]) -> int:
         "--ranks",
         type=int,
         default=None,
-        help="number of processes; default: cluster.processes_per_node if it is given, else 1",
+        help="number of processes per node; default: cluster.processes_per_node, else 1",
     )
     parser.add_argument(
         "--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name"
@@ -120,7 +120,7 @@ def main(words: list[str]) -> int:
     if not script.is_file():
         raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")
     loaded = load_config(given.config, given.set, project_root=Path.cwd())
-    ranks = given.ranks or _configured_ranks(loaded, given.script)
+    ranks = _choose_ranks(loaded, given.script, given.ranks)
     if given.rehearse:
         Fault.parse(given.rehearse).check(max_steps=sys.maxsize, nodes=1, world_size=ranks)
     config = loaded.script_settings()
@@ -166,10 +166,9 @@ def main(words: list[str]) -> int:
             candidate_ports=control_ports(run, 0),
             rehearse=given.rehearse,
         )
-        if not _may_attach(script):
+        if never_attaches(script):
             print(
-                f"ebbflow: {script.name} does not call ebbflow.attach: watched and billed, nothing "
-                "is saved",
+                f"ebbflow: {script.name} does not call ebbflow.attach: watched and billed, nothing is saved",
                 flush=True,
             )
         if THREADS_VARIABLE not in os.environ:
@@ -179,9 +178,7 @@ def main(words: list[str]) -> int:
                 flush=True,
             )
         ending = run_gang(spec)
-        print(
-            f"ebbflow: job {job}: {ending.outcome} at step {ending.step} {ending.message}".rstrip()
-        )
+        print(f"ebbflow: job {job}: {ending.outcome}{_describe_end(ending)}")
         print(f"report: ebbflow report {job}")
         return Outcome(ending.outcome).exit_code
     finally:
@@ -197,6 +194,7 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     """
     # With torch, which the launcher does not import
     from ebbflow.training.attach import loop as attached_loop
+    from ebbflow.training.attach.standalone import write_result
 
     script = find_script(
         spec.prepared["script"], spec.prepared.get("script_sha256"), Store.open(spec.store_uri)
@@ -216,16 +214,27 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     switch_on()
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
-    try:
-        return _run(spec, script, result)
-    finally:
-        if not attached_loop.has_attached:
-            _record_script(spec)
+    with bill_unattached(spec, script.name, lambda: attached_loop.was_opened):
+        _run_user_code(script, spec, result)
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        known = json.loads(result.read_text())
+        return LoopResult(
+            Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"]
+        )
+    message = ""
+    if not attached_loop.was_opened:
+        message = describe_unattached(script.name)
+    ending = LoopResult(Outcome.COMPLETED, 0, message)
+    write_result(result, ending)
+    return ending
 
 
-def _run(spec: WorkerSpec, script: Path, result: Path) -> LoopResult:
+def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:
+    """Run the script, and complete its job if it left its loop with `break`.
+
+    An exit with a code other than 0 is raised as an error, unless the job has written its result.
+    """
     from ebbflow.training.attach import loop as attached_loop
-    from ebbflow.training.attach.standalone import write_result
 
     try:
         try:
@@ -241,65 +250,46 @@ def _run(spec: WorkerSpec, script: Path, result: Path) -> LoopResult:
             raise end.__cause__ from None
         error = RuntimeError(f"{script.name} exited with {end.code}")
         raise error.with_traceback(end.__traceback__) from None  # it names the line with sys.exit
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        known = json.loads(result.read_text())
-        return LoopResult(
-            Outcome(known["outcome"]), known["step"], known["message"], known["weights_sha256"]
-        )
-    ending = LoopResult(Outcome.COMPLETED, 0, f"{script.name} has ended; nothing was saved")
-    write_result(result, ending)
-    return ending
 
 
-def _record_script(spec: WorkerSpec) -> None:
-    """Record the time of a script that never attached, and that it has ended unless it raises now."""
-    rank = int(os.environ.get("RANK", "0"))
-    origin = Origin(
-        job=spec.job,
-        run=spec.run,
-        attempt=spec.attempt,
-        generation=spec.generation,
-        node=spec.node,
-        rank=rank,
-    )
-    with (
-        contextlib.suppress(InfraError),  # the script's own end says more
-        EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as events,
-    ):
-        Clock(events.emit, first_class=LedgerClass.SCRIPT).emit_phases()
-        if rank == 0 and sys.exc_info()[0] is None:
-            events.emit(OUTCOME, outcome=str(Outcome.COMPLETED), message="the script has ended")
+def _choose_ranks(loaded: LoadedConfig, script: str, wanted: int | None) -> int:
+    """Return the number of ranks: `wanted` (--ranks), else that of the configuration, else 1.
 
-
-def _configured_ranks(loaded: LoadedConfig, script: str) -> int:
-    """Return the number of ranks that the user has configured, or 1.
-
-    Raises WorkloadError if the configuration has several nodes, which this command does not start.
+    Raises WorkloadError if the configuration asks for more than this command starts.
     """
     cluster = loaded.config.cluster
-    if loaded.sources["cluster.nodes"] != DEFAULT and cluster.nodes not in (1, "auto"):
+    nodes_source = loaded.sources["cluster.nodes"]
+    if nodes_source != _DEFAULT and cluster.nodes != 1:
         raise WorkloadError(
-            f"cluster.nodes is {cluster.nodes} ({loaded.sources['cluster.nodes']}), and this command "
-            f"runs a script on this machine alone; fix: ebbflow run {script} --nodes {cluster.nodes}"
+            f"{nodes_source}: cluster.nodes is {cluster.nodes}, and `ebbflow run {script}` starts 1 "
+            f"node, this machine; fix: ebbflow run {script} --nodes {cluster.nodes}, or "
+            "cluster.nodes=1"
         )
-    ranks = cluster.processes_per_node
-    if loaded.sources["cluster.processes_per_node"] == DEFAULT or not isinstance(ranks, int):
-        return 1
-    return ranks
+    ranks_source = loaded.sources["cluster.processes_per_node"]
+    configured = cluster.processes_per_node
+    if ranks_source == _DEFAULT:
+        return wanted or 1
+    if isinstance(configured, str):
+        raise WorkloadError(
+            f"{ranks_source}: cluster.processes_per_node is {configured}, and a script's batch "
+            "depends on its ranks; fix: give a number"
+        )
+    if wanted not in (None, configured):
+        raise WorkloadError(
+            f"{ranks_source}: cluster.processes_per_node is {configured}, and --ranks is {wanted}; "
+            "fix: give one of them"
+        )
+    return configured
 
 
-def _may_attach(script: Path) -> bool:
-    """Return whether the script, or a file beside it, names Ebbflow or a library whose Trainer is
-    attached by itself.
-    """
-    names = ("ebbflow", "transformers", "lightning")
-    with contextlib.suppress(OSError):
-        for path in [script, *script.parent.glob("*.py")]:
-            text = path.read_text(errors="replace")
-            if any(name in text for name in names):
-                return True
-        return False
-    return True
+def _describe_end(ending: GangOutcome) -> str:
+    """Return " at step N" unless no step was counted, and the message of the outcome."""
+    step = ""
+    if ending.step:
+        step = f" at step {ending.step}"
+    if ending.message:
+        return f"{step}: {ending.message}"
+    return step
 
 
 def _split_words(words: list[str]) -> tuple[list[str], list[str]]:

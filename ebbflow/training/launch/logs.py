@@ -62,6 +62,7 @@ _CLOSE_DEADLINE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _QUEUE_BYTES = 8 * 1024 * 1024
+_shown_failures: dict[str, int] = {}  # generation in which it was shown, by its fingerprint
 
 
 class TerminalEcho:
@@ -547,7 +548,8 @@ def show_failed_logs(
     """Print the last log lines of the rank that failed first on this node, and how to see more of
     the log.
 
-    Ranks that failed only because of a peer are skipped.
+    Ranks that failed only because of a peer are skipped. A failure that this process has shown is
+    named in one line.
     """
     workers = {worker.rank: worker for worker in group.workers}
     own = sorted(
@@ -557,6 +559,15 @@ def show_failed_logs(
     if not own:
         return
     first = workers[own[0].rank]
+    fingerprint = own[0].fingerprint
+    # Without a location, failures of one kind may have different causes
+    if own[0].where and fingerprint in _shown_failures:
+        print_line(
+            f"rank {first.rank} failed first on this node, as in generation "
+            f"{_shown_failures[fingerprint]} ({fingerprint}): {first.log_path}"
+        )
+        return
+    _shown_failures[fingerprint] = generation
     lines = [f"rank {first.rank} failed first on this node, its last lines ({first.log_path}):"]
     lines += [f"| {line}" for line in _last_lines(first.log_path)]
     lines += [
