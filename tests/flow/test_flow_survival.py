@@ -91,7 +91,7 @@ def test_a_launcher_killed_alone_takes_everything_along_and_the_job_is_resumed(
     second = runner.run("resume")
     assert second.exit_code == 3, second.output
     assert re.search(
-        rf"job \d+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over",
+        rf"job [a-z-]+ is running: `run` of .* \(pid {process.pid}\), since .* --take-over",
         second.output,
     )
     assert process.poll() is None

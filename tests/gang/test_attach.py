@@ -499,7 +499,7 @@ def test_a_script_without_attach_is_completed_and_its_time_is_booked(tmp_path: P
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(
-        "train.py does not call ebbflow.attach: watched and billed, nothing is saved\n"
+        "ebbflow: train.py does not call ebbflow.attach: watched and billed, nothing is saved\n"
     )
     assert "job train: completed" in done.stdout and "at step" not in done.stdout
     log = read_log(Store.open(str(tmp_path / "runs")).sub(job_prefix("train")))
