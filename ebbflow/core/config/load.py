@@ -339,7 +339,7 @@ def _warn(line: str) -> None:
     """Print a warning to stderr, only once per process, because launching loads the configuration
     several times.
     """
-    print(line, file=sys.stderr)
+    print(line, file=sys.stderr, flush=True)
 
 
 def _read(file: Path, given: Path | str, project_root: Path, cwd: Path) -> str:
