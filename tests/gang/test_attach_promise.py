@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(700)  # sixty runs in one process, on a busy machine
 ROOT = Path(__file__).resolve().parents[2]
 HARNESS = ROOT / "tests" / "support" / "scripts" / "look_at_scripts.py"
 LEFT_AT = 13
@@ -346,7 +347,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -405,7 +406,7 @@ def test_what_cannot_be_counted_is_refused_with_the_fix(
         env={**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__STORE": str(tmp_path / "store")},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode not in (0, 75), done.stdout
@@ -420,7 +421,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW_RUNS": str(folder / "runs")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
