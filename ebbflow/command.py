@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ _USAGE_EXIT = 2
 _FLOW = PACKAGE_ROOT / "flows" / "train_flow.py"
 _SUPERVISOR = PACKAGE_ROOT / "flows" / "supervise.py"
 _LAB = "lab"
+_TRACKER = "--tracker"
+_TRACKERS = ("wandb", "mlflow", "tensorboard", "jsonl")
 _BENCHMARK_GROUPS = ("gpu", "diagnose")
 _COMPLETIONS = {
     "bash": "complete -W '{names}' -o default ebbflow",
@@ -278,12 +281,9 @@ def _load(home: Home) -> Callable[[list[str]], int | None]:
 def _run(words: list[str]) -> int:
     """Train a job by the flow, or run a script: under an agent, or by the flow too."""
     try:
-        words = _expand_profile(words)
-    except ValueError:
-        print(
-            "ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15",
-            file=sys.stderr,
-        )
+        words = _expand_tracker(_expand_profile(words))
+    except ValueError as error:
+        print(f"ebbflow run: {error}", file=sys.stderr)
         return _USAGE_EXIT
     script = _find_script(words)
     if script is None:
@@ -305,9 +305,14 @@ def _expand_profile(words: list[str]) -> list[str]:
     if "--profile" not in words[: _count_own(words)]:
         return words
     place = words.index("--profile")
-    first, last = map(int, "".join(words[place + 1 : place + 2]).split(":"))
-    if not 0 < first <= last:
-        raise ValueError
+    given = "".join(words[place + 1 : place + 2])
+    begin, _, end = given.partition(":")
+    if not (begin.isdecimal() and end.isdecimal() and 0 < int(begin) <= int(end)):
+        raise ValueError(
+            f"--profile takes FIRST:LAST, the steps to profile, such as 10:15, and not {given!r}"
+        )
+    first = int(begin)
+    last = int(end)
     settings = [
         "--set",
         f"training.profile_from={first}",
@@ -315,6 +320,28 @@ def _expand_profile(words: list[str]) -> list[str]:
         f"training.profile_steps={last - first + 1}",
     ]
     return [*words[:place], *settings, *words[place + 2 :]]
+
+
+def _expand_tracker(words: list[str]) -> list[str]:
+    """Replace each `--tracker KIND` by one setting of trackers. Raises ValueError."""
+    kinds: list[str] = []
+    rest: list[str] = []
+    own = words[: _count_own(words)]
+    while own:
+        word = own.pop(0)
+        name, has_value, value = word.partition("=")
+        if name != _TRACKER:
+            rest.append(word)
+            continue
+        if not has_value:
+            value = own.pop(0) if own else ""
+        if value not in _TRACKERS:
+            known = ", ".join(_TRACKERS)
+            raise ValueError(f"--tracker takes one of {known}, and not {value!r}")
+        kinds.append(value)
+    if kinds:
+        rest += ["--set", f"trackers={json.dumps([{'type': kind} for kind in kinds])}"]
+    return [*rest, *words[_count_own(words) :]]
 
 
 def _name_config(words: list[str]) -> list[str]:

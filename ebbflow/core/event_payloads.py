@@ -313,6 +313,7 @@ class StepPayload(Payload):
     gradient_norm: Measurement = None
     slowest_ratio: Measurement = None  # of `slowest_rank`'s time to the others' median
     slowest_rank: AnyInteger = None  # rank with the longest `own_seconds`; rank 0 only
+    max_steps: AnyInteger = None  # of the job, when a script's loop first says it or changes it
     merged: AnyInteger = None  # number of steps (`ebbflow.observe.watch.merge_committed_steps`)
 
 

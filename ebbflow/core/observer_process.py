@@ -10,10 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.process import OwnProgram, own_program_line
 from ebbflow.core.program import python_path
 
+LIVE_PAGE = "live.html"
+READY = "ready"  # the process's first line: from now on it handles SIGTERM
+LIVE_PAGE_SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page
 _PAGE_END_SECONDS = 3.0
+_REPORT_END_SECONDS = 30.0  # a long log is read once more
 _FEEDS_END_SECONDS = 20.0  # the process ends its last requests within a shorter time
 _CHANNELS = ("webhook_env", "command", "smtp_server")
 
@@ -34,16 +39,25 @@ class ObserverProcess:
         *,
         page: Path | None,
         tell: Callable[[str], None],
+        shows_progress: bool,
+        report_folder: Path | None,
     ) -> None:
         words = own_program_line(OwnProgram.OBSERVER, job, "--store", store)
         self._words = [*words, "--parent", str(os.getpid())]
         if page is not None:
             self._words += ["--page", str(page)]
+        if shows_progress:
+            self._words.append("--progress")
+        self._end_seconds = _PAGE_END_SECONDS
+        if report_folder is not None:
+            self._words += ["--report-folder", str(report_folder)]
+            self._end_seconds = _REPORT_END_SECONDS
         self._page = page
         self._feeds = has_feeds(config)
         self._config = json.dumps(config)
         self._tell = tell
         self._ending = False
+        self._ready = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
         self._thread.start()
@@ -54,7 +68,10 @@ class ObserverProcess:
         Kill it if this takes too long. It writes no page after this.
         """
         self._ending = True
-        seconds = _FEEDS_END_SECONDS if self._feeds else _PAGE_END_SECONDS
+        seconds = self._end_seconds
+        if self._feeds:
+            seconds = max(seconds, _FEEDS_END_SECONDS)
+        self._ready.wait(seconds)
         for act in (subprocess.Popen.terminate, subprocess.Popen.kill):
             if self._process is not None and self._thread.is_alive():
                 act(self._process)
@@ -76,6 +93,8 @@ class ObserverProcess:
                 self._tell(f"no live page: {error}")
             if self._feeds:
                 self._tell(f"no trackers and no notifications: {error}")
+        finally:
+            self._ready.set()
 
     def _run_once(self, words: list[str]) -> int:
         """Run the process until it has ended, and return its exit code."""
@@ -92,7 +111,10 @@ class ObserverProcess:
         with process.stdin as pipe:
             pipe.write(self._config)
         for line in process.stdout:
-            self._tell(line.rstrip())
+            if line.rstrip() == READY:
+                self._ready.set()
+            else:
+                self._tell(line.rstrip())
         return process.wait()
 
 
@@ -109,6 +131,8 @@ def start_observer(
     *,
     page: Path | None = None,
     tell: Callable[[str], None] = print,
+    shows_progress: bool = False,
+    report_folder: Path | None = None,
 ) -> ObserverProcess | None:
     """Start the process that observes a job. Return None if there is nothing for it to do.
 
@@ -117,7 +141,62 @@ def start_observer(
         config: the configuration as JSON values.
         page: file of the live page; None: without a live page.
         tell: prints a line for the user.
+        shows_progress: print a line about the job's progress every 10 s.
+        report_folder: folder to which the process writes the report at the end, and after which it
+            prints the closing lines; None: the launcher does both.
     """
-    if page is None and not has_feeds(config):
+    if page is None and not shows_progress and report_folder is None and not has_feeds(config):
         return None
-    return ObserverProcess(job, store, config, page=page, tell=tell)
+    return ObserverProcess(
+        job,
+        store,
+        config,
+        page=page,
+        tell=tell,
+        shows_progress=shows_progress,
+        report_folder=report_folder,
+    )
+
+
+def describe_start(job: str, work: str, store: str, folder: Path) -> str:
+    """Return the first line that a job prints: its work, its store, and its live page in `folder`."""
+    page = folder / LIVE_PAGE
+    if page.is_relative_to(Path.cwd()):
+        page = page.relative_to(Path.cwd())
+    if os.environ.get(LIVE_PAGE_SWITCH) == "0":
+        return f"ebbflow: job {job}, {work}, store {store}"
+    return f"ebbflow: job {job}, {work}, store {store}, live page {page}"
+
+
+def describe_unwatched_limits(config: RunConfig) -> str:
+    """Return a line about limits of the configuration that nothing watches without the flow, or ""."""
+    limits = {
+        "cost.budget_usd": config.cost.budget_usd,
+        "cost.deadline_hours": config.cost.deadline_hours,
+    }
+    names = " and ".join(name for name, limit in limits.items() if limit is not None)
+    if not names:
+        return ""
+    return (
+        f"ebbflow: {names}: not watched for a script that runs without a plan; fix: "
+        "ebbflow run SCRIPT --nodes 1, which plans and watches them"
+    )
+
+
+def start_script_observer(
+    job: str,
+    store: str,
+    config: Mapping[str, Any],
+    folder: Path,
+    tell: Callable[[str], None] = print,
+) -> ObserverProcess | None:
+    """Start the process that observes a script's job, and writes its report into `folder`.
+
+    `folder` also gets the live page, unless EBBFLOW_LIVE_PAGE is 0.
+    """
+    page = None
+    if os.environ.get(LIVE_PAGE_SWITCH) != "0":
+        page = folder / LIVE_PAGE
+    return start_observer(
+        job, store, config, page=page, tell=tell, shows_progress=True, report_folder=folder
+    )

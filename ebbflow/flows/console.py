@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 WIDTH = 80
 _TASK = re.compile(r"\[(?P<run>[^/\]]+)/(?P<step>\w+)/(?P<task>[^/ \]]+)")
 _RUN_ID = re.compile(r"\(run-id ([^)]+)\)")
-_PROGRESS = re.compile(r"step (\d+)/(\d+) [·|] ")  # with "|", if the locale is ASCII
+# With "|", if the locale is ASCII
+_PROGRESS = re.compile(r"step (?P<step>\d+)(?:/(?P<steps>\d+))? [·|] ")
 _CHECK = re.compile(r"(ok|skip|warn|FAIL)  +\S")
 _MOST_UNSEEN = 200
 # Metaflow's, above the message of a failed task
@@ -111,7 +112,7 @@ class RunView:
         self._outcome = ""  # of training, as soon as it is recorded
         self._follower: LogFollower | None = None  # of the job's event log
         self._looking = threading.Lock()
-        self._usd_per_second = 0.0
+        self.is_observed = False  # whether the run's observer sends the progress
         self._since = time.time()
         if fancy:
             self._live: _Bar | None = _Bar(self)
@@ -144,6 +145,15 @@ class RunView:
             self._write_log(text)
             self._unseen.append(text.replace("*", "") + ("\n" if options.get("nl", True) else ""))
             del self._unseen[:-_MOST_UNSEEN]
+
+    def observed(self, line: str) -> None:
+        """Show a line of the run's observer, whose progress has the figures of the live page."""
+        found = _PROGRESS.match(line)
+        if found is None:
+            self.say(line)
+            return
+        with self._lock:
+            self._progressed(found, line)
 
     # Steps of the flow.
 
@@ -210,7 +220,8 @@ class RunView:
         """Show a line of a task's output, unless the view shows the same content in another form."""
         text = text.strip()
         if found := _PROGRESS.match(text):
-            self._progressed(found, text)
+            if not self.is_observed:
+                self._progressed(found, text)
         elif name == "preflight":
             if found := _CHECK.match(text):
                 step.show = found[1] in ("warn", "FAIL")
@@ -236,15 +247,19 @@ class RunView:
 
     def _progressed(self, found: re.Match[str], text: str) -> None:
         now = self._training
-        (_, share, *figures) = re.split(r" [·|] ", text)
-        now.step = int(found[1])
-        now.max_steps = int(found[2])
+        now.step = int(found["step"])
+        now.max_steps = int(found["steps"] or 0)
+        (_, *figures) = re.split(r" [·|] ", text)
+        share = ""
+        if now.max_steps:
+            share = f" {figures.pop(0)}"
         now.eta = next((part for part in figures if part.startswith("ETA ")), "")
         now.figures = [_short(part) for part in figures if part != now.eta]
         if self._live is None:
-            self.say(
-                " · ".join([f"  {now.step:,}/{now.max_steps:,} {share}", *now.figures, now.eta])
-            )
+            steps = f"  {now.step:,}"
+            if now.max_steps:
+                steps = f"  {now.step:,}/{now.max_steps:,}{share}"
+            self.say(" · ".join(filter(None, [steps, *now.figures, now.eta])))
 
     def _show_plan(self) -> None:
         from ebbflow.cost.plan.plan import Plan
@@ -266,8 +281,6 @@ class RunView:
             return
         for line in render_brief(plan, width=self.width - 2):
             self.say(f"  {line}")
-        if plan.chosen is not None:
-            self._usd_per_second = plan.chosen.gang_usd_per_hour / 3600
         asks = self._question is not SpendQuestion.NONE
         if asks and not plan.simulated and plan.refusal is None:
             self._question = SpendQuestion.NONE
@@ -354,12 +367,8 @@ class RunView:
         elif isinstance(payload, FaultInjectedPayload):
             self.say(f"! rehearsal{at}: {payload.kind} of {payload.target}")
         elif isinstance(payload, FaultDetectedPayload | GenerationEndedPayload) and payload.culprit:
-            if isinstance(payload, GenerationEndedPayload) or payload.usd_lost is None:
-                lost = ""
-            else:
-                lost = f"; ${payload.usd_lost:.4f} of work since the last commit is lost"
             if event.generation not in self._failed:
-                self.say(f"✗ {payload.culprit}: {str(payload.reason).replace('_', ' ')}{lost}")
+                self.say(f"✗ {payload.culprit}: {str(payload.reason).replace('_', ' ')}")
                 self._failed.add(event.generation)
                 self._incident = event
         elif isinstance(payload, OutcomePayload):
@@ -380,16 +389,7 @@ class RunView:
         before = self._incident
         if before is not None and event.generation > before.generation:
             seconds = event.t_wall - before.t_wall
-            paid = seconds * self._usd_per_second
-            if any("simulated" in part for part in self._training.figures):
-                kind = " (simulated)"
-            else:
-                kind = ""
-            if self._usd_per_second:
-                cost = f" and ${paid:.4f}{kind}"
-            else:
-                cost = ""
-            self.say(f"✓ training again after {seconds:.1f} s{cost}, from step {event.step:,}")
+            self.say(f"✓ training again after {seconds:.1f} s, from step {event.step:,}")
             self._incident = None
 
     # Output.

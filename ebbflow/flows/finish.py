@@ -24,7 +24,7 @@ from ebbflow.cost.report.report import RunReport
 from ebbflow.flows import reporting
 from ebbflow.flows.job import RUNS, Job
 from ebbflow.flows.launch import PROGRAM, REPORT_REQUEST_SECONDS, write_to_stderr
-from ebbflow.flows.live_page import finish_page
+from ebbflow.observe.job_report import replace_live_page
 from ebbflow.observe.watch import read_earlier_reports
 
 _NOT_OF_REFERENCE = ("--rehearse", "--job", "--run-id-file")
@@ -93,7 +93,7 @@ def finish_job(
             print(f"no report: {error}", file=sys.stderr)
             return code
         print(f"the report is on this machine only: {error}", file=sys.stderr)
-    finish_page(path.parent)
+    replace_live_page(path.parent)
     report = RunReport.from_json(json.loads(path.read_text()))
     _print_report(report, job, width, with_notes=not (compares and code == 0))
     if asked and not _completed_since(job, started):

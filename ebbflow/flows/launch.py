@@ -133,7 +133,8 @@ class Launch:
             if self.view is None:
                 tell = print
             else:
-                tell = self.view.say
+                tell = self.view.observed
+                self.view.is_observed = True
             self.observer = RunObserver(
                 flow_class.__name__, self.job, self.config, run_id_file, tell
             )

@@ -1,5 +1,5 @@
-"""The live page of a run, runs/<job>/live.html: the process that keeps it current, its copy as a
-card, and its end as the report.
+"""The live page of a run, runs/<job>/live.html: the process that keeps it current, and its copy as a
+card.
 """
 
 import contextlib
@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.core.layout import KnownJob, remember_job, write_atomically
-from ebbflow.core.observer_process import start_observer
+from ebbflow.core.layout import KnownJob, remember_job
+from ebbflow.core.observer_process import LIVE_PAGE, LIVE_PAGE_SWITCH, start_observer
 from ebbflow.flows.job import RUNS
 
-LIVE_PAGE = "live.html"
-SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page
 _WAIT_SECONDS = 0.1
 _CARD_SECONDS = 10.0
 
@@ -79,29 +77,25 @@ class RunObserver:
         if self._ending.is_set():
             return
         job = self._job or self._run_id()
-        if os.environ.get(SWITCH) != "0":
+        if os.environ.get(LIVE_PAGE_SWITCH) != "0":
             try:
                 self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
             except OSError as error:
                 self._tell(f"no live page: {error}")
-        observer = start_observer(job, self._store, self._config, page=self._page, tell=self._tell)
+        observer = start_observer(
+            job,
+            self._store,
+            self._config,
+            page=self._page,
+            tell=self._tell,
+            shows_progress=True,
+        )
         if self._page is not None:
             self._tell(f"live page: {_shown_path(RUNS / 'latest' / LIVE_PAGE)}")
         while not self._ending.wait(_CARD_SECONDS):
             self.save_card()
         if observer is not None:
             observer.end()
-
-
-def finish_page(folder: Path) -> None:
-    """Replace the live page with the report.
-
-    A browser that shows the live page then shows the report.
-    """
-    with contextlib.suppress(OSError):
-        for unfinished in folder.glob(f".{LIVE_PAGE}.*"):  # of a writer that was ended
-            unfinished.unlink(missing_ok=True)
-        write_atomically(folder / LIVE_PAGE, (folder / "report.html").read_bytes())
 
 
 def task_with_card(word: str, records: Path) -> str:

@@ -3,7 +3,6 @@
 The step `report` calls this or, if the run died before that step, the launcher.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,21 +13,16 @@ from ebbflow.core.events import (
     PRICES,
     Event,
     read_events,
-    read_log,
     select_events,
 )
-from ebbflow.core.layout import write_atomically
-from ebbflow.core.metrics import render_job_metrics
 from ebbflow.core.program import PROJECT_ROOT
-from ebbflow.core.rank_logs import read_logs
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.job_history import save_job_record
 from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.prices.source import read_price_changes
-from ebbflow.cost.report.render_html import render as render_html
-from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.cost.report.report import RunReport
 from ebbflow.flows.job import Job
-from ebbflow.observe.watch import read_earlier_reports
+from ebbflow.observe.job_report import write_report_files
 
 
 def record_prices(job: Job) -> None:
@@ -56,9 +50,8 @@ def write_report(job: Job) -> tuple[RunReport, list[Event]]:
 
     Return report and events.
 
-    The local files are written first, so that they exist even if the store is full. The job's
-    record in the job history is written last. If writing that record fails, only a message is
-    printed.
+    The job's record in the job history is written last. If writing that record fails, only a message
+    is printed.
 
     Raises:
         StoreError: the store rejected the report or did not answer.
@@ -69,25 +62,7 @@ def write_report(job: Job) -> tuple[RunReport, list[Event]]:
 
     settle_for_report(job)
     record_prices(job)
-    content = read_log(job.store)
-    events = content.events
-    report = build_report(
-        events, damage=content.damage, logs=lambda: read_logs([job.folder], [job.store]).lines
-    )
-    files = {
-        "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
-        "report.html": render_html(report, earlier=read_earlier_reports(job.name)).encode(
-            errors="backslashreplace"
-        ),
-        "metrics.prom": render_job_metrics(report.to_json(), events),
-    }
-    for name, content in files.items():
-        in_store = job.store.local_path(name)
-        here = job.folder / name
-        if in_store is None or in_store.resolve() != here.resolve():
-            write_atomically(here, content)
-    for name, content in files.items():
-        job.store.put(name, content)
+    report, events = write_report_files(job.name, job.store, job.folder)
     try:
         save_job_record(job.root_store, events)
     except InfraError as error:  # the job has ended; only later plans lack its history

@@ -13,6 +13,7 @@ import contextlib
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,12 +23,18 @@ from pathlib import Path
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import Event
+from ebbflow.core.launchers import running_launcher
 from ebbflow.core.layout import job_prefix, write_atomically
+from ebbflow.core.observer_process import READY
 from ebbflow.core.store import Store
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.errors import CostError
+from ebbflow.cost.report.charts import RUNNING
+from ebbflow.cost.report.render_text import render_closing
 from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.verdict import render_progress
 from ebbflow.observe.feeds import JobFeeds, has_feeds
+from ebbflow.observe.job_report import replace_live_page, write_report_files
 from ebbflow.observe.outputs import JobView, Output, OutputThread
 from ebbflow.observe.watch import (
     WAITING,
@@ -43,6 +50,8 @@ _PAUSE_SECONDS = 2.0  # between two looks at the event log
 _IDLE_SHARE = 4  # a long log is folded, and its page rendered, at most a fifth of the time
 _END_SECONDS = 12.0  # after the launcher has ended
 _RETRY_SECONDS = 0.2
+_PROGRESS_SECONDS = 10.0
+_ANY_WIDTH = 10_000  # columns; terminals and log viewers wrap lines themselves
 
 
 class JobObserver:
@@ -97,13 +106,15 @@ class JobObserver:
 class PageFile:
     """Output that keeps the file of a job's live page current.
 
-    The file is replaced atomically, so that a reader never sees a part of it. A launcher that ends
-    replaces it with the report.
+    The file is replaced atomically, so that a reader never sees a part of it. At the end of the job
+    the report takes its place.
+
+    Args:
+        ends_with_launcher: Whether a launcher that ends replaces the page with the report.
     """
 
-    ends_with_launcher = True
-
-    def __init__(self, job: str, path: Path) -> None:
+    def __init__(self, job: str, path: Path, *, ends_with_launcher: bool = True) -> None:
+        self.ends_with_launcher = ends_with_launcher
         self._job = job
         self._path = path
         self._report: RunReport | None = None
@@ -147,6 +158,38 @@ class PageFile:
             write_atomically(self._path, page)
 
 
+class ProgressLines:
+    """Output that prints a line about the progress of the job every few seconds."""
+
+    ends_with_launcher = True
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._due = 0.0  # monotonic time of the next line
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Do nothing, since the line shows the report's figures."""
+
+    def show(self, view: JobView) -> None:
+        report = view.report
+        step = report.progress.get("step") or 0
+        if view.last or report.state != RUNNING or step == self._step:
+            return
+        if time.monotonic() >= self._due:
+            self._step = step
+            self._due = time.monotonic() + _PROGRESS_SECONDS
+            print_line(render_progress(report))
+
+    def wake(self, *, last: bool) -> None:
+        """Do nothing, since a line is short."""
+
+    def report_problem(self, error: Exception) -> None:
+        """Do nothing: the live page shows it."""
+
+    def finish(self, seconds: float) -> bool:  # noqa: ARG002 - it has no thread
+        return True
+
+
 def observe(observer: JobObserver, ending: threading.Event, parent: int) -> bool:
     """Look at the job repeatedly until the launcher has ended, then once more.
 
@@ -185,29 +228,65 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)  # the launcher, which runs the job
     parser.add_argument("--page", type=Path, default=None)
     parser.add_argument("--only-page", action="store_true")
+    parser.add_argument("--progress", action="store_true")
+    parser.add_argument("--report-folder", type=Path, default=None)
     arguments = parser.parse_args()
     ending = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    print_line(READY)
     config = RunConfig.model_validate_json(sys.stdin.read())
     os.nice(10)
     launcher = describe_parent(arguments.parent)
     live = LiveReport(arguments.job, arguments.store, launcher=launcher)
+    place = f"{arguments.store}/{job_prefix(arguments.job)}"
+    store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
     outputs: list[Output] = []
+    if arguments.progress:
+        outputs.append(ProgressLines())
     if arguments.page is not None:
-        outputs.append(PageFile(arguments.job, arguments.page))
+        in_flow = arguments.report_folder is None
+        outputs.append(PageFile(arguments.job, arguments.page, ends_with_launcher=in_flow))
     if has_feeds(config) and not arguments.only_page:
-        place = f"{arguments.store}/{job_prefix(arguments.job)}"
-        store = Store.open(place, request_timeout_seconds=_REQUEST_SECONDS)
         outputs.append(JobFeeds(store, arguments.job, config, print_line))
     done = observe(JobObserver(live, outputs), ending, arguments.parent)
+    if arguments.report_folder is not None and not _runs_elsewhere(store, arguments.parent):
+        finish_job(arguments.job, store, arguments.report_folder)
     sys.stdout.flush()
     # Libraries wait for their servers as the interpreter ends
     os._exit(Outcome.COMPLETED.exit_code if done else Outcome.FAILED.exit_code)
 
 
+def finish_job(job: str, job_store: Store, folder: Path) -> None:
+    """Write the report of a job that no launcher reports on, and print its closing lines.
+
+    The report's page replaces the live page.
+    """
+    try:
+        report, _ = write_report_files(job, job_store, folder)
+        replace_live_page(folder)
+    except (CostError, InfraError, OSError) as error:
+        print_line(f"no report: {one_line(error)}; fix: ebbflow report {job}")
+        return
+    page = folder / "report.html"
+    if page.is_relative_to(Path.cwd()):
+        page = page.relative_to(Path.cwd())
+    print_line(render_closing(report, str(page), width=_ANY_WIDTH))
+
+
 def print_line(text: str) -> None:
     with contextlib.suppress(OSError):  # the launcher has ended
         print(text, flush=True)
+
+
+def _runs_elsewhere(job_store: Store, parent: int) -> bool:
+    """Return whether a process other than `parent` runs the job now, as after a restart by torchrun."""
+    try:
+        found = running_launcher(job_store)
+    except InfraError:
+        return False
+    if found is None:
+        return False
+    return (found.launcher.host, found.launcher.pid) != (socket.gethostname(), parent)
 
 
 if __name__ == "__main__":

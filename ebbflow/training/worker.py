@@ -172,6 +172,7 @@ def main(arguments: list[str], try_workload: TryWorkload | None = None) -> NoRet
         else:
             code = 0
     standalone.release_job()
+    standalone.end_observer()
     leave(code)
 
 

@@ -107,7 +107,6 @@ def test_the_console_shows_the_jobs_events(
 ) -> None:
     store = Store.open(config.store).sub(job_prefix("mine"))
     view = RunView("mine", config, fancy=False)
-    view._usd_per_second = 0.01
     view.logged("Workflow starting (run-id 17):", system_msg=True)
     with (
         EventLog(
@@ -127,7 +126,6 @@ def test_the_console_shows_the_jobs_events(
             FAULT_DETECTED,
             culprit="node 1",
             reason="node_lost",
-            usd_lost=0.0312,
             at=(now, 1.0),
             flush=True,
         )
@@ -143,9 +141,9 @@ def test_the_console_shows_the_jobs_events(
     view.close(explained=True)
     output = "".join(shown)
     assert "! notice to node 0: metadata terminate, 120 s left: leave" in output
-    assert "✗ node 1: node lost; $0.0312 of work since the last commit is lost" in output
+    assert "✗ node 1: node lost\n" in output, "the ledger counts what is lost"
     assert "generation 2 starts from step 60" in output
-    assert "training again after 4.0 s and $0.0400, from step 61" in output
+    assert "training again after 4.0 s, from step 61" in output
     assert output.count("✗") == 1, "the end of the generation repeats its failure"
 
 

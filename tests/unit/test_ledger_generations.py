@@ -149,16 +149,24 @@ def test_any_other_end_is_an_interruption(reason: str | None) -> None:
     )
 
 
-@pytest.mark.parametrize("reason", ["preflight", "failed"])
-def test_an_outcome_that_is_no_planned_end_is_no_reason(reason: str) -> None:
+@pytest.mark.parametrize("reason", ["preflight", "config"])
+def test_a_refusal_is_no_reason_of_a_generations_end(reason: str) -> None:
     lost = only(started(1), outcome(1, reason))
     assert (lost.reason, lost.unplanned) == (None, True)
+
+
+@pytest.mark.parametrize(("reason", "user_code"), [("failed", True), ("interrupted", False)])
+def test_the_outcome_of_ranks_without_an_agent_is_the_end_of_their_generation(
+    reason: str, user_code: bool
+) -> None:
+    left = only(started(1), outcome(1, reason))
+    assert (left.reason, left.user_code, left.unplanned) == (reason, user_code, True)
 
 
 def test_a_recorded_end_prevails_over_the_outcome_and_the_last_end_over_others() -> None:
     assert only(started(1), ended(1, "hang"), outcome(1, "completed")).reason == "hang"
     assert only(started(1), ended(1, "hang"), ended(1, "node_lost")).reason == "node_lost"
-    assert only(started(1), outcome(1, "completed"), outcome(1, "failed")).reason is None
+    assert only(started(1), outcome(1, "completed"), outcome(1, "failed")).reason == "failed"
 
 
 def test_only_the_newest_generation_of_a_running_job_without_an_end_is_running() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_log import EventLog
-from ebbflow.core.events import CONFIGURED, PLAN, STEP, Event, LedgerClass, Origin
+from ebbflow.core.events import CONFIGURED, FAULT_DETECTED, PLAN, STEP, Event, LedgerClass, Origin
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.rank_logs import LogLine
 from ebbflow.core.store import Store
@@ -28,7 +28,7 @@ from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.render_jobs import render_jobs_page
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.cost.report.verdict import render_verdict, summarize_status
+from ebbflow.cost.report.verdict import describe_stop, render_verdict, summarize_status
 from ebbflow.observe.observer import JobObserver, PageFile
 from ebbflow.observe.watch import LivePage, LiveReport, _Server, merge_committed_steps
 from tests.support.browser import cut_off, dump
@@ -209,7 +209,10 @@ def test_the_live_page_grows_with_the_log_and_ends_as_the_report(tmp_path: Path)
     assert "waiting for the job" in target.read_text()
     clock.write([recorded for recorded in events if recorded.generation < 2])
     observer.look()
-    wait_until("a page of the job", lambda: "6 of 8 steps" in target.read_text())
+    wait_until(
+        "a page of the job",
+        lambda: "Restarting from step 4 (2 steps lost): 4 of 8 steps" in target.read_text(),
+    )
     observer.look(last=True)
     assert observer.finish(30)
     text = target.read_text()
@@ -493,3 +496,38 @@ def interrupted_tail() -> list[Event]:
     gang.commit(36)
     gang.ended("node_lost", 3000.0)
     return gang.events
+
+
+def test_a_job_that_restarts_says_from_which_step_and_that_a_kill_loses_nothing() -> None:
+    gang = GangLog(1, 10.0, [[0], [1]])
+    gang.steps(1, 60, useful_step=1.0)
+    gang.commit(48)
+    lost = event(FAULT_DETECTED, 80.0, generation=1, culprit="node 1", reason="node_lost")
+    settings = [{"key": "training.max_steps", "value": 120, "source": "default"}]
+    configured = event(CONFIGURED, 0.0, settings=settings)
+    report = build_report([configured, plan_event(), *gang.events, lost], running=LAUNCHER)
+
+    assert report.state == "restarting"
+    assert render_verdict(report).startswith("Restarting from step 48 (12 steps lost): 48 of 120")
+    assert "the job goes on from step 48" in describe_stop(report)
+    assert "Ctrl-C" not in describe_stop(report)
+
+    again = GangLog(2, 90.0, [[0], [1]], parent=(48, 1))
+    report = build_report(
+        [configured, plan_event(), *gang.events, lost, *again.events], running=LAUNCHER
+    )
+    assert render_verdict(report).startswith("Restarting from step 48 (12 steps lost)")
+    again.steps(49, 50, useful_step=1.0)
+    report = build_report(
+        [configured, plan_event(), *gang.events, lost, *again.events], running=LAUNCHER
+    )
+    assert render_verdict(report).startswith("Running: 50 of 120 steps")
+
+
+def test_a_job_before_its_first_step_says_what_is_done_instead() -> None:
+    configured = event(CONFIGURED, 0.0, settings=[])
+    events = [configured]
+    assert build_report(events, running=LAUNCHER).state == "starting"
+    assert "Starting (preflight checks): " in render_verdict(build_report(events, running=LAUNCHER))
+    events.append(plan_event())
+    assert "the data is prepared" in render_verdict(build_report(events, running=LAUNCHER))

@@ -181,6 +181,8 @@ def test_steps_that_cannot_be_profiled_are_refused_in_one_line(
     given: list[str], capsys: Any
 ) -> None:
     assert main(["run", *given]) == 2
+    word = given[-1] if given[-1] != "--profile" else ""
     assert capsys.readouterr().err == (
-        "ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15\n"
+        "ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15, and not "
+        f"{word!r}\n"
     )

@@ -491,6 +491,12 @@ class CostConfig(Section):
     zones: list[str] = key(
         [], "zone ids (use1-az1) to choose from; empty: all zones of the regions"
     )
+    usd_per_node_hour: float | None = key(
+        None,
+        "dollars for one hour of one node, for a job without a plan, such as a script on a machine of "
+        "your own; null: the report shows time only",
+        gt=0,
+    )
     max_price_age_hours: float = key(
         24.0, "age from which spot prices are reported as stale; they are still used", gt=0
     )

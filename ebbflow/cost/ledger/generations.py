@@ -158,20 +158,23 @@ def _generation(
     else:
         ended = last_end.payload
     reason = ended.reason
-    if last_end is None and outcome is not None and outcome.payload.outcome in PLANNED_ENDS:
-        # The gang had finished; its agent died before it recorded the end
+    culprit = ended.culprit or ""
+    # Other reasons are never the program's fault, such as a gang that a newer launcher superseded
+    user_code = reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and bool(ended.user_code)
+    if last_end is None and outcome is not None and outcome.payload.outcome not in _REFUSED:
+        # There is no agent, or it died before it recorded the end
         reason = outcome.payload.outcome
+        user_code = reason is Outcome.FAILED
+        if user_code:
+            culprit = outcome.payload.message or ""
     return RecordedGeneration(
         number=number,
         parent_step=_find_parent_step(events),
         started_wall=min(event.t_wall for event in events),
         ended_wall=max(event.t_wall for event in events),
         reason=reason,
-        culprit=ended.culprit or "",
-        # Other reasons are never the program's fault, such as a gang that a newer launcher
-        # superseded.
-        user_code=reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED)
-        and bool(ended.user_code),
+        culprit=culprit,
+        user_code=user_code,
         planned=reason in PLANNED_ENDS,
         running=running and reason is None,
         kept=kept,

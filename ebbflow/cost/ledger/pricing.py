@@ -11,8 +11,13 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from ebbflow.core.event_payloads import InvalidPayload, PlanPayload, PricesPayload
-from ebbflow.core.events import Event, is_event, select_events
+from ebbflow.core.event_payloads import (
+    ConfiguredPayload,
+    InvalidPayload,
+    PlanPayload,
+    PricesPayload,
+)
+from ebbflow.core.events import Event, find_last_event, is_event, select_events
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
@@ -20,6 +25,7 @@ from ebbflow.cost.prices.quote import PoolPrice
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"
+STATED = "stated in cost.usd_per_node_hour"
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,8 @@ class Pricing:
     plans: tuple[Event[PlanPayload], ...]  # the `plan` events that chose a pool, ordered by time
     # Price changes (Unix seconds, dollars per hour) by pool
     history: dict[PoolName, tuple[tuple[float, Decimal], ...]]
+    # Dollars per hour of a node that the configuration states, for a job without a plan
+    stated: Decimal | None = None
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:
@@ -139,7 +147,8 @@ class Pricing:
                 if changes:
                     history.setdefault(pool, []).extend(changes)
         plans = tuple(select_plans(events))
-        return cls(plans, {pool: tuple(changes) for pool, changes in history.items()})
+        changes_by_pool = {pool: tuple(changes) for pool, changes in history.items()}
+        return cls(plans, changes_by_pool, _find_stated_usd(events))
 
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
         """Return the price of a node from the last plan before its start.
@@ -167,6 +176,10 @@ class Pricing:
 
     def _price(self, at: float, machine: Mapping[str, Any], job: BatchJob | None) -> NodePrice:
         plan = self._find_plan(at, job)
+        if plan is None and self.stated is not None:
+            return NodePrice(
+                curve=PriceCurve(self.stated), on_demand_usd_per_hour=None, kind=STATED, pool=None
+            )
         if plan is None:
             return NodePrice(
                 curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
@@ -252,6 +265,16 @@ def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
     return PoolName(
         instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place
     )
+
+
+def _find_stated_usd(events: Sequence[Event]) -> Decimal | None:
+    configured = find_last_event(events, ConfiguredPayload)
+    if configured is None:
+        return None
+    for setting in configured.payload.settings:
+        if setting.key == "cost.usd_per_node_hour" and isinstance(setting.value, int | float):
+            return Decimal(str(setting.value))
+    return None
 
 
 def _time_of_change(change: tuple[int, Decimal]) -> int:

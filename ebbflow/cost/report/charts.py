@@ -9,7 +9,7 @@ lowest and its highest value, and a gap (None) if a value was not finite.
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
@@ -32,6 +32,9 @@ from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
 from ebbflow.cost.report.figures import find_peaks, read_number
 
 LARGEST_POINTS = 600
+STARTING = "starting"
+RUNNING = "running"
+RESTARTING = "restarting"
 _BUCKETS = LARGEST_POINTS // 3  # two points each, and one more for a gap
 _RECENT_STEPS = 200
 _MOST_MARKS = 200
@@ -53,6 +56,14 @@ _SECONDS = {
     "data": LedgerClass.DATA_WAIT,
     "stall": LedgerClass.CHECKPOINT_STALL,
 }
+# What a starting job does after its newest event of each kind, the newest kind first
+_START_STEPS = (
+    (ev.NODE_STARTED, "the ranks import, restore and take their first step"),
+    (ev.GENERATION_STARTED, "the ranks start"),
+    (ev.PREPARED, "machines and their agents start"),
+    (ev.PLAN, "the data is prepared"),
+    (ev.PREFLIGHT, "the capacity is planned"),
+)
 _BUSY = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT)
 _X = ("step", "seconds", "usd")
 
@@ -113,10 +124,17 @@ def build_charts(
 
 
 def compute_progress(
-    events: Sequence[Event], charts: dict[str, Any], ledger: Ledger, *, running: bool
+    events: Sequence[Event],
+    charts: dict[str, Any],
+    ledger: Ledger,
+    generations: Mapping[int, RecordedGeneration],
+    *,
+    running: bool,
 ) -> dict:
     """Compute the job's progress and forecast cost, and the work that killing the job now would
     lose.
+
+    While the job runs, `phase` is "starting", "running" or "restarting" (`_describe_phase`).
 
     `eta_seconds`, `forecast_usd` and the band `low_usd` to `high_usd` are estimates. They assume
     the current price, and the speed of the last 200 plotted steps of the newest generation. They
@@ -134,19 +152,16 @@ def compute_progress(
         known = {}
     else:
         known = {setting.key: setting.value for setting in configured.payload.settings}
-    # A script takes as many steps as its code says; the plan knows them if they were measured.
+    # A script takes as many steps as its loop says, or as were measured for the plan
     if known.get("script"):
-        total = plan.steps
+        total = _find_script_steps(events) or plan.steps
     else:
         total = known.get("training.max_steps") or plan.steps
     if not isinstance(total, int):
         total = None
     columns = charts["steps"]
     spent = float(ledger.total_usd)
-    if columns["step"]:
-        done = int(columns["step"][-1])
-    else:
-        done = 0
+    done = _find_last_kept_step(events, generations)
     committed = max((event.step or 0 for event in events if event.name == ev.COMMIT), default=0)
     gang, rate = _newest_gang(ledger)
     found = {
@@ -159,6 +174,11 @@ def compute_progress(
             ("at_risk_usd", "at_risk_seconds", "eta_seconds", "forecast_usd", "low_usd", "high_usd")
         ),
     }
+    if running:
+        found |= _describe_phase(events, generations, committed)
+    if found.get("phase") == RESTARTING:
+        done = found["resume_step"]
+        found |= {"step": done, "at_risk_steps": 0}
     since = min((bill.node.started_wall for bill in gang), default=0.0) - charts["origin_utc"]
     recent = [
         row for row in zip(columns["seconds"], columns["step"], strict=True) if row[0] >= since
@@ -168,14 +188,7 @@ def compute_progress(
         for (early, before), (late, after) in pairwise(recent)
         if after > before
     )
-    ended = max(
-        (
-            event.generation
-            for event in events
-            if event.name in (ev.FAULT_DETECTED, ev.GENERATION_ENDED)
-        ),
-        default=0,
-    )
+    ended = _find_last_ended(events)
     silent = max((event.t_wall for event in events if event.name == ev.NODE_HEARTBEAT), default=0.0)
     silent -= charts["origin_utc"] + (recent[-1][0] if recent else 0.0)  # since the newest step
     if not paces or not running or (gang[0].node.generation <= ended and done != total):
@@ -673,3 +686,70 @@ def _short(value: Any) -> Any:
     if math.isfinite(value):
         return float(f"{value:.7g}")
     return None
+
+
+def _describe_phase(
+    events: Sequence[Event], generations: Mapping[int, RecordedGeneration], committed: int
+) -> dict[str, Any]:
+    """Describe the phase of a running job.
+
+    Returns:
+        `phase`: "starting" before the newest run's first step, "restarting" from the failure of a
+        generation until the first step of the next, else "running". `doing`: what is done instead
+        of steps while the job starts. `resume_step` and `lost_steps`: the step from which a
+        restarting job goes on, and the number of steps that it takes again.
+    """
+    run = events[-1].run
+    last_step: dict[int, int] = {}  # of each generation of this run
+    mine: set[int] = set()
+    for event in events:
+        if event.run != run or event.generation not in generations:
+            continue
+        mine.add(event.generation)
+        if event.name == ev.STEP and event.step is not None:
+            last_step[event.generation] = max(last_step.get(event.generation, 0), event.step)
+    if not last_step:
+        return {"phase": STARTING, "doing": _describe_start(events, run)}
+    newest = max(mine)
+    failed = newest <= _find_last_ended(events) and not generations[newest].planned
+    if newest in last_step and not failed:
+        return {"phase": RUNNING}
+    resume_step = committed
+    if newest not in last_step and not failed:
+        resume_step = generations[newest].parent_step
+    lost = last_step[max(last_step)] - resume_step
+    return {"phase": RESTARTING, "resume_step": resume_step, "lost_steps": max(0, lost)}
+
+
+def _describe_start(events: Sequence[Event], run: str) -> str:
+    recorded = {event.name for event in events if event.run == run}
+    return next((doing for name, doing in _START_STEPS if name in recorded), "preflight checks")
+
+
+def _find_last_kept_step(
+    events: Sequence[Event], generations: Mapping[int, RecordedGeneration]
+) -> int:
+    """Return the last executed step that is part of the weights so far; 0 if none."""
+    return max(
+        (
+            event.step
+            for event in events
+            if event.name == ev.STEP
+            and event.step is not None
+            and event.generation in generations
+            and generations[event.generation].keeps(event.step)
+        ),
+        default=0,
+    )
+
+
+def _find_script_steps(events: Sequence[Event]) -> int | None:
+    """Return the number of steps that the script's loop said last."""
+    told = (event.payload.max_steps for event in select_events(events, StepPayload))
+    return next((steps for steps in reversed(list(told)) if steps is not None), None)
+
+
+def _find_last_ended(events: Sequence[Event]) -> int:
+    """Return the newest generation that has failed or ended; 0 if none."""
+    ends = (ev.FAULT_DETECTED, ev.GENERATION_ENDED)
+    return max((event.generation for event in events if event.name in ends), default=0)

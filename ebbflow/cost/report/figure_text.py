@@ -126,7 +126,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "saves": _saves(actual.get("saves") or {}),
         "interruptions": format_count(report.interruptions, "interruption"),
         "failures": format_count(report.failures, "failure"),
-        "redone": format_count(report.redone_steps, "redone step"),
+        "redone": format_count(report.redone_steps, "step"),
         "goodput": format_percent(actual.get("goodput")),
         "unattributed": format_percent(actual.get("unattributed_share"), 2),
         "weights": report.weights_sha256 or NONE,
@@ -184,7 +184,7 @@ def describe_prices(report: RunReport) -> str:
             planned = "it has no plan"
         return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
     if kind == UNPRICED:
-        return "unpriced: the events hold no plan"
+        return "unpriced: the job has no plan and states no cost.usd_per_node_hour"
     return kind
 
 

@@ -157,8 +157,9 @@ class RunReport:
 
     @property
     def state(self) -> str:
+        """The outcome or, while the job runs, its phase: starting, running or restarting."""
         if self.outcome is None:
-            return "running"
+            return str(self.progress.get("phase") or "running")
         return str(self.outcome)
 
     @property
@@ -305,7 +306,9 @@ def build_report(
         },
         configuration=[] if configured is None else configured.data["settings"],
         money=compute_money_figures(ordered, generations, ledger),
-        progress=compute_progress(ordered, charts, ledger, running=running is not None),
+        progress=compute_progress(
+            ordered, charts, ledger, generations, running=running is not None
+        ),
         charts=charts,
         running=running,
     )

@@ -17,7 +17,8 @@ from ebbflow.cost.amounts import (
     format_usd,
 )
 from ebbflow.cost.ledger.pricing import SIMULATED
-from ebbflow.cost.report.figure_text import describe_damage, is_unpriced, shorten
+from ebbflow.cost.report.charts import RESTARTING, STARTING
+from ebbflow.cost.report.figure_text import describe_damage, get_weight_unit, is_unpriced, shorten
 from ebbflow.cost.report.report import RunReport, find_deciding_failure
 
 _LONGEST_CAUSE = 160
@@ -91,7 +92,7 @@ def render_verdict(report: RunReport) -> str:
     interruptions.
     """
     if report.outcome is None:
-        return f"Running: {_ahead(report)}"
+        return f"{_describe_running(report)}: {_ahead(report)}"
     hours = report.actual.get("wall_hours")
     if hours:
         after = f" after {format_duration(3600 * hours)}"
@@ -121,6 +122,37 @@ def render_verdict(report: RunReport) -> str:
     return "; ".join(parts)
 
 
+def render_progress(report: RunReport) -> str:
+    """Render a running job's progress as one line, with the figures of its page.
+
+    Such as "step 120/180 · 67% · loss 2.3100 · 410 samples/s · ETA 40 s · $0.0021 · commit 100".
+    """
+    found = report.progress
+    done = found.get("step") or 0
+    total = found.get("steps")
+    parts = [f"step {done}"]
+    if total:
+        parts = [f"step {done}/{total}", f"{100 * done / total:.0f}%"]
+    loss = next((loss for step, loss in reversed(report.loss_curve) if step <= done), None)
+    if loss is not None:
+        parts.append(f"loss {loss:.4f}")
+    speed = (report.charts.get("steps") or {}).get("speed") or [None]
+    if speed[-1]:
+        parts.append(f"{speed[-1]:,.0f} {get_weight_unit(report)}/s")
+    if found.get("eta_seconds") is not None:
+        parts.append(f"ETA {format_duration(found['eta_seconds'])}")
+    parts.append(_spent(report))
+    commit = found.get("commit_step")
+    if commit:
+        parts.append(f"commit {commit}")
+    else:
+        parts.append("no commit yet")
+    at_risk = found.get("at_risk_usd")
+    if at_risk and not is_unpriced(report):
+        parts.append(f"{format_usd(at_risk)} at risk")
+    return " · ".join(parts)
+
+
 def describe_cause(report: RunReport) -> str:
     """Return the deciding failure with its culprit, else the outcome's message; "" if both are
     missing.
@@ -140,6 +172,11 @@ def describe_stop(report: RunReport) -> str:
     found = report.progress
     if report.outcome is not None or not found:
         return ""
+    if report.state == RESTARTING:
+        return (
+            f"yes, no step runs now; the job goes on from step {found.get('resume_step') or 0:,} "
+            "whenever it is started again"
+        )
     steps = found.get("at_risk_steps") or 0
     commit = found.get("commit_step")
     if commit:
@@ -307,6 +344,17 @@ def reproduce_command(report: RunReport) -> str:
     return " ".join(words)
 
 
+def _describe_running(report: RunReport) -> str:
+    """Describe the phase of a running job, such as "Restarting from step 60 (12 steps lost)"."""
+    found = report.progress
+    if report.state == STARTING:
+        return f"Starting ({found['doing']})"
+    if report.state == RESTARTING:
+        lost = format_count(found.get("lost_steps") or 0, "step")
+        return f"Restarting from step {found.get('resume_step') or 0:,} ({lost} lost)"
+    return "Running"
+
+
 def _ahead(report: RunReport) -> str:
     found = report.progress
     done = found.get("step") or 0
@@ -329,6 +377,19 @@ def _ahead(report: RunReport) -> str:
         end = f"; ends in about {format_duration(eta)}{price} (estimated)"
     cost = _interruption_cost(report)
     return f"{steps}, {spent}{end}{f'; {cost}' if cost else ''}"
+
+
+def _spent(report: RunReport) -> str:
+    """Return the dollars that the job has cost, of its budget if there is one; the time without a
+    price.
+    """
+    if is_unpriced(report):
+        return f"{format_duration(report.paid_rank_seconds)} of rank time, no price"
+    budget = report.progress.get("budget_usd")
+    limit = ""
+    if budget:
+        limit = f" of {format_usd(budget, 2)}"
+    return f"{format_usd(report.total_usd)}{limit} spent{describe_simulation(report)}"
 
 
 def _price(report: RunReport) -> str:
@@ -361,6 +422,8 @@ def _interruption_cost(report: RunReport) -> str:
     seconds = sum(cause["rank_seconds"] for cause in causes) / max(
         1, len(report.charts.get("ranks") or [])
     )
+    if not seconds:
+        return f"{_count_endings(report)} lost no step"
     if is_unpriced(report):
         usd = ""
     else:

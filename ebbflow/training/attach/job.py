@@ -124,6 +124,7 @@ class AttachedJob:
             yield from self._epoch(loader)
             return
         _check_rereadable(loader, epochs)
+        self._loop.max_steps = epochs * (self._open_source(loader).length or 0)
         for _ in self.epochs(epochs):
             yield from self._epoch(loader)
 

@@ -29,7 +29,7 @@ from ebbflow.training.attach.guards import (
     make_script_guards,
 )
 from ebbflow.training.attach.script_state import ScriptWatch
-from ebbflow.training.attach.standalone import release_job, write_result
+from ebbflow.training.attach.standalone import end_observer, release_job, write_result
 from ebbflow.training.attach.state import (
     StrayReads,
     count_samples,
@@ -175,13 +175,7 @@ class AttachedLoop:
         if error is None:
             self.complete()
         elif not self._closed:
-            if self._spec.agent_pid is None and self.session.gang.rank == 0:
-                self.session.reporter.emit(
-                    OUTCOME,
-                    step=self.step,
-                    outcome=str(Outcome.FAILED),
-                    message=describe_exception(error),
-                )
+            self._record_failure(error)
             self._close()
 
     @contextlib.contextmanager
@@ -196,6 +190,11 @@ class AttachedLoop:
                 )
             )
         self._running = True
+        if self.resumed and 0 < self.max_steps <= self.step:
+            self.say(
+                f"job {self.name} is complete at step {self.step} of {self.max_steps}, so its loop takes "
+                f"no step; to train anew, give another name: attach(…, name=…) or EBBFLOW_JOB"
+            )
         self.script.look()
         self.restore_random_states()
         self._syncs.start_clock()
@@ -416,9 +415,22 @@ class AttachedLoop:
 
     def close_at_exit(self) -> None:
         """Complete the job if the script left its loop with `break`, and close it."""
-        if self._left and not self._closed and not hasattr(sys, "last_value"):
+        error = getattr(sys, "last_value", None)  # which ended the script
+        if not self._closed and error is not None:
+            self._record_failure(error)
+        elif self._left and not self._closed:
             self.complete()
         self._close()
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Record that the error ended the script. With an agent, the agent records it."""
+        if self._spec.agent_pid is None and self.session.gang.rank == 0:
+            self.session.reporter.emit(
+                OUTCOME,
+                step=self.step,
+                outcome=str(Outcome.FAILED),
+                message=describe_exception(error),
+            )
 
     def _describe_promise(self) -> dict[str, Any]:
         state = self._state
@@ -476,7 +488,7 @@ class AttachedLoop:
         loss = self.step_log.take("loss")
         if session.take_spoiled_loss():
             loss = float("nan")
-        self.step_log.add(self.step, data, loss)
+        self.step_log.add(self.step, data, loss, max_steps=self.max_steps)
         logged = self.step_log.take_metrics()
         if logged:
             metrics = self._metrics.read(logged)
@@ -594,6 +606,7 @@ class AttachedLoop:
 
     def _on_exit(self) -> None:
         self.close_at_exit()
+        end_observer()
         if self._exit_code is not None:
             leave(self._exit_code)  # torch aborts in some exits after a gloo group
 
@@ -615,6 +628,7 @@ def refuse(error: TrainingError | InfraError) -> NoReturn:
     """Print the error in one line, and exit with the error's exit code."""
     release_job()
     print(f"ebbflow: {describe_error(error)}", file=sys.stderr, flush=True)
+    end_observer()
     raise SystemExit(error.outcome.exit_code) from error
 
 

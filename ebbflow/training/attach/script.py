@@ -24,7 +24,11 @@ from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import CONFIGURED, PREPARED, Origin, read_events
 from ebbflow.core.launchers import claim_job
 from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
-from ebbflow.core.observer_process import start_observer
+from ebbflow.core.observer_process import (
+    describe_start,
+    describe_unwatched_limits,
+    start_script_observer,
+)
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.integrations import switch_on
@@ -87,35 +91,7 @@ def flow_options(words: list[str]) -> list[str] | None:
 def main(words: list[str]) -> int:
     """Run a script's ranks until they have ended, and return the exit code of the job's outcome."""
     own, arguments = _split_words(words)
-    parser = argparse.ArgumentParser(
-        prog="ebbflow run",
-        description="Run a script's ranks on this machine.",
-        epilog=(
-            "--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, "
-            "plan, report. --profile FIRST:LAST profiles these steps."
-        ),
-    )
-    parser.add_argument("script", help="the script; its arguments follow after --")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=None,
-        help="number of processes per node; default: cluster.processes_per_node, else 1",
-    )
-    parser.add_argument(
-        "--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name"
-    )
-    parser.add_argument("--config", default=None, help="configuration file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting"
-    )
-    parser.add_argument(
-        "--rehearse",
-        default=None,
-        metavar="FAULT",
-        help="inject a fault, such as rank-kill@step:100",
-    )
-    given = parser.parse_args(own)
+    given = _make_parser().parse_args(own)
     script = Path(given.script)
     if not script.is_file():
         raise WorkloadError(f"{script}: no such script; fix: give the path of a Python file")
@@ -132,7 +108,13 @@ def main(words: list[str]) -> int:
     run = f"{job}-{time.time_ns():x}"
     settings = {"path": given.config or "", "config": config}
     claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    tracking = start_observer(job, uri, config)
+    plural = "" if ranks == 1 else "s"
+    what = f"script {script.name} on {ranks} rank{plural}"
+    print(describe_start(job, what, uri, folder), flush=True)
+    unwatched = describe_unwatched_limits(loaded.config)
+    if unwatched:
+        print(unwatched, flush=True)
+    observer = start_script_observer(job, uri, config, folder)
     try:
         job_store.put(
             "config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode()
@@ -178,13 +160,12 @@ def main(words: list[str]) -> int:
                 flush=True,
             )
         ending = run_gang(spec)
-        print(f"ebbflow: job {job}: {ending.outcome}{_describe_end(ending)}")
-        print(f"report: ebbflow report {job}")
+        print(f"ebbflow: job {job}: {ending.outcome}{_describe_end(ending)}", flush=True)
         return Outcome(ending.outcome).exit_code
     finally:
-        if tracking is not None:
-            tracking.end()
         claim.release()
+        if observer is not None:
+            observer.end()
 
 
 def run_script(spec: WorkerSpec) -> LoopResult:
@@ -227,6 +208,38 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     ending = LoopResult(Outcome.COMPLETED, 0, message)
     write_result(result, ending)
     return ending
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ebbflow run",
+        description="Run a script's ranks on this machine.",
+        epilog=(
+            "--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, "
+            "plan, report. --profile FIRST:LAST profiles these steps."
+        ),
+    )
+    parser.add_argument("script", help="the script; its arguments follow after --")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=None,
+        help="number of processes per node; default: cluster.processes_per_node, else 1",
+    )
+    parser.add_argument(
+        "--job", default=None, help="name of the job; default: EBBFLOW_JOB, else the script's name"
+    )
+    parser.add_argument("--config", default=None, help="configuration file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override of a setting"
+    )
+    parser.add_argument(
+        "--rehearse",
+        default=None,
+        metavar="FAULT",
+        help="inject a fault, such as rank-kill@step:100",
+    )
+    return parser
 
 
 def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:

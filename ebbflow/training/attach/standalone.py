@@ -23,8 +23,22 @@ from ebbflow.core.errors import InfraError, StoreError
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.core.launchers import Claim, claim_job
-from ebbflow.core.layout import job_prefix, plain_name, write_atomically
-from ebbflow.core.observer_process import start_observer
+from ebbflow.core.layout import (
+    KnownJob,
+    job_prefix,
+    plain_name,
+    remember_job,
+    runs_folder,
+    write_atomically,
+)
+from ebbflow.core.observer_process import (
+    ObserverProcess,
+    describe_start,
+    describe_unwatched_limits,
+    start_observer,
+    start_script_observer,
+)
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
@@ -51,6 +65,7 @@ from ebbflow.training.limits import LoopResult
 _NAME_KEY = "ebbflow/job"
 
 _claim: Claim | None = None  # rank 0's claim on the job
+_observer: ObserverProcess | None = None  # rank 0's
 
 
 def release_job() -> None:
@@ -59,6 +74,19 @@ def release_job() -> None:
     """
     if _claim is not None:
         _claim.release()
+
+
+def end_observer() -> None:
+    """Wait until the report of this process's job is written and its closing lines are printed, if
+    this process opened the job.
+
+    Call it once the claim is released, as late as possible.
+    """
+    global _observer
+    if _observer is not None:
+        observer = _observer
+        _observer = None
+        observer.end()
 
 
 def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
@@ -127,7 +155,6 @@ def open_job(
     generation = open_generation(
         job_store, run=job, attempt=attempt, parent=parent, opening=opening
     )
-    print(f"job {job} in {store_uri}, generation {generation.name}", flush=True)
     origin = Origin(
         job=job, run=job, attempt=attempt, generation=generation.number, process="prepare"
     )
@@ -138,7 +165,11 @@ def open_job(
         events.emit(PREPARED, **prepared)
         if rolled_back is not None:
             events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
-    start_observer(job, store_uri, settings["config"])  # ends by itself after this process
+    if script:
+        work = f"script {Path(script).name}"
+    else:
+        work = f"workload {settings['config']['workload'] or 'language'}"
+    _observe(job, store_uri, settings["config"], work)
     return WorkerSpec(
         job=job,
         run=job,
@@ -246,3 +277,19 @@ def record_exception(
             shown = text
         # Stderr escapes characters that its encoding lacks
         print(shown, end="", file=sys.stderr, flush=True)
+
+
+def _observe(job: str, store_uri: str, config: dict[str, Any], work: str) -> None:
+    """Start the process that shows the job and writes its report, and print the job's first line."""
+    global _observer
+    try:
+        folder = remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, store_uri))
+    except OSError as error:
+        print(f"job {job}: no live page and no report: {error}", file=sys.stderr)
+        start_observer(job, store_uri, config)
+        return
+    print(describe_start(job, work, store_uri, folder), flush=True)
+    unwatched = describe_unwatched_limits(RunConfig.model_validate(config))
+    if unwatched:
+        print(unwatched, flush=True)
+    _observer = start_script_observer(job, store_uri, config, folder)

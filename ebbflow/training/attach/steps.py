@@ -75,6 +75,7 @@ class StepLog:
         self._kept_steps = kept_steps
         self._values: dict[str, Any] = {}
         self._pending: list[_PendingStep] = []
+        self._max_steps = 0  # as recorded last
 
     def log(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -89,7 +90,11 @@ class StepLog:
         self._values = {}
         return metrics
 
-    def add(self, step: int, data: dict[str, Any], loss: Any) -> None:
+    def add(self, step: int, data: dict[str, Any], loss: Any, *, max_steps: int = 0) -> None:
+        """Add the event of a step. `max_steps` is the number of steps of the job, 0 if unknown."""
+        if max_steps != self._max_steps:
+            self._max_steps = max_steps
+            data["max_steps"] = max_steps
         at = (time.time(), time.monotonic())
         self._pending.append(_PendingStep(step, at, data, loss))
 

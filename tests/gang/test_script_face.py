@@ -1,0 +1,145 @@
+"""Every way to start a script shows the same: a first line, progress with dollars, a live page, a report
+and a closing verdict, all with the figures of one ledger.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbflow.cost.jobs import load_report
+from ebbflow.cost.report.verdict import render_verdict
+
+SCRIPT = """
+import sys
+import time
+
+import torch
+
+import ebbflow
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = torch.randn(64, 8)
+job = ebbflow.attach(model, optimizer)
+for (batch,) in job.batches([(rows,) for rows in data.split(8)], epochs=8):
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    job.log(loss=loss)
+    time.sleep(0.1)
+    if "crash" in sys.argv and job.step == 30:
+        raise KeyError("boom")
+"""
+STARTS = {
+    "ebbflow run": [sys.executable, "-m", "ebbflow", "run", "train.py"],
+    "python": [sys.executable, "train.py"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "train.py"],
+}
+PROGRESS = re.compile(r"step (\d+)/64 · \d+% · loss \d\.\d{4} · .*\$(\d\.\d{4}) spent · ")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    settings = {
+        "EBBFLOW__STORE": str(folder / "store"),
+        "EBBFLOW__COST__USD_PER_NODE_HOUR": "36",
+        "EBBFLOW__CHECKPOINT__INTERVAL_SECONDS": "1",
+        "EBBFLOW__CHECKPOINT__INTERVAL": "seconds",
+        "EBBFLOW_LIVE_PAGE": "1",
+    }
+    return os.environ | settings
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_each_way_to_start_a_script_shows_one_face(tmp_path: Path, start: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    done = subprocess.run(
+        STARTS[start],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("ebbflow: job train, script train.py")
+    assert first.endswith(f"store {tmp_path}/store, live page runs/train/live.html")
+    steps = [(int(step), float(usd)) for step, usd in PROGRESS.findall(done.stdout)]
+    assert steps and steps == sorted(steps), done.stdout
+    page = (tmp_path / "runs/train/live.html").read_text()
+    report = load_report(str(tmp_path / "runs/train/report.json"))
+    assert (tmp_path / "runs/train/report.html").read_text() == page
+    verdict = render_verdict(report)
+    assert f"✓ {verdict}" in done.stdout and verdict in page
+    assert "saved nothing" not in page
+    assert steps[-1][1] <= float(report.total_usd)
+    assert report.actual["price_kind"] == "stated in cost.usd_per_node_hour"
+    fresh = load_report(str(tmp_path / "store/jobs/train"), fresh=True)
+    assert fresh.total_usd == report.total_usd
+
+
+def test_a_crash_of_a_script_without_an_agent_is_a_failure_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    done = subprocess.run(
+        [*STARTS["python"], "crash"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert done.returncode == 1
+    assert "✗ Failed after" in done.stdout and "failed (KeyError: 'boom')" in done.stdout
+    assert "killed or lost" not in done.stdout
+    assert done.stderr.count("Traceback") == 1
+    assert json.loads((tmp_path / "runs/train/report.json").read_text())["outcome"] == "failed"
+
+
+def test_a_script_that_is_asked_to_leave_says_so_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        STARTS["python"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        for line in started.stdout:
+            if PROGRESS.match(line):
+                break
+        started.send_signal(signal.SIGTERM)
+        rest = started.stdout.read()
+
+    assert started.returncode == 75
+    assert "✗ Interrupted after" in rest and "generation 1: interrupted" in rest
+    done = subprocess.run(
+        STARTS["python"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "goes on from step" in done.stdout and "✓ Completed" in done.stdout
+    again = subprocess.run(
+        STARTS["python"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "job train is complete at step 64 of 64, so its loop takes no step" in again.stdout
