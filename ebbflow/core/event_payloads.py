@@ -45,6 +45,7 @@ class LedgerClass(StrEnum):
     DATA_WAIT = "data_wait"  # waiting for the next batch
     CHECKPOINT_STALL = "checkpoint_stall"  # training waits for a save
     EVALUATION = "evaluation"
+    PROFILING = "profiling"  # starting the profiler, and writing its traces and tables
     # From the node's start to the first step: processes, rendezvous, model, compilation
     STARTUP = "startup"
     RESTORE = "restore"  # reading a commit

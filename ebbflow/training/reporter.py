@@ -20,6 +20,7 @@ _CLASS_OF_PHASE = {
     "checkpoint": LedgerClass.CHECKPOINT_STALL,
     "store": LedgerClass.CHECKPOINT_STALL,  # waiting for a save to be durable; has its own deadline
     "evaluation": LedgerClass.EVALUATION,
+    "profile": LedgerClass.PROFILING,
     "done": LedgerClass.SHUTDOWN,
 }
 # Phases in which a rank computes. The waits for other ranks within them are excluded

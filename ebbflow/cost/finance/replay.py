@@ -316,7 +316,7 @@ def _measure_generation(
         stepping=seconds(*_STEPPING),
         stall=seconds(LedgerClass.CHECKPOINT_STALL),
         tail=seconds(LedgerClass.INTERRUPTION, LedgerClass.HANG),
-        shutdown=seconds(LedgerClass.SHUTDOWN, LedgerClass.UNATTRIBUTED),
+        shutdown=seconds(LedgerClass.SHUTDOWN, LedgerClass.PROFILING, LedgerClass.UNATTRIBUTED),
         interrupted=generation.unplanned,
         steps=len({event.step for event in mine if event.name == STEP}),
         saves=len({event.step for event in mine if event.name == COMMIT}),

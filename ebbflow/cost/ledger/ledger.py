@@ -50,6 +50,7 @@ _CAUSES = {
     LedgerClass.USEFUL_STEP: WORK,
     LedgerClass.DATA_WAIT: "waiting for data",
     LedgerClass.EVALUATION: "evaluation",
+    LedgerClass.PROFILING: "profiling",
     LedgerClass.CHECKPOINT_STALL: "saves",
     LedgerClass.SHUTDOWN: "start and end",
     LedgerClass.SCRIPT: "script",

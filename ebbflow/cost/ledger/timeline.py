@@ -45,7 +45,7 @@ TOLERANCE_SECONDS = 0.05
 _SAME_MOMENT_SECONDS = 0.5
 
 # If a step was discarded, skipped or never completed, these classes of its time are waste.
-# Checkpoint stall is not.
+# Checkpoint stall and profiling are not.
 _WASTED = (
     LedgerClass.USEFUL_STEP,
     LedgerClass.DATA_WAIT,

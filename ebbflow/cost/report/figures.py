@@ -44,6 +44,7 @@ _WORK = (
     LedgerClass.USEFUL_STEP,
     LedgerClass.DATA_WAIT,
     LedgerClass.EVALUATION,
+    LedgerClass.PROFILING,
     LedgerClass.CHECKPOINT_STALL,
 )
 _START = (LedgerClass.STARTUP, LedgerClass.SHUTDOWN)

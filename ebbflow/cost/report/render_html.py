@@ -57,6 +57,7 @@ COLOURS = {
     LedgerClass.DATA_WAIT: "#f0e442",
     LedgerClass.CHECKPOINT_STALL: "#cc79a7",
     LedgerClass.EVALUATION: "#7fd1ae",
+    LedgerClass.PROFILING: "#b39ddb",
     LedgerClass.STARTUP: "#56b4e9",
     LedgerClass.RESTORE: "#0072b2",
     LedgerClass.SHUTDOWN: "#9fa8b8",

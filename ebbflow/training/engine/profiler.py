@@ -26,6 +26,7 @@ from ebbflow.core.errors import StoreError
 from ebbflow.core.events import NOTICE, PROFILE
 from ebbflow.core.layout import generation_name, job_prefix
 from ebbflow.core.store import Store
+from ebbflow.training.launch.heartbeat import PROFILE_PHASE
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -108,7 +109,9 @@ class StepProfiler:
                     *([ProfilerActivity.CUDA] if self._on_gpu else []),
                 ]
                 self._profile = profile(activities=activities, record_shapes=not self._on_gpu)
+                over = self._reporter.enter_temporarily(PROFILE_PHASE)
                 self._profile.start()
+                over()
             self._steps.append(step)
 
     def close(self) -> None:
@@ -126,7 +129,7 @@ class StepProfiler:
     def _end(self) -> None:
         if self._profile is None:
             return
-        over = self._reporter.enter_temporarily("store")
+        over = self._reporter.enter_temporarily(PROFILE_PHASE)
         try:
             self._write(self._profile)
         except Exception as error:  # such as a full disk; a profile must not end the job

@@ -24,7 +24,7 @@ from ebbflow.training import errors
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import WorkerFailure, parse_traceback
 from ebbflow.training.launch.gpus import GpuMonitor, fault_from_error
-from ebbflow.training.launch.heartbeat import STORE_PHASE, HangLimits
+from ebbflow.training.launch.heartbeat import STORE_PHASES, HangLimits
 from ebbflow.training.launch.logs import RankOutput, print_line, show_failed_logs
 from ebbflow.training.launch.membership import Peers
 from ebbflow.training.launch.messages import (
@@ -347,7 +347,7 @@ class NodeGeneration:
         While a rank waits for the store, all other ranks wait for it in a collective. This must not
         count as a hang.
         """
-        here = any(worker.beat.phase == STORE_PHASE for worker in group.workers)
+        here = any(worker.beat.phase in STORE_PHASES for worker in group.workers)
         if here and not self._store_wait_reported.holds:
             self._store_wait_reported.mark()
             self._peers.waiting()

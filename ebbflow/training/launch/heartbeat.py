@@ -34,9 +34,10 @@ PHASES = (
     "store",
     "evaluation",
     "done",
+    "profile",
 )
 # These phases interrupt another one, which continues afterwards
-_INTERLUDES = frozenset({"compile", "store"})
+_INTERLUDES = frozenset({"compile", "profile", "store"})
 _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
 _PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
 _TRAINED = _ENTERED + len(PHASES)
@@ -55,7 +56,9 @@ _START_MARGIN_SECONDS = 10.0
 # A rank stops waiting for its uploader some seconds after the save's deadline
 _STORE_MARGIN_SECONDS = 10.0
 _START_PHASES = frozenset({"init", "restore"})
-STORE_PHASE = "store"
+PROFILE_PHASE = "profile"
+# In these phases a rank waits for the store, and all others wait for it in a collective
+STORE_PHASES = frozenset({"store", PROFILE_PHASE})
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer"})
 _BASE = 2**0.25
 _SHORTEST_SECONDS = 1e-3
@@ -301,7 +304,7 @@ class PhaseThresholds:
     def _fixed_limit(self, beat: HeartbeatReading) -> float | None:
         if beat.phase in _START_PHASES:
             return self._limits.start_seconds
-        if beat.phase == STORE_PHASE:
+        if beat.phase in STORE_PHASES:
             return self._limits.store_seconds
         if self._is_first(beat):
             return self._limits.longest_seconds

@@ -24,7 +24,7 @@ from ebbflow.core.process import (
 from ebbflow.training.errors import bounded_text
 from ebbflow.training.launch import evidence
 from ebbflow.training.launch.gpus import GpuMonitor, kernel_records
-from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASE, HangLimits, PhaseThresholds
+from ebbflow.training.launch.heartbeat import RECORDS, STORE_PHASES, HangLimits, PhaseThresholds
 from ebbflow.training.launch.workers import Worker
 
 _CLOCK_SECONDS = 2.0  # difference between the clock of the kernel's log and CLOCK_BOOTTIME
@@ -301,7 +301,7 @@ class _Rank:
         self._beat = beat
         self._thresholds.observe(beat, now)
         self.silent_seconds = now - beat.t_mono - (absent - self._absent_before)
-        if beat.phase == STORE_PHASE:
+        if beat.phase in STORE_PHASES:
             excused = 0.0
         else:
             excused = store_wait - self._store_wait_before
