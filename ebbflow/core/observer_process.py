@@ -16,7 +16,7 @@ from ebbflow.core.program import python_path
 
 LIVE_PAGE = "live.html"
 READY = "ready"  # the process's first line: from now on it handles SIGTERM
-LIVE_PAGE_SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page
+_LIVE_PAGE_SWITCH = "EBBFLOW_LIVE_PAGE"  # 0: no live page, and no other line of the observer
 _PAGE_END_SECONDS = 3.0
 _REPORT_END_SECONDS = 30.0  # a long log is read once more
 _FEEDS_END_SECONDS = 20.0  # the process ends its last requests within a shorter time
@@ -158,12 +158,17 @@ def start_observer(
     )
 
 
+def shows_live_page() -> bool:
+    """Return whether the user wants a live page: unless EBBFLOW_LIVE_PAGE is 0."""
+    return os.environ.get(_LIVE_PAGE_SWITCH) != "0"
+
+
 def describe_start(job: str, work: str, store: str, folder: Path) -> str:
     """Return the first line that a job prints: its work, its store, and its live page in `folder`."""
     page = folder / LIVE_PAGE
     if page.is_relative_to(Path.cwd()):
         page = page.relative_to(Path.cwd())
-    if os.environ.get(LIVE_PAGE_SWITCH) == "0":
+    if not shows_live_page():
         return f"ebbflow: job {job}, {work}, store {store}"
     return f"ebbflow: job {job}, {work}, store {store}, live page {page}"
 
@@ -192,11 +197,12 @@ def start_script_observer(
 ) -> ObserverProcess | None:
     """Start the process that observes a script's job, and writes its report into `folder`.
 
-    `folder` also gets the live page, unless EBBFLOW_LIVE_PAGE is 0.
+    `folder` also gets the live page. With EBBFLOW_LIVE_PAGE=0, there are trackers and notifications
+    only.
     """
-    page = None
-    if os.environ.get(LIVE_PAGE_SWITCH) != "0":
-        page = folder / LIVE_PAGE
+    if not shows_live_page():
+        return start_observer(job, store, config, tell=tell)
+    page = folder / LIVE_PAGE
     return start_observer(
         job, store, config, page=page, tell=tell, shows_progress=True, report_folder=folder
     )

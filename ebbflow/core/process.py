@@ -365,6 +365,17 @@ def process_state(pid: int) -> str:
     return stat.state
 
 
+def describe_exit(code: int) -> str:
+    """Describe how a process ended, such as "was killed by SIGKILL" or "ended with exit code 1".
+
+    Args:
+        code: as of `subprocess.Popen.returncode`, negative after a signal.
+    """
+    if code < 0:
+        return f"was killed by {signal_name(-code)}"
+    return f"ended with exit code {code}"
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, including real-time signals, which `signal.Signals` does not
     name.

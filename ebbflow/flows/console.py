@@ -356,6 +356,8 @@ class RunView:
         elif isinstance(payload, CommitFailedPayload):
             self.say(f"! commit of step {event.step} failed: {payload.message}")
         elif isinstance(payload, NoticePayload):
+            if payload.source is None:  # a rank's remark, which the rank has printed
+                return
             if payload.seconds_left is None:
                 within = ""
             else:

@@ -22,6 +22,7 @@ from ebbflow.core.launchers import (
     claim_of_parent,
 )
 from ebbflow.core.layout import job_prefix
+from ebbflow.core.observer_process import shows_live_page
 from ebbflow.core.process import children
 from ebbflow.core.program import own_command
 from ebbflow.core.store import Store
@@ -134,7 +135,7 @@ class Launch:
                 tell = print
             else:
                 tell = self.view.observed
-                self.view.is_observed = True
+                self.view.is_observed = shows_live_page()
             self.observer = RunObserver(
                 flow_class.__name__, self.job, self.config, run_id_file, tell
             )

@@ -3,14 +3,13 @@ card.
 """
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import KnownJob, remember_job
-from ebbflow.core.observer_process import LIVE_PAGE, LIVE_PAGE_SWITCH, start_observer
+from ebbflow.core.observer_process import LIVE_PAGE, shows_live_page, start_observer
 from ebbflow.flows.job import RUNS
 
 _WAIT_SECONDS = 0.1
@@ -77,7 +76,7 @@ class RunObserver:
         if self._ending.is_set():
             return
         job = self._job or self._run_id()
-        if os.environ.get(LIVE_PAGE_SWITCH) != "0":
+        if shows_live_page():
             try:
                 self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
             except OSError as error:
@@ -88,7 +87,7 @@ class RunObserver:
             self._config,
             page=self._page,
             tell=self._tell,
-            shows_progress=True,
+            shows_progress=self._page is not None,
         )
         if self._page is not None:
             self._tell(f"live page: {_shown_path(RUNS / 'latest' / LIVE_PAGE)}")

@@ -37,6 +37,7 @@ from ebbflow.training.limits import Limits, LoopResult, Position
 from ebbflow.training.progress import live_metrics
 from ebbflow.training.rehearse import NON_FINITE, Fault
 from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
+from ebbflow.training.remarks import record_remarks
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import SaveController
@@ -278,6 +279,7 @@ def open_reporter(spec: WorkerSpec, gang: Gang) -> Iterator[tuple[Reporter, Even
     with (
         EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log,
         live_metrics(spec, rank=gang.rank, world_size=gang.world_size, emit=log.emit) as emit,
+        record_remarks(emit),
     ):
         reporter = Reporter(Clock(emit), emit)
         if spec.heartbeat_path:

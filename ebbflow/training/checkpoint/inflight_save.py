@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 from ebbflow.core.errors import StoreFull
 from ebbflow.core.events import COMMIT, COMMIT_FAILED
-from ebbflow.core.process import OwnProgram, own_program_line
+from ebbflow.core.process import OwnProgram, describe_exit, own_program_line
 from ebbflow.core.program import python_path
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoom
+from ebbflow.training.remarks import remark
 
 _KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write ends
 _LOOK_SECONDS = 5.0
@@ -85,8 +86,15 @@ class UploaderClient:
 
     def running(self) -> int | None:
         """Return the uploader's process id, after restarting the uploader if it has died."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None:
             self.start()
+        elif self._process.poll() is not None:
+            code = self._process.returncode
+            self.start()
+            remark(
+                f"rank {self._rank}: its uploader process {describe_exit(code)}; another one uploads "
+                "from now on"
+            )
         return self.pid
 
     def tell(self, command: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from ebbflow.core.process import signal_name
 from ebbflow.training.attach.state import derive_seed, random_numbers_of, seed_all
 from ebbflow.training.data.tokens import SampleOrder
 from ebbflow.training.errors import DataError
+from ebbflow.training.remarks import remark
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.training.workload_loader import MISTAKES, describe_mistake
 from ebbflow.workloads.readers.loader_processes import (
@@ -183,7 +184,7 @@ class SampleLoader:
             else:
                 count = f"the {len(self._died_at)}th that died on this rank"
             raise RuntimeError(f"{death} ({count}); {_DEATH_FIX}") from error
-        print(f"{death}; other workers read again from sample {cursor.first} on", flush=True)
+        remark(f"{death}; other workers read again from sample {cursor.first} on")
         self._stop_workers()
 
     @property
