@@ -393,7 +393,7 @@ def test_a_running_job_is_reported_as_running_and_not_as_lost(
         assert f"running since {claim.launcher.since} on host {socket.gethostname()}" in shown
         assert "all figures are so far" in shown
         assert "resume" not in shown and "interrupted" not in shown
-    assert load_report("mine", store=folder.uri).state == "running"
+    assert load_report("mine", store=folder.uri).state == "starting"
 
     with EventLog(job, Origin(job="mine", run="1", generation=1, rank=0)) as log:
         log.emit(OUTCOME, outcome="completed")
