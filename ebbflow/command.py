@@ -280,6 +280,11 @@ def _load(home: Home) -> Callable[[list[str]], int | None]:
 
 def _run(words: list[str]) -> int:
     """Train a job by the flow, or run a script: under an agent, or by the flow too."""
+    if "--help" in words[: _count_own(words)]:
+        from ebbflow.flows.run_help import render_run_help
+
+        print(render_run_help())
+        return 0
     try:
         words = _expand_tracker(_expand_profile(words))
     except ValueError as error:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from ebbflow import __version__
-from ebbflow.command import COMMANDS, Group, Home, main
+from ebbflow.command import COMMANDS, Group, Home, _expand_tracker, main
 from ebbflow.cost import __main__ as cost
+from ebbflow.flows.command_line import FLAGS, RUN_OPTIONS
+from ebbflow.flows.run_help import METAFLOWS, SECTIONS
 from ebbflow.infra import __main__ as infra
 from ebbflow.tryout.__main__ import load_tool
 
@@ -108,4 +110,45 @@ def test_the_version_is_written_in_one_place() -> None:
     assert "version = attr: ebbflow.__version__" in (ROOT / "setup.cfg").read_text()
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text().replace("[", "").replace(
         "]", ""
+    )
+
+
+def test_the_help_of_run_names_every_option_of_ours_and_metaflows_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "--help"]) == 0
+    shown = capsys.readouterr().out
+
+    for option in {*RUN_OPTIONS, *FLAGS, "--tracker", "--profile", "--nodes", "--ranks"}:
+        assert f"  {option}" in shown
+    headings = [line for line in shown.splitlines() if line in SECTIONS]
+    assert headings == list(SECTIONS) and headings[-1] == METAFLOWS
+    assert max(map(len, shown.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["--tracker", "jsonl"], '[{"type": "jsonl"}]'),
+        (["--tracker=wandb", "--tracker", "mlflow"], '[{"type": "wandb"}, {"type": "mlflow"}]'),
+    ],
+)
+def test_a_tracker_on_the_command_line_is_a_setting(words: list[str], setting: str) -> None:
+    given = ["train.py", *words, "--", "--tracker", "theirs"]
+    assert _expand_tracker(given) == [
+        "train.py",
+        "--set",
+        f"trackers={setting}",
+        "--",
+        "--tracker",
+        "theirs",
+    ]
+
+
+def test_an_unknown_tracker_is_refused_with_those_that_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", "--tracker", "comet"]) == 2
+    assert capsys.readouterr().err == (
+        "ebbflow run: --tracker takes one of wandb, mlflow, tensorboard, jsonl, and not 'comet'\n"
     )
