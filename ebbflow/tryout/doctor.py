@@ -11,6 +11,7 @@ variables that hold a state.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,15 @@ from ebbflow.tryout.resume_findings import (
     why_not_repeatable,
 )
 from ebbflow.tryout.resume_patches import Places, explain, find_assignment
-from ebbflow.tryout.script_copy import copy_folder
+from ebbflow.tryout.resume_repairs import Repair, apply_repairs, propose_repairs
+from ebbflow.tryout.script_copy import copy_folder, detach
 from ebbflow.tryout.script_tracer import StepRecord, run_traced
 
 _RUN_SECONDS = 180.0
 _LAST_SECONDS = 10.0  # for the other ranks after one has ended
 _OUTPUT_LINES = 5
 _FEWEST_STEPS = 4
+_MOST_TRIALS = 6  # of repairs, each with as many kills as the examination
 _TORCHRUN = re.compile(r"RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|init_process_group|process group")
 _CUDA = re.compile(r"CUDA|NVIDIA|NCCL", re.IGNORECASE)
 
@@ -125,6 +129,7 @@ class _Run:
         saved = [line for line in saved if line["by"] != "open"] or saved
         self.saves = sorted(line["saved"] for line in saved)
         self.in_file = _variables_in_each_file(saved)
+        self.is_attached = any(line["by"] == "attach" for line in saved)
         self.save_place = next((line["place"] for line in saved if line["place"]), "")
         self.load_place = next((line["loaded"] for line in lines if line.get("loaded")), "")
         files: set[str] = set()
@@ -168,9 +173,7 @@ class _Runs:
         """Run all ranks in one copy of the script's folder for `steps` steps, or kill them after
         the step `kill`.
         """
-        copy = self._folder / folder
-        if not copy.exists():
-            copy_folder(self.script.parent, copy)
+        copy = self.copy(folder)
         sys.stdout.flush()
         environments = torchrun_variables(self.ranks) if self.ranks else [{}]
         stem = f"{folder}-{name}"
@@ -186,6 +189,20 @@ class _Runs:
             running.add(pid)
         _wait(running)
         return _Run(traces, outputs)
+
+    def copy(self, folder: str, sources: Mapping[str, str] | None = None) -> Path:
+        """Return the copy of the script's folder with this name, which is made if it is not there.
+
+        Args:
+            sources: text of the files that differ from the original, by name.
+        """
+        copy = self._folder / folder
+        if not copy.exists():
+            copy_folder(self.script.parent, copy)
+            for name, text in (sources or {}).items():
+                detach(copy, copy / name, emptied=True)
+                (copy / name).write_text(text)
+        return copy
 
 
 def _wait(running: set[int]) -> None:
@@ -210,6 +227,9 @@ class _Verdict:
     # Lost variables on which no weight depends, in the order in which they were found
     unused: dict[str, None] = field(default_factory=dict)
     points: list[str] = field(default_factory=list)  # the kills, and the steps of the resumes
+    kills: list[int] = field(default_factory=list)  # the steps after which the script was killed
+    passing: frozenset[str] = frozenset()  # as of `find_passing`
+    deciding: frozenset[str] = frozenset()  # as of `find_deciding`
     load_place: str = ""  # file and line that loads; "" if it was not seen
 
     def add(self, rank: int, findings: list[LostState]) -> None:
@@ -228,7 +248,11 @@ def _examine(runs: _Runs, given: argparse.Namespace) -> int:
         for file in dict.fromkeys([name, *whole.files])
     }
     verdict = _kill_and_resume(runs, whole, sources, kills=given.kills, seed=given.seed)
-    _print_verdict(runs, whole, sources, verdict)
+    places = Places(name, whole.save_place, verdict.load_place, whole.is_attached)
+    repairs: list[Repair] = []
+    if verdict.ranks_by_finding:
+        repairs = _find_repairs(runs, whole, sources, verdict, places)
+    _print_verdict(runs, whole, sources, verdict, places=places, repairs=repairs)
     return int(bool(verdict.ranks_by_finding))
 
 
@@ -266,9 +290,10 @@ def _kill_and_resume(
     passing = find_passing(sources.values())
     deciding = find_deciding(sources.values(), whole.in_file)
     choose = random.Random(seed)
-    verdict = _Verdict()
+    verdict = _Verdict(passing=passing, deciding=deciding)
     for number in range(kills):
         kill = choose.randrange(whole.saves[0] + 1, whole.steps)
+        verdict.kills.append(kill)
         killed = runs.run(str(number), "killed", whole.steps, kill=kill)
         for whole_records, killed_records in zip(whole.records, killed.records, strict=True):
             difference = why_not_repeatable(whole_records, killed_records)
@@ -297,7 +322,58 @@ def _kill_and_resume(
     return verdict
 
 
-def _print_verdict(runs: _Runs, whole: _Run, sources: dict[str, str], verdict: _Verdict) -> None:
+def _find_repairs(
+    runs: _Runs, whole: _Run, sources: dict[str, str], verdict: _Verdict, places: Places
+) -> list[Repair]:
+    """Return the repairs with which the script resumed exactly after each kill; [] if none did."""
+    findings = list(verdict.ranks_by_finding)
+    if len(findings) > 1 and UNEXPLAINED in findings:
+        findings.remove(UNEXPLAINED)
+    for number, trial in enumerate(propose_repairs(sources, findings, places)[:_MOST_TRIALS]):
+        try:
+            repaired = apply_repairs(sources, trial)
+            for text in repaired.values():
+                ast.parse(text)
+        except (SyntaxError, ValueError):
+            continue
+        if _resumes_exactly(runs, whole, repaired, verdict, f"repair-{number}"):
+            return trial
+    return []
+
+
+def _resumes_exactly(
+    runs: _Runs, whole: _Run, repaired: dict[str, str], verdict: _Verdict, stem: str
+) -> bool:
+    """Return whether the script with these sources ends each resume with the weights of `whole`."""
+    for number, kill in enumerate(verdict.kills):
+        folder = f"{stem}-{number}"
+        runs.copy(folder, repaired)
+        runs.run(folder, "killed", whole.steps, kill=kill)
+        resumed = runs.run(folder, "resumed", whole.steps, seed=1)
+        for whole_records, resumed_records in zip(whole.records, resumed.records, strict=True):
+            if len(resumed_records) < 2:
+                return False
+            _, findings = compare(
+                whole_records,
+                resumed_records,
+                kill,
+                passing=verdict.passing,
+                deciding=verdict.deciding,
+            )
+            if any(finding.kind != "unused" for finding in findings):
+                return False
+    return True
+
+
+def _print_verdict(
+    runs: _Runs,
+    whole: _Run,
+    sources: dict[str, str],
+    verdict: _Verdict,
+    *,
+    places: Places,
+    repairs: list[Repair],
+) -> None:
     name = runs.script.name
     lost = verdict.ranks_by_finding
     ranks = f" on {runs.ranks} ranks" if runs.ranks > 1 else ""
@@ -306,7 +382,6 @@ def _print_verdict(runs: _Runs, whole: _Run, sources: dict[str, str], verdict: _
     else:
         text = f"resumes exactly, bit for bit up to step {whole.steps}"
     print(f"{name} {text}{ranks} ({'; '.join(verdict.points)})")
-    places = Places(script=name, save=whole.save_place, load=verdict.load_place)
     for finding, where in lost.items():
         # Of several ranks, one may have lost what makes the weights of all differ
         if finding == UNEXPLAINED and len(lost) > 1:
@@ -314,7 +389,20 @@ def _print_verdict(runs: _Runs, whole: _Run, sources: dict[str, str], verdict: _
         only = ""
         if 0 not in where and finding.kind != "start":
             only = f" on rank {', '.join(map(str, sorted(where)))}"
-        print("\n".join(explain(sources, finding, places, only=only)))
+        told = explain(sources, finding, places, only=only, is_repaired=bool(repairs))
+        print("\n".join(told))
+    if repairs:
+        lines = [line for repair in repairs for line in repair.lines]
+        print(
+            "\n".join(
+                [
+                    f"  fix (tried: {name} then resumes exactly):",
+                    *(f"      {line}" for line in lines),
+                ]
+            )
+        )
+    if lost and not whole.is_attached:
+        print("  or let ebbflow.attach save all of it (docs/attach.md)")
     for variable in verdict.unused:
         if LostState("counter", variable) not in lost:
             place = find_assignment(sources, variable) or name

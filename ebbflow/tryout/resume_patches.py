@@ -1,4 +1,4 @@
-"""The smallest patch that lets a script restore a state which its resume loses."""
+"""What a script loses, in words, and what would save and restore it."""
 
 from __future__ import annotations
 
@@ -25,38 +25,65 @@ class Places:
     script: str
     save: str
     load: str
+    attached: bool = False  # whether `ebbflow.attach` saves
+
+
+class Patch(NamedTuple):
+    """What saves and restores one state: the key and the value that are saved, and the statement
+    that restores it.
+    """
+
+    key: str
+    value: str
+    loaded: str
+
+
+def find_patch(finding: LostState, *, checkpoint: str) -> Patch | None:
+    """Return what saves and restores the lost state, or None if it is no variable with a state.
+
+    Args:
+        checkpoint: the variable of the script that has what is loaded.
+    """
+    kind, variable = finding
+    key = re.sub(r"\W+", "_", variable.rpartition(".")[2]).strip("_") or "state"
+    if kind == "random":
+        key = f"{variable}_rng"
+        generator = _GENERATORS[variable]
+        return Patch(key, generator.get, generator.put.format(f"{checkpoint}[{key!r}]"))
+    read = f"{checkpoint}[{key!r}]"
+    if kind in AVERAGES or kind == "counter":
+        return Patch(key, variable, f"{variable} = {read}")
+    if kind not in LOSSES:
+        return Patch(key, f"{variable}.state_dict()", f"{variable}.load_state_dict({read})")
+    return None
 
 
 def explain(
-    sources: dict[str, str], finding: LostState, places: Places, *, only: str = ""
+    sources: dict[str, str],
+    finding: LostState,
+    places: Places,
+    *,
+    only: str = "",
+    is_repaired: bool = False,
 ) -> list[str]:
-    """Return lines of text: the lost state, the line that assigns it, and the smallest patch.
+    """Return lines of text: the lost state and the line that assigns it, and advice unless a repair
+    was found.
 
     Args:
         sources: text of each file of the script, by name.
         only: ranks that lose the state if rank 0 keeps it, such as " on rank 1".
+        is_repaired: whether the doctor has found a repair of the script.
     """
     kind, variable = finding
-    save = places.save or _find_call(sources, "save") or f"{places.script}:?"
-    load = places.load or _find_call(sources, "load") or f"{places.script}:?"
+    save = places.save or _find_call(sources, "save") or places.script
     assigned = ""
     if variable and kind != "random":
         assigned = find_assignment(sources, variable)
     first = f"  {assigned or save}: {_describe(finding)}{only}".replace("  ", " ")
     lines = [f"  {first.strip()}"]
-    restored = ""
-    if kind == "random" and not only:
-        generator = _GENERATORS[variable]
-        restored = _find_call(sources, generator.put_name, of=generator.module, loaded=True)
-    patch = _find_patch(finding, only=bool(only))
-    if restored:
-        lines.append(f"      fix: {_line(restored, places)}: {_RESTORED_TOO_EARLY}")
-    elif patch is None:
-        lines.append(f"      fix: {_line(save, places)}: {_LOSSES[kind].fix}")
-    else:
-        lines.append(f"      fix: {_line(save, places)} saves:  {patch.saved}")
-        lines.append(f"           {_line(load, places)} loads:  {patch.loaded}")
-    lines.append("           or let ebbflow.attach save it (docs/attach.md)")
+    advice = _advise(sources, finding, only=only, attached=places.attached)
+    if not is_repaired and advice:
+        lines.append(f"      advice (not tried): {advice}")
     return lines
 
 
@@ -78,7 +105,7 @@ class _Loss(NamedTuple):
     fix: str
 
 
-_LOSSES = {
+LOSSES = {
     "start": _Loss(
         "nothing is resumed: the second start begins at step 1",
         "load what you save, before the loop",
@@ -100,7 +127,7 @@ _LOSSES = {
         "restore the random state, by which they may be drawn",
     ),
     "random": _Loss("the random state is lost", ""),
-    "counter": _Loss("the count starts anew", ""),
+    "counter": _Loss("the count starts anew", "save it, and load it before the loop"),
     "index": _Loss(
         "counts from 0 after a resume",
         "begin at the batch to resume from: enumerate(loader, start)",
@@ -130,43 +157,15 @@ _GENERATORS = {
 }
 
 
-class _Patch(NamedTuple):
-    saved: str  # the entry of the saved dict
-    loaded: str  # the statement that restores it
-
-
-def _line(place: str, places: Places) -> str:
-    """Return "line 53" for a place in the script itself, else "line other.py:53"."""
-    return f"line {place.removeprefix(f'{places.script}:')}"
-
-
 def _describe(finding: LostState) -> str:
     kind, variable = finding
     if kind in AVERAGES:
         return f"{variable} ({kind} of tensors): it is not restored"
-    if kind not in _LOSSES:  # an object with a state
+    if kind not in LOSSES:  # an object with a state
         return f"{variable} ({kind}): its state is not restored"
     if variable:
-        return f"{variable}: {_LOSSES[kind].what}"
-    return _LOSSES[kind].what
-
-
-def _find_patch(finding: LostState, *, only: bool) -> _Patch | None:
-    kind, variable = finding
-    key = re.sub(r"\W+", "_", variable.rpartition(".")[2]).strip("_") or "state"
-    if kind == "random":
-        key = f"{variable}_rng"
-        generator = _GENERATORS[variable]
-        if only:
-            restore = generator.put.format(f"checkpoint[{key!r}][rank]")
-            return _Patch(f"{key!r}: that of each rank", restore)
-        return _Patch(f"{key!r}: {generator.get}", generator.put.format(f"checkpoint[{key!r}]"))
-    if kind in AVERAGES or kind == "counter":
-        return _Patch(f"{key!r}: {variable}", f"{variable} = checkpoint[{key!r}]")
-    if kind not in _LOSSES:
-        restore = f"{variable}.load_state_dict(checkpoint[{key!r}])"
-        return _Patch(f"{key!r}: {variable}.state_dict()", restore)
-    return None
+        return f"{variable}: {LOSSES[kind].what}"
+    return LOSSES[kind].what
 
 
 def _find_call(
@@ -203,3 +202,26 @@ def _has_subscript(expressions: list[ast.expr]) -> bool:
         if any(isinstance(part, ast.Subscript) for part in ast.walk(expression)):
             return True
     return False
+
+
+def _advise(sources: dict[str, str], finding: LostState, *, only: str, attached: bool) -> str:
+    kind, variable = finding
+    if kind == "random":
+        return _advise_on_generator(sources, _GENERATORS[variable], only=only)
+    if attached and kind == "counter":
+        name = last_name(variable)
+        return f"saved = job.state({name}=…), and saved.{name} in its place"
+    if attached and kind not in LOSSES:
+        return f"attach(…, {last_name(variable)}={variable})"
+    if kind in LOSSES:
+        return LOSSES[kind].fix
+    return "save its state, and load it"
+
+
+def _advise_on_generator(sources: dict[str, str], generator: _Generator, *, only: str) -> str:
+    if only:
+        return "save the state of each rank, and restore that of the rank"
+    restored = _find_call(sources, generator.put_name, of=generator.module, loaded=True)
+    if restored:
+        return f"{restored}: {_RESTORED_TOO_EARLY}"
+    return f"save {generator.get}, and restore it by {generator.put.format('…')}"

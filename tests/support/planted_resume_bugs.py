@@ -6,11 +6,6 @@ name: (text of the script, its replacement, text that the doctor prints)
 
 from __future__ import annotations
 
-_POSITION = (
-    'start_epoch, skip, global_step = checkpoint["epoch"], checkpoint["batch"], '
-    'checkpoint["global_step"]'
-)
-
 # The same for other scripts. name: (script, its text, replacement, text that the doctor prints)
 OTHERS = {
     "average in a dict": (
@@ -74,22 +69,29 @@ PLANTED = {
         "random: the random state is lost",
     ),
     "batches": (
-        _POSITION,
-        _POSITION.replace(
-            'skip, global_step = checkpoint["epoch"], checkpoint["batch"]',
-            'global_step = checkpoint["epoch"]',
-        ),
+        '        skip = checkpoint["batch"]\n',
+        "",
         "other samples are read after a resume",
     ),
     "epoch": (
-        _POSITION,
-        _POSITION.replace("start_epoch, ", "").replace('checkpoint["epoch"], ', ""),
+        '        start_epoch = checkpoint["epoch"]\n',
+        "",
         "other samples are read after a resume",
     ),
     "step": (
-        _POSITION,
-        _POSITION.replace(", global_step", "").replace(', checkpoint["global_step"]', ""),
+        '        global_step = checkpoint["global_step"]\n',
+        "",
         "global_step: the count starts anew",
+    ),
+    "a batch too few": (
+        '"batch": number + 1',
+        '"batch": number',
+        "other samples are read after a resume",
+    ),
+    "a batch too many": (
+        'skip = checkpoint["batch"]\n',
+        'skip = checkpoint["batch"] + 1\n',
+        "other samples are read after a resume",
     ),
     "statistics": (
         'model.load_state_dict(checkpoint["model"])',
