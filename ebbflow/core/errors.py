@@ -64,6 +64,8 @@ _EXIT_CODES = {
 
 # The symptom that `ebbflow explain` prints for an error, by the error's class or its outcome.
 _SYMPTOMS = {
+    "WrongStore": "H02",
+    "JobNotInStore": "H02",
     "StoreForbidden": "A19",
     "StoreFull": "H10",
     "StoreUnavailable": "H07",
@@ -113,6 +115,10 @@ class JobIsRunning(InfraError, outcome=Outcome.PREFLIGHT):
     """
 
 
+class JobNotInStore(InfraError, outcome=Outcome.PREFLIGHT):
+    """Error: this machine knows the job in another store of the same address."""
+
+
 class StoreError(InfraError):
     """Error: a store operation failed or missed its deadline.
 
@@ -135,6 +141,13 @@ class StoreTimeout(StoreUnavailable):
     """Error: a file operation in a folder store missed its deadline.
 
     The operation may still complete later.
+    """
+
+
+class WrongStore(StoreUnavailable):
+    """Error: the folder or bucket is not the store that the job began in.
+
+    Its disk is not mounted, or it was renamed, emptied or replaced. It may come back.
     """
 
 

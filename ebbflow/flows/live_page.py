@@ -11,6 +11,7 @@ from pathlib import Path
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import KnownJob, remember_job, write_atomically
 from ebbflow.core.observer_process import start_observer
+from ebbflow.core.store.marker import expected_marker_id
 from ebbflow.flows.job import RUNS
 
 LIVE_PAGE = "live.html"
@@ -81,7 +82,8 @@ class RunObserver:
         job = self._job or self._run_id()
         if os.environ.get(SWITCH) != "0":
             try:
-                self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
+                known = KnownJob(job, self._store, expected_marker_id(self._store))
+                self._page = remember_job(RUNS, known) / LIVE_PAGE
             except OSError as error:
                 self._tell(f"no live page: {error}")
         observer = start_observer(job, self._store, self._config, page=self._page, tell=self._tell)

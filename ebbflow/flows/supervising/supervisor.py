@@ -20,7 +20,7 @@ from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.amounts import format_count
 from ebbflow.flows.attempts.settlement import end_leftovers
 from ebbflow.flows.job import Job
-from ebbflow.flows.options import give_permits
+from ebbflow.flows.options import adopt_job_store, give_permits
 from ebbflow.flows.reporting import write_report
 from ebbflow.flows.supervising.child import FlowProcess
 from ebbflow.flows.supervising.options import SupervisorOptions, read_options
@@ -77,6 +77,8 @@ class Supervisor:
                 self._claim.release()
 
     def _supervise(self) -> int:
+        options = self._options
+        adopt_job_store(options.job, options.config.store, options.permits)
         # Before the claim, Batch jobs of another launcher may be running
         before = self._read(end_leftovers_too=False)
         if before is None:

@@ -23,9 +23,20 @@ from ebbflow.core.errors import InfraError, StoreError
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import CONFIGURED, PREPARED, ROLLBACK, Origin, read_events
 from ebbflow.core.launchers import Claim, claim_job
-from ebbflow.core.layout import job_prefix, plain_name, write_atomically
+from ebbflow.core.layout import (
+    KnownJob,
+    job_prefix,
+    plain_name,
+    remember_job,
+    runs_folder,
+    write_atomically,
+)
 from ebbflow.core.observer_process import start_observer
+from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.core.store.identity import adopt_store
+from ebbflow.core.store.marker import expect_marker, expected_marker_id
+from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     GenerationOpening,
@@ -88,6 +99,15 @@ def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
         print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
 
 
+def adopt_job_store(uri: str, job: str, *, permits: Sequence[str] = ()) -> str:
+    """Let this process accept only the store at `uri` as it is now, and return its address.
+
+    Raises JobNotInStore or StoreError.
+    """
+    adopt_store(uri, job, runs_folder(PROJECT_ROOT), from_scratch=lineage.FROM_SCRATCH in permits)
+    return Store.open(uri).uri
+
+
 def restarts() -> int:
     """Return how often torchrun has restarted the workers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -138,6 +158,9 @@ def open_job(
         events.emit(PREPARED, **prepared)
         if rolled_back is not None:
             events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
+    marker = expected_marker_id(store_uri)
+    with contextlib.suppress(OSError):  # without its record, this machine does not know the job
+        remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, store_uri, marker))
     start_observer(job, store_uri, settings["config"])  # ends by itself after this process
     return WorkerSpec(
         job=job,
@@ -149,6 +172,7 @@ def open_job(
         candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
         config=RunConfig.model_validate(settings["config"]),
         store_uri=store_uri,
+        store_marker=marker,
         prepared=prepared,
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
@@ -176,6 +200,7 @@ def share_from_rank_0(gang: Gang, make: Callable[[], WorkerSpec], group: Any) ->
     spec = shared[0]
     if isinstance(spec, int):
         return spec
+    expect_marker(spec.store_uri, spec.store_marker)
     return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 

@@ -315,6 +315,7 @@ def open_generation(
         TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
         CheckpointError: the parent is being deleted.
     """
+    job_store.check_marker()
     opening = opening or GenerationOpening()
     seen = max((ref.generation for ref, _ in next(_commit_pages(job_store), [])), default=0)
     number = max(newest_generation_number(job_store, near=seen), opening.number) + 1

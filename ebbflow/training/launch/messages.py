@@ -85,6 +85,7 @@ class _StartSpec:
     node: int  # number of this node
     config: RunConfig
     store_uri: str
+    store_marker: str = ""  # id of the store's marker, for ranks without the launcher's environment
     prepared: dict  # result of the workload's `prepare`, with its fingerprint
     terms: Terms | None = None  # budget and price
     promised_gpus: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
