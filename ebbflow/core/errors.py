@@ -46,6 +46,13 @@ class Outcome(StrEnum):
     def exit_code(self) -> int:
         return _EXIT_CODES[self]
 
+    @property
+    def is_final(self) -> bool:
+        """Whether another start of the supervisor would repeat it. A supervisor ends with 1 or 75
+        if its own process or machine ended.
+        """
+        return self not in (Outcome.COMPLETED, Outcome.FAILED, Outcome.INTERRUPTED)
+
 
 _EXIT_CODES = {
     Outcome.COMPLETED: 0,

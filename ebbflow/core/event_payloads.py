@@ -133,6 +133,7 @@ class GenerationEndedPayload(Payload):
     user_code: Flag = None
     fingerprint: Text = None
     ranks_started: Flag = None  # False if it ended before any rank was started
+    known_cause: Flag = None  # True if the loss of a node is explained, as by a fault of its GPU
 
 
 def _check_number(value: Any) -> float | None:
@@ -688,6 +689,7 @@ class BatchAttemptPayload(Payload):
     queue: AnyText = None
     status: AnyText = None
     reason: AnyText = None
+    exit_code: AnyInteger = None  # of the main container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -310,6 +310,7 @@ class GenerationEnd:
     error: str = ""  # class name of the culprit's exception
     # Text that is equal for equal failures of the program; "" for others, such as a lost node
     fingerprint: str = ""
+    known_cause: bool = False  # the loss of a node is explained, as by a fault of its GPU
     details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
     at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
     user_code: bool = False  # whether the user's code caused the failure
@@ -413,6 +414,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         ranks=sorted({culprit.rank} | stopped),
         error=failure.error,
         fingerprint=fingerprint,
+        known_cause=bool(failure.gpu_fault),
         details=culprit.details(),
         at=(time.time(), time.monotonic()),
         user_code=in_program and not cascade and not failure.gpu_fault,
