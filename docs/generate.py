@@ -1,14 +1,21 @@
-"""Write the pages of the reference that follow from the code: `python docs/generate.py`.
+"""Write the pages of the reference, and the exit codes in manifests, that follow from the code:
+`python docs/generate.py`.
 
 A test compares them.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
+MANIFESTS = [
+    DOCS.parent / "ebbflow" / "infra" / "kubernetes" / name
+    for name in ("supervisor.yaml", "cronjob.yaml")
+]
+_EXIT_CODES = re.compile(r"(?<=operator: In\n)(?P<indent> +)values: \[[\d, ]*\]")
 HEAD = """# All configuration keys
 
 Written by `python docs/generate.py` from `ebbflow/core/config/schema.py`; do not edit. [Configuration](configuration.md)
@@ -109,6 +116,14 @@ def metrics_page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def manifest(text: str) -> str:
+    """The text of a manifest with the exit codes after which its supervisor is not started again."""
+    from ebbflow.core.errors import Outcome
+
+    codes = sorted(outcome.exit_code for outcome in Outcome if outcome.is_final)
+    return _EXIT_CODES.sub(rf"\g<indent>values: {codes}", text)
+
+
 def _table(prefix: str, nodes: dict[str, Any]) -> str:
     rows = ["| key | type | default | what it does |", "|---|---|---|---|"]
     for key, node in _leaves(prefix, nodes):
@@ -166,3 +181,5 @@ if __name__ == "__main__":
     (DOCS / "configuration-keys.md").write_text(keys_page(), encoding="utf-8")
     (DOCS / "metrics.md").write_text(metrics_page(), encoding="utf-8")
     (DOCS / "symptoms.md").write_text(symptoms_page(), encoding="utf-8")
+    for path in MANIFESTS:
+        path.write_text(manifest(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -46,6 +46,13 @@ class Outcome(StrEnum):
     def exit_code(self) -> int:
         return _EXIT_CODES[self]
 
+    @property
+    def is_final(self) -> bool:
+        """Whether another start of the supervisor would repeat it. A supervisor ends with 1 or 75
+        if its own process or machine ended.
+        """
+        return self not in (Outcome.COMPLETED, Outcome.FAILED, Outcome.INTERRUPTED)
+
 
 _EXIT_CODES = {
     Outcome.COMPLETED: 0,
@@ -64,6 +71,8 @@ _EXIT_CODES = {
 
 # The symptom that `ebbflow explain` prints for an error, by the error's class or its outcome.
 _SYMPTOMS = {
+    "WrongStore": "H02",
+    "JobNotInStore": "H02",
     "StoreForbidden": "A19",
     "StoreFull": "H10",
     "StoreUnavailable": "H07",
@@ -113,6 +122,10 @@ class JobIsRunning(InfraError, outcome=Outcome.PREFLIGHT):
     """
 
 
+class JobNotInStore(InfraError, outcome=Outcome.PREFLIGHT):
+    """Error: this machine knows the job in another store of the same address."""
+
+
 class StoreError(InfraError):
     """Error: a store operation failed or missed its deadline.
 
@@ -135,6 +148,13 @@ class StoreTimeout(StoreUnavailable):
     """Error: a file operation in a folder store missed its deadline.
 
     The operation may still complete later.
+    """
+
+
+class WrongStore(StoreUnavailable):
+    """Error: the folder or bucket is not the store that the job began in.
+
+    Its disk is not mounted, or it was renamed, emptied or replaced. It may come back.
     """
 
 

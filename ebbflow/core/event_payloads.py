@@ -134,6 +134,7 @@ class GenerationEndedPayload(Payload):
     user_code: Flag = None
     fingerprint: Text = None
     ranks_started: Flag = None  # False if it ended before any rank was started
+    known_cause: Flag = None  # True if the loss of a node is explained, as by a fault of its GPU
 
 
 def _check_number(value: Any) -> float | None:
@@ -690,6 +691,7 @@ class BatchAttemptPayload(Payload):
     queue: AnyText = None
     status: AnyText = None
     reason: AnyText = None
+    exit_code: AnyInteger = None  # of the main container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

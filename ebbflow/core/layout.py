@@ -22,6 +22,7 @@
                    trackers.json              what was sent to trackers and notification channels so far
                    report.json  report.html
                    metrics.prom
+<store>/_store/<id>.json                               the store's identity; see core/store/marker.py
 <store>/tokens/<sha256>/...                            prepared data of the built-in language model
 <store>/workloads/<module and name>/...                prepared data of a user's workload
 <store>/scripts/<sha256>.tar                           folder of a user's script
@@ -44,6 +45,7 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest"})
 JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
+MARKERS_PREFIX = "_store"  # no job has this name, since jobs' names begin with a letter or digit
 PLAN_KEY = "plan.json"
 TRACKED_KEY = "trackers.json"
 # Tag for the lifecycle rule of infra/aws/template.yaml, which deletes tombstones of jobs that never
@@ -67,6 +69,7 @@ class KnownJob:
 
     name: str  # name of the job
     store: str  # address of the store as in the configuration, with absolute paths
+    marker: str = ""  # id of the store's marker; "" in records of older releases
 
     @property
     def uri(self) -> str:
@@ -74,7 +77,8 @@ class KnownJob:
         return f"{self.store.rstrip('/')}/{job_prefix(self.name)}"
 
     def note(self) -> bytes:
-        return json.dumps({"schema": 1, "job": self.name, "store": self.store}, indent=1).encode()
+        note = {"schema": 1, "job": self.name, "store": self.store, "marker": self.marker}
+        return json.dumps(note, indent=1).encode()
 
 
 def check_job_name(name: str) -> str:
@@ -112,6 +116,15 @@ def plain_name(text: str) -> str:
     if plain == text:
         return plain
     return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def marker_key(marker: str) -> str:
+    return f"{MARKERS_PREFIX}/{marker}.json"
+
+
+def marker_id(key: str) -> str:
+    """Return the id of a marker's key."""
+    return key.rpartition("/")[2].removesuffix(".json")
 
 
 def job_prefix(job: str) -> str:
@@ -321,7 +334,7 @@ def known_job(folder: Path) -> KnownJob | None:
     """
     try:
         note = json.loads((folder / NOTE).read_text())
-        return KnownJob(str(note["job"]), str(note["store"]))
+        return KnownJob(str(note["job"]), str(note["store"]), str(note.get("marker") or ""))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

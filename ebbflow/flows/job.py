@@ -16,6 +16,7 @@ from ebbflow.core.events import Origin
 from ebbflow.core.layout import KnownJob, job_prefix, make_local_folder, remember_job, runs_folder
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.core.store.marker import expect_marker, expected_marker_id
 from ebbflow.core.store.objects import StoreClock
 from ebbflow.core.store.s3 import STORE_REGION_VARIABLE
 from ebbflow.infra.batch import has_foreign_queues
@@ -37,6 +38,7 @@ class FlowSettings(TypedDict):
     config: dict  # `RunConfig` as JSON
     sources: dict[str, str]  # of each value: default, file:line, environment or --set
     script_sha256: NotRequired[str | None]
+    store_marker: NotRequired[str]  # see ebbflow.core.store.marker
 
 
 class JobArtifacts(Protocol):
@@ -85,11 +87,12 @@ class Job:
         """Build the job from a flow's artifacts. `run` is the id of the Metaflow run.
 
         If the configured queues are in several regions, put the store's region into the environment
-        of this process.
+        of this process. From here on, this process accepts only the store that the launcher found.
         """
         config = RunConfig.model_validate_json(json.dumps(flow.settings["config"]))
         if has_foreign_queues(config.batch) and config.cost.store_region:
             os.environ[STORE_REGION_VARIABLE] = config.cost.store_region
+        expect_marker(config.store, flow.settings.get("store_marker", ""))
         return cls(name=flow.job, run=run, config=config)
 
     @cached_property
@@ -110,7 +113,8 @@ class Job:
 
     def remember(self) -> None:
         """Make the job known to commands on this machine. See `ebbflow.core.layout.remember_job`."""
-        remember_job(RUNS, KnownJob(self.name, self.config.store))
+        marker = expected_marker_id(self.config.store)
+        remember_job(RUNS, KnownJob(self.name, self.config.store, marker))
 
     def events(self, process: str) -> EventLog:
         """Open the job's event log for one step of the flow.

@@ -10,6 +10,7 @@ from pathlib import Path
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import KnownJob, remember_job
 from ebbflow.core.observer_process import LIVE_PAGE, shows_live_page, start_observer
+from ebbflow.core.store.marker import expected_marker_id
 from ebbflow.flows.job import RUNS
 
 _WAIT_SECONDS = 0.1
@@ -78,7 +79,8 @@ class RunObserver:
         job = self._job or self._run_id()
         if shows_live_page():
             try:
-                self._page = remember_job(RUNS, KnownJob(job, self._store)) / LIVE_PAGE
+                known = KnownJob(job, self._store, expected_marker_id(self._store))
+                self._page = remember_job(RUNS, known) / LIVE_PAGE
             except OSError as error:
                 self._tell(f"no live page: {error}")
         observer = start_observer(

@@ -16,11 +16,12 @@ from pydantic import ValidationError
 
 from ebbflow.core.config import LoadedConfig, load_config
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.errors import InfraError, JobNotInStore, Outcome
 from ebbflow.core.events import read_events
 from ebbflow.core.layout import KnownJob, check_job_name, job_prefix, known_job
 from ebbflow.core.program import DEFAULT_CONFIG, IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.core.store.identity import adopt_if_it_answers
 from ebbflow.cost.jobs import list_known_jobs
 from ebbflow.flows.checks import check_before_launch
 from ebbflow.flows.command_line import RUN_OPTIONS, CommandLine, option_values
@@ -28,6 +29,7 @@ from ebbflow.flows.job import RUNS
 from ebbflow.flows.job_names import new_job_name
 from ebbflow.flows.remote import requested_backend
 from ebbflow.training.attach.script_folder import pack_script
+from ebbflow.training.checkpoint.lineage import FROM_SCRATCH
 from ebbflow.training.checkpoint.rollback import add_permits, record_permits, requested_permits
 from ebbflow.training.rehearse import Fault
 
@@ -70,10 +72,13 @@ def check_run_options(line: CommandLine) -> CheckedOptions:
             Outcome.CONFIG,
         )
     if known.job:
-        _check_existing_job(known.job, loaded.config)
-    settings = _flow_settings(loaded, path, line)
-    arguments = ["--config", json.dumps(settings), "--rehearse", known.rehearse]
+        _check_place(known.job, loaded.config.store)
     job = known.job or new_job_name(loaded.config.script or path, loaded.config.store)
+    marker = adopt_job_store(job, loaded.config.store, permits)
+    if known.job:
+        _check_existing_job(known.job, loaded.config)
+    settings = _flow_settings(loaded, path, line) | {"store_marker": marker}
+    arguments = ["--config", json.dumps(settings), "--rehearse", known.rehearse]
     return CheckedOptions(
         arguments=[*arguments, "--job", job, *rest],
         job=job,
@@ -112,7 +117,20 @@ def check_resume(line: CommandLine) -> CheckedOptions:
             )
         return CheckedOptions(arguments)
     _check_before_launch(resumed.config, resumed.config_path, resumed.name, line)
+    adopt_job_store(resumed.name, resumed.config.store, permits)
     return CheckedOptions(arguments, resumed.name, resumed.config, permits)
+
+
+def adopt_job_store(job: str, store: str, permits: Sequence[str]) -> str:
+    """Let this process and its children accept only the store in which the job is, and return the
+    id of the store's marker, or "" if the store does not answer.
+
+    Exits with 3 if the job is known to be in another store of this address.
+    """
+    try:
+        return adopt_if_it_answers(store, job, RUNS, from_scratch=FROM_SCRATCH in permits)
+    except JobNotInStore as error:
+        _refuse(str(error), error.outcome)
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
@@ -237,7 +255,6 @@ def _check_before_launch(
 
 def _check_existing_job(job: str, config: RunConfig) -> None:
     """Exit with 2 if the job exists and cannot continue with this configuration."""
-    _check_place(job, config.store)
     try:
         _check_continuation(job, config)
     except InfraError as error:

@@ -286,6 +286,7 @@ def prepare_data(flow: TrainArtifacts) -> dict:
         )
     with job.events("prepare") as events:
         events.emit(PREPARED, **prepared)
+    _check_restore(job, prepared)
     return prepared
 
 
@@ -347,3 +348,29 @@ def certify(flow: TrainArtifacts) -> dict | None:
             "the job would not resume exactly, as its certificate says; fix: make it repeatable"
         )
     return found
+
+
+def _check_restore(job: Job, prepared: dict) -> None:
+    """Check that the next start can restore the job, before its machines are paid for.
+
+    Raises TrainingError or StoreError.
+    """
+    from ebbflow.training.checkpoint.start_check import check_start
+
+    config = job.config
+    expected: dict[str, object] = {}
+    if config.script is None:
+        expected = {"seed": config.training.seed, "data_fingerprint": prepared["fingerprint"]}
+    nodes = config.cluster.nodes
+    processes = config.cluster.processes_per_node
+    ranks = None
+    if nodes != "auto" and processes != "auto" and config.cluster.min_nodes is None:
+        ranks = nodes * processes
+    found = check_start(
+        job.store,
+        expected=expected,
+        ranks=ranks,
+        signing_key_env=config.checkpoint.signing_key_env,
+    )
+    if found is not None:
+        say(f"the start will restore step {found.step}")

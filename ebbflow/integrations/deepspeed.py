@@ -18,6 +18,7 @@ from ebbflow.training.attach.capture import Captured, Say, ScriptState, Stateful
 from ebbflow.training.attach.folder import FolderState, is_file
 from ebbflow.training.checkpoint.manifest import TensorEntry
 from ebbflow.training.checkpoint.restore import Place, RestoreResult
+from ebbflow.training.checkpoint.start_check import FITS_RANKS
 from ebbflow.training.checkpoint.state import FurtherState
 from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang
@@ -63,7 +64,8 @@ class DeepSpeedState(ScriptState):
         files.remove(self._into)  # mapped files remain readable
         loop = super().capture(step)
         tensors = FurtherState(loop.tensors.own, loop.tensors.shared | engine.tensors.shared)
-        return Captured(engine.fields | loop.fields, tensors)
+        # Its files fit no other number of ranks
+        return Captured(engine.fields | loop.fields | {FITS_RANKS: self._gang.world_size}, tensors)
 
     def open_place(self) -> Place:
         place_file = self._files.open_place()

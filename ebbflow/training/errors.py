@@ -168,6 +168,10 @@ class AgentFailure(TrainingError, end_reason=EndReason.AGENT_FAILED):
     """A node's agent raised an exception while it watched its ranks."""
 
 
+class CrashLoop(TrainingError, outcome=Outcome.CRASH_LOOP, curable=False):
+    """The job has started again and again without a new commit."""
+
+
 class StartAnew(TrainingError):
     """Raised to end a gang and start its ranks again with an override, a guard's instruction to the
     next start.

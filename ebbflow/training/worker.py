@@ -272,7 +272,7 @@ def _make_spec(request: Request) -> WorkerSpec:
     job = request.job or standalone.default_job_name(
         os.environ, config.cluster.start_deadline_seconds
     )
-    store = Store.open(config.store)
+    store = Store.open(standalone.adopt_job_store(config.store, job, permits=request.permits))
     job_store = store.sub(job_prefix(job))
     standalone.claim_for_ranks(job_store, job, take_over=request.take_over)
     context = workload_context(config, Gang(), store=store)

@@ -7,23 +7,42 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import StoreUnavailable
 from ebbflow.core.event_log import EventLog
-from ebbflow.core.events import GENERATION_ENDED, NODE_ENDED, NODE_STARTED, Origin
+from ebbflow.core.events import (
+    BATCH_ATTEMPT,
+    COMMIT,
+    GENERATION_ENDED,
+    GENERATION_STARTED,
+    NODE_ENDED,
+    NODE_STARTED,
+    NOTICE,
+    OUTCOME,
+    Origin,
+    read_events,
+)
 from ebbflow.core.layout import commit_key, job_prefix
 from ebbflow.core.store import Store
 from ebbflow.core.terms import Terms
 from ebbflow.training.checkpoint import reachable_commits, read_generation
 from ebbflow.training.checkpoint.lineage import amend_parent
-from ebbflow.training.launch.coordinator import FailedGeneration, GenerationPlanner, find_crash_loop
+from ebbflow.training.errors import CrashLoop
+from ebbflow.training.launch.coordinator import GenerationPlanner
+from ebbflow.training.launch.crash_loop import (
+    FailedGeneration,
+    find_crash_loop,
+    read_failed_generations,
+)
 from ebbflow.training.launch.messages import GangSpec, GenerationEnd
 
 A = "ValueError at model.py:12 in loss"
 B = "killed by SIGSEGV"
+OUT_OF_MEMORY = "OutOfMemoryError: Container killed due to memory usage"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +54,13 @@ B = "killed by SIGSEGV"
         ([(1, A), (2, A), (3, A)], 1, [1, 2, 3]),  # the commit came before the first of them
         ([(1, A), (2, A), (3, A)], 2, []),
         ([(1, A), (2, A), (3, A), (4, A)], 2, [2, 3, 4]),
+        # An end without a known reason may be any failure
+        ([(1, ""), (2, "")], 0, []),
+        ([(1, ""), (2, ""), (3, "")], 0, [1, 2, 3]),
+        ([(1, A), (2, ""), (3, "")], 0, [1, 2, 3]),
+        ([(1, A), (2, B), (3, "")], 0, []),
+        ([(1, A), (2, ""), (3, B)], 0, []),
+        ([(1, A), (2, ""), (3, B), (4, B)], 0, [2, 3, 4]),
         ([(number, f"ValueError at {number}") for number in range(1, 10)], 0, []),
         ([(number, f"ValueError at {number}") for number in range(1, 11)], 0, list(range(1, 11))),
     ],
@@ -171,3 +197,129 @@ def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
         "38 rank-seconds, $19.0000 at the planned price; the last one: rank 1: ValueError: x"
         in last.culprit
     )
+
+
+def vanish(
+    planner: GenerationPlanner,
+    store: Store,
+    *,
+    run: str = "run",
+    attempt: int = 0,
+    cause: str = "",
+    reason: str = "",
+    notice: str = "",
+    ended: dict[str, Any] | None = None,
+    seconds: float = 60.0,
+) -> None:
+    """Open a generation whose node is gone at once, with all that it ran."""
+    generation = planner.open()
+    began = time.time() - 86400.0
+    origin = Origin(
+        job="job", run=run, attempt=attempt, generation=generation.number, process="agent"
+    )
+    with EventLog(store, origin) as log:
+        log.emit(GENERATION_STARTED, at=(began, 0.0))
+        log.emit(
+            NODE_STARTED, ranks=[0, 1], batch_job_id=f"job-{generation.number}", at=(began, 0.0)
+        )
+        if notice:
+            log.emit(NOTICE, action=notice, does="leave", at=(began + seconds, seconds))
+        log.emit("node_heartbeat", seconds=seconds, at=(began + seconds, seconds))
+        if ended is not None:
+            log.emit(GENERATION_ENDED, **ended, at=(began + seconds, seconds))
+    if cause:
+        launcher = Origin(job="job", run=run, attempt=0, generation=0, process="settle")
+        with EventLog(store, launcher) as log:
+            log.emit(BATCH_ATTEMPT, job_id=f"job-{generation.number}", cause=cause, reason=reason)
+
+
+def attempt_of(spec: GangSpec, store: Store, number: int) -> GenerationPlanner:
+    return GenerationPlanner(replace(spec, attempt=number), store, born=time.monotonic())
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {},
+        {"cause": "unknown", "reason": OUT_OF_MEMORY},
+        {"cause": "user_code", "reason": OUT_OF_MEMORY},
+        {"ended": {"reason": "node_lost", "culprit": "node 1 (b) lost"}},
+    ],
+)
+def test_starts_that_take_their_whole_node_with_them_are_a_crash_loop(
+    spec: GangSpec, known: dict[str, Any]
+) -> None:
+    store = job_store(spec)
+    for number in range(3):
+        vanish(attempt_of(spec, store, number), store, attempt=number, **known)
+    with pytest.raises(CrashLoop, match="3 starts, 3 of which ended without a known reason") as end:
+        attempt_of(spec, store, 3).open()
+    assert end.value.outcome == "crash_loop" and not end.value.curable
+    assert known.get("reason", "") in str(end.value), "what the scheduler says"
+    assert len(store.list("generations")) == 3, "nothing was opened"
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"notice": "terminate"},
+        {"cause": "reclaimed", "reason": "Host EC2 (instance i-1) terminated."},
+        {"ended": {"reason": "node_lost", "known_cause": True}},
+        {"ended": {"reason": "agent_stopped"}},
+        {"ended": {"reason": "roll_call", "ranks_started": False}},
+    ],
+)
+def test_ends_whose_cause_is_proven_are_no_crash_loop(
+    spec: GangSpec, known: dict[str, Any]
+) -> None:
+    store = job_store(spec)
+    for number in range(5):
+        vanish(attempt_of(spec, store, number), store, attempt=number, **known)
+    assert attempt_of(spec, store, 5).open().number == 6
+
+
+def test_a_new_commit_or_a_new_run_begins_the_count_of_lost_nodes_anew(spec: GangSpec) -> None:
+    store = job_store(spec)
+    for number in range(3):
+        vanish(attempt_of(spec, store, number), store, attempt=number)
+    again = replace(spec, run="run-2")
+    for number in range(3):
+        vanish(attempt_of(again, store, number), store, run="run-2", attempt=number)
+    with pytest.raises(CrashLoop):
+        attempt_of(again, store, 3).open()
+    origin = Origin(job="job", run="run-2", attempt=3, generation=0, process="train")
+    with EventLog(store, origin) as log:
+        log.emit(OUTCOME, outcome="crash_loop", message="crash loop: …")
+    assert attempt_of(again, store, 4).open().number == 7
+
+
+def test_reclamations_are_bounded_by_hours_and_dollars_alone(spec: GangSpec) -> None:
+    store = job_store(spec)
+    survival = spec.config.survival.model_copy(
+        update={"no_progress_hours": 5.0, "no_progress_usd": 90.0}
+    )
+    bounded = replace(spec, config=spec.config.model_copy(update={"survival": survival}))
+    for number in range(4):
+        planner = attempt_of(bounded, store, number)
+        vanish(planner, store, attempt=number, notice="terminate", seconds=4000.0)
+    terms = Terms(usd_per_rank_second=90.0 / (4 * 4000 * 2) - 1e-6)
+    assert attempt_of(replace(bounded, terms=terms), store, 4).open().number == 5
+    dearer = replace(bounded, terms=Terms(usd_per_rank_second=0.01))
+    with pytest.raises(CrashLoop, match=r"\$320.00, more than survival.no_progress_usd \(90\)"):
+        attempt_of(dearer, store, 5).open()
+    vanish(attempt_of(bounded, store, 5), store, attempt=5, notice="stop", seconds=4000.0)
+    with pytest.raises(CrashLoop, match=r"5.6 h, more than survival.no_progress_hours \(5\)"):
+        attempt_of(bounded, store, 6).open()
+
+
+def test_only_the_time_since_the_newest_commit_counts_towards_the_bound(spec: GangSpec) -> None:
+    store = job_store(spec)
+    generation = attempt_of(spec, store, 0).open()
+    origin = Origin(job="job", run="run", attempt=0, generation=generation.number, process="agent")
+    now = time.time()
+    with EventLog(store, origin) as log:
+        log.emit(GENERATION_STARTED, at=(now - 90 * 3600, 0.0))
+        log.emit(COMMIT, step=1, key=commit_key(1, 1, "0" * 64), at=(now - 3600, 1.0))
+        log.emit("node_heartbeat", seconds=1.0, at=(now, 2.0))
+    known = read_failed_generations(read_events(store))
+    assert [round(failure.idle_seconds) for failure in known] == [3600]

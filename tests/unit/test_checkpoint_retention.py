@@ -1034,9 +1034,7 @@ def test_nothing_is_deleted_while_the_generations_record_is_not_listed(clock: li
     assert warnings == [], "the record was there all the time"
 
 
-def test_a_missing_record_is_put_back_after_a_minute_each_time(
-    store: RecordingStore, clock: list[float]
-) -> None:
+def test_a_missing_record_is_put_back_at_the_next_save_each_time(store: RecordingStore) -> None:
     generation = put_generation(store, 1)
     commits_of(store, generation, 1)
     key = generation_key(1, generation.id)
@@ -1047,47 +1045,15 @@ def test_a_missing_record_is_put_back_after_a_minute_each_time(
     for times in (1, 2):
         commits_of(store, generation, times + 1)
         store.delete(key)
-        run(retention, store, generation)
-        clock[0] += 59.0
-        run(retention, store, generation)
-        assert store.head(key) is None
-        clock[0] += 1.0
         assert run(retention, store, generation) == [times]
         assert store.get(key) == record
         assert len(warnings) == times
     assert f"{key} was deleted while the job is running and has been put back" in warnings[0]
 
 
-def test_a_record_that_came_back_is_missed_for_a_full_minute_again(
-    store: RecordingStore, clock: list[float]
-) -> None:
-    generation = put_generation(store, 1)
-    commits_of(store, generation, 1)
-    key = generation_key(1, generation.id)
-    record = store.get(key)
-    retention = Retention(RetentionPolicy())
-    run(retention, store, generation)
-    store.delete(key)
-    run(retention, store, generation)
-    clock[0] += 50.0
-    store.put(key, record)
-    run(retention, store, generation)
-    store.delete(key)
-    clock[0] += 50.0
-    run(retention, store, generation)
-    assert store.head(key) is None
-    clock[0] += 60.0
-    run(retention, store, generation)
-    assert store.get(key) == record
-
-
-def test_a_missing_record_that_was_never_read_is_damage(
-    store: RecordingStore, clock: list[float]
-) -> None:
+def test_a_missing_record_that_was_never_read_is_damage(store: RecordingStore) -> None:
     generation = Generation(1, "aaaa")
     retention = Retention(RetentionPolicy())
-    assert run(retention, store, generation) == []
-    clock[0] += 60.0
     with pytest.raises(
         DamagedLineage, match=r"000001-aaaa\.json was deleted while the job is running"
     ):

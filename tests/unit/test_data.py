@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ebbflow.core.config.schema import DataConfig, RunConfig
+from ebbflow.core.layout import tokens_prefix
 from ebbflow.core.store import Store
 from ebbflow.training.data import SampleOrder, open_tokens, prepare_tokens
 from ebbflow.training.data.build import SourceFile, find_files, is_held_out, open_source
@@ -122,6 +123,29 @@ def test_shards_are_built_once_and_named_by_content(tmp_path: Path) -> None:
     with open(tmp_path / "moved" / "part1" / "text1.txt", "a") as file:
         file.write("!")
     assert prepare_tokens(moved, store, project_root=tmp_path).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("left", [None, 0, 8])
+def test_a_shard_that_was_cut_is_built_again_before_any_rank_opens_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: int | None
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number} " * 50)
+    data = DataConfig(path="texts", suffixes=[".txt"], held_out_fraction=0.3)
+    store = Store.open(str(tmp_path / "store"))
+    first = prepare_tokens(data, store, project_root=tmp_path)
+    key = f"{tokens_prefix(first.fingerprint)}/train.bin"
+    whole = store.get(key)
+    if left is None:
+        store.delete(key)
+    else:
+        store.put(key, whole[:left])
+    assert prepare_tokens(data, store, project_root=tmp_path) == first
+    assert store.get(key) == whole
+    assert f"train.bin has {left or 0} of {len(whole):,} bytes" in capsys.readouterr().out
+    prepare_tokens(data, store, project_root=tmp_path)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_crash_before_the_description_leaves_no_shards_to_be_believed(tmp_path: Path) -> None:

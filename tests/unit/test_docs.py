@@ -4,6 +4,9 @@ import importlib.util
 import re
 from pathlib import Path
 
+import pytest
+import yaml
+
 from ebbflow.command import COMMANDS
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import LedgerClass
@@ -75,6 +78,20 @@ def test_the_page_of_all_keys_is_that_of_the_schema():
     assert page("configuration-keys.md") == generate.keys_page(), "fix: python docs/generate.py"
     assert page("metrics.md") == generate.metrics_page(), "fix: python docs/generate.py"
     assert page("symptoms.md") == generate.symptoms_page(), "fix: python docs/generate.py"
+    for path in generate.MANIFESTS:
+        assert path.read_text() == generate.manifest(path.read_text()), "python docs/generate.py"
+
+
+@pytest.mark.parametrize("name", ["supervisor.yaml", "cronjob.yaml"])
+def test_a_manifest_starts_no_supervisor_again_whose_job_has_ended(name: str):
+    document = yaml.safe_load((ROOT / "ebbflow" / "infra" / "kubernetes" / name).read_text())
+    spec = document["spec"].get("jobTemplate", document)["spec"]
+    rules = [
+        rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    ]
+    assert [rule["operator"] for rule in rules] == ["In"]
+    ends = {outcome.exit_code for outcome in Outcome}
+    assert ends - set(rules[0]["values"]) == {0, 1, 75}
 
 
 def test_the_tables_of_commands_exit_codes_classes_and_faults_are_complete():

@@ -25,6 +25,7 @@ from ebbflow.core.events import (
     BATCH_SUBMITTED,
     GENERATION_ENDED,
     GENERATION_STARTED,
+    NOTICE,
     OUTCOME,
     PLAN,
     SUPERVISED,
@@ -39,6 +40,7 @@ from ebbflow.flows import job as job_module
 from ebbflow.flows.job import Job
 from ebbflow.flows.supervising import supervisor
 from ebbflow.flows.supervising.options import SupervisorOptions, read_options
+from ebbflow.flows.supervising.record import FINAL
 from ebbflow.flows.supervising.supervisor import Supervisor, main
 from tests.support.commits import put_commit, put_generation
 from tests.support.programs import Programs
@@ -289,6 +291,80 @@ def test_a_final_outcome_is_explained_by_the_jobs_own_message(desk: Desk) -> Non
     )
 
 
+def end_for_good(desk: Desk, outcome: Outcome) -> None:
+    desk.gang(1, outcome.value)()
+    desk.emit((OUTCOME, {"outcome": outcome.value, "message": "why  it\nended"}), generation=1)
+    config = {"config": desk.options().config.model_dump(mode="json")}
+    desk.job().store.put("config.json", json.dumps(config).encode())
+
+
+@pytest.mark.parametrize(
+    "outcome", [outcome for outcome in Outcome if outcome in FINAL - {Outcome.PREFLIGHT}]
+)
+def test_a_job_that_has_ended_for_good_starts_no_gang_when_its_supervisor_starts_again(
+    desk: Desk, outcome: Outcome
+) -> None:
+    end_for_good(desk, outcome)
+    assert desk.supervise(codes=[]) == outcome.exit_code
+    assert desk.programs.started == []
+    assert desk.said[-1] == (
+        f"job j has ended already, {outcome.value} (exit code {outcome.exit_code}): why it ended; "
+        f"{FREE}; nothing was started; after a fix outside its settings: --again"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [("--again",), ("--from-scratch",), ("--set", "training.max_steps=7")]
+)
+def test_a_job_that_has_ended_for_good_is_started_by_a_person_who_asks_for_it(
+    desk: Desk, words: tuple[str, ...]
+) -> None:
+    end_for_good(desk, Outcome.CRASH_LOOP)
+    assert desk.supervise(*words, codes=[0]) == 0
+    assert len(desk.programs.started) == 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMPLETED, Outcome.INTERRUPTED, Outcome.NO_CAPACITY])
+def test_a_job_that_may_go_on_is_started_again(desk: Desk, outcome: Outcome) -> None:
+    end_for_good(desk, outcome)
+    started = outcome is not Outcome.COMPLETED
+    assert desk.supervise(codes=[0]) == 0
+    assert len(desk.programs.started) == started
+
+
+def test_a_program_that_takes_its_node_with_it_each_time_ends_as_a_crash_loop(desk: Desk) -> None:
+    """Neither a notice nor the scheduler proves that the machine was taken away."""
+    runs: list[Callable[[], object]] = [desk.gang(number) for number in (1, 2, 3)]
+    assert desk.supervise("--pause-seconds", "0", codes=[75, 1, -9], effects=runs) == 6
+    message = "crash loop: 3 starts, 3 of which ended without a known reason, with no new commit"
+    assert desk.said[-2].startswith(f"stopped, {message}")
+    [ended] = desk.events(OUTCOME)
+    assert ended.data["outcome"] == "crash_loop"
+    assert desk.supervise(codes=[0]) == 0, "whoever starts it again counts anew"
+
+
+def test_a_supervisor_that_dies_with_each_start_counts_them_too(desk: Desk) -> None:
+    for number in (1, 2, 3):
+        desk.gang(number)()
+    assert desk.supervise(codes=[]) == 6
+    assert desk.programs.started == []
+
+
+def test_starts_that_a_notice_ended_are_bounded_by_time_alone(desk: Desk) -> None:
+    def run(number: int) -> Callable[[], None]:
+        def effect() -> None:
+            desk.gang(number)()
+            desk.now += 9 * 3600.0
+            notice = {"source": "metadata", "action": "terminate", "does": "leave"}
+            desk.emit((NOTICE, notice), generation=number)
+
+        return effect
+
+    runs: list[Callable[[], object]] = [run(number) for number in (1, 2, 3)]
+    assert desk.supervise("--pause-seconds", "0", codes=[75, 75, 75], effects=runs) == 6
+    assert "3 starts without a new commit took 27.0 h, more than" in desk.said[-2]
+
+
 def test_failures_without_a_commit_end_the_job_as_a_crash_loop(desk: Desk) -> None:
     code = desk.supervise("--max-failures", "3", "--pause-seconds", "5", codes=[1, -9, 1])
     assert code == Outcome.CRASH_LOOP.exit_code
@@ -298,7 +374,7 @@ def test_failures_without_a_commit_end_the_job_as_a_crash_loop(desk: Desk) -> No
         f"failure 2 of 3 without a new commit (exit code -9): {output}; {UNKNOWN}; again in 10 s",
         "stopped, crash loop: 3 failures with no new commit in between, the last run with exit "
         f"code 1: {output}",
-        f"after 3 runs; {UNKNOWN}; fix it, then start the supervisor again",
+        f"after 3 runs; {UNKNOWN}; fix it, then start the supervisor again with --again",
     ]
     assert desk.pauses == [5.0, 10.0]
     assert desk.job().store.list("events") == [], "the job has not begun"
@@ -322,7 +398,7 @@ def test_a_crash_loop_is_recorded_and_reported(desk: Desk) -> None:
     assert desk.said[1:4] == [
         f"failure 1 of 2 without a new commit (exit code 1): rank 2 of 4; {FREE}; going on",
         f"stopped, {message}",
-        f"after {tally}; {FREE}; fix it, then start the supervisor again",
+        f"after {tally}; {FREE}; fix it, then start the supervisor again with --again",
     ]
     [ended] = desk.events(OUTCOME)
     assert (ended.run, ended.data) == ("run-1", {"outcome": "crash_loop", "message": message})
@@ -372,7 +448,7 @@ def test_a_run_that_a_commit_followed_starts_the_count_anew(desk: Desk) -> None:
 
 
 def test_an_interrupted_run_restarts_at_once_and_then_after_a_pause(desk: Desk) -> None:
-    runs = [desk.gang(number, "node_lost") for number in (1, 2, 3)]
+    runs = [desk.gang(number, "agent_stopped") for number in (1, 2, 3)]
     assert desk.supervise("--pause-seconds", "10", codes=[75, 1, -9, 0], effects=runs) == 0
     counts = "0 failures, 0 redone steps"
     assert desk.said[1:4] == [

@@ -539,6 +539,18 @@ class SurvivalConfig(Section):
         "/tmp/spot_termination_notice",
         "file to which Metaflow's spot monitor writes the time of termination",
     )
+    no_progress_hours: float | None = key(
+        24.0,
+        "most hours of starts without a new commit, before the job ends as a crash loop; null: no "
+        "limit",
+        gt=0,
+    )
+    no_progress_usd: float | None = key(
+        1000.0,
+        "most dollars of starts without a new commit, before the job ends as a crash loop; null: "
+        "no limit",
+        gt=0,
+    )
     rank_log_mib: int = key(
         64, "limit of a rank's output in a generation; the first and the last part are kept", ge=1
     )

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from ebbflow.core.errors import StoreError, StoreTimeout
 from ebbflow.core.retry import call_within
+from ebbflow.core.store.marker import StoreMarker
 
 T = TypeVar("T")
 # Unfinished files of this module, of `ebbflow.core.store.multipart.sinks`, and of obstore in older
@@ -109,11 +110,13 @@ def open_regular(path: Path | str) -> int:
 class FolderBackend:
     """Objects stored as files below `root`.
 
-    Methods raise OSError; `Store` runs them in a `HangGuard`.
+    Methods raise OSError, and WrongStore if the store lacks its `marker`; `Store` runs them in a
+    `HangGuard`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, marker: StoreMarker | None = None) -> None:
         self.root = root
+        self._marker = marker
 
     def put(
         self, key: str, data: memoryview, *, create: bool = False, private: bool = False
@@ -147,6 +150,7 @@ class FolderBackend:
                 unfinished.unlink()
             raise
         sync_folders(path.parent, self.root)
+        self._check_marker()  # the mount may have gone since the check before
 
     def get(self, key: str) -> bytes:
         with os.fdopen(open_regular(self._path(key)), "rb") as file:
@@ -183,6 +187,10 @@ class FolderBackend:
         except FileNotFoundError:  # a folder was deleted meanwhile
             found = [*self._walk(prefix)]
         return [entry for entry in found if entry[0] > after]
+
+    def _check_marker(self) -> None:
+        if self._marker is not None:
+            self._marker.check_folder()
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int, float]]:
         top = self._path(prefix)
@@ -223,6 +231,7 @@ class FolderBackend:
             parts = []
         if any(part in ("", ".", "..") for part in parts):
             raise StoreError(f"{self.root}/{key}: not a valid key")
+        self._check_marker()
         return self.root.joinpath(*parts)
 
 

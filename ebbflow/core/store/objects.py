@@ -22,9 +22,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
 from ebbflow.core.errors import ObjectNotFound, StoreError
-from ebbflow.core.layout import clock_key
+from ebbflow.core.layout import clock_key, marker_key
 from ebbflow.core.store.errors import as_store_errors
 from ebbflow.core.store.folder import HANG_GUARD, FolderBackend
+from ebbflow.core.store.marker import StoreMarker, find_marker
 from ebbflow.core.store.s3 import open_bucket, split_uri
 from ebbflow.core.store_address import resolve_address
 
@@ -63,7 +64,9 @@ class Store:
         prefix: str = "",
         *,
         request_seconds: float = 60.0,
+        marker: StoreMarker | None = None,
     ) -> None:
+        self._marker = marker
         self._backend = backend
         self._root = root
         self.request_seconds = request_seconds
@@ -80,25 +83,39 @@ class Store:
         `request_timeout_seconds` limits each request, retries included. In a bucket, a large put or
         a long listing takes several requests. In a folder, each operation counts as one request,
         and the limit grows by 1 s for each 10 MB.
+
+        If this process expects a marker of the store (`store.marker`), a folder without it is never
+        created, and each of its operations raises WrongStore.
         """
         uri = resolve_address(uri)
+        marker = find_marker(uri)
         if uri.startswith("s3://"):
             bucket, prefix = split_uri(uri)
             opened = open_bucket(bucket, request_timeout_seconds)
-            return cls(opened, f"s3://{bucket}", None, request_seconds=request_timeout_seconds).sub(
-                prefix
-            )
+            return cls(
+                opened,
+                f"s3://{bucket}",
+                None,
+                request_seconds=request_timeout_seconds,
+                marker=marker,
+            ).sub(prefix)
         given = Path(uri.removeprefix("file://")).expanduser()
 
         def made() -> Path:
             root = given.resolve()
-            if create:
+            if create and marker is None:
                 root.mkdir(parents=True, exist_ok=True)
             return root
 
         with as_store_errors("open", str(given)):
             root = HANG_GUARD.run(made, request_timeout_seconds, f"open {given}")
-        return cls(FolderBackend(root), str(root), root, request_seconds=request_timeout_seconds)
+        return cls(
+            FolderBackend(root, marker),
+            str(root),
+            root,
+            request_seconds=request_timeout_seconds,
+            marker=marker,
+        )
 
     def sub(self, prefix: str) -> Store:
         """Return a view of this store whose keys are relative to `prefix`."""
@@ -109,7 +126,28 @@ class Store:
             self._root,
             self._full(below),
             request_seconds=self.request_seconds,
+            marker=self._marker,
         )
+
+    def check_marker(self) -> None:
+        """Raise WrongStore unless the store has the marker that this process expects of it.
+
+        In a bucket this is one request, so callers do it once per save or start. A folder is
+        checked at each of its operations besides.
+        """
+        marker = self._marker
+        if marker is None:
+            return
+        key = marker_key(marker.id)
+        try:
+            with as_store_errors("head", f"{marker.root}/{key}"):
+                if self._root is not None:
+                    self._local("head", key, marker.check_folder)
+                    return
+                _, prefix = split_uri(marker.root)
+                obstore.head(self._backend, f"{prefix.strip('/')}/{key}".strip("/"))
+        except ObjectNotFound:
+            raise marker.error("the bucket has no such object") from None
 
     def put(
         self,

@@ -50,6 +50,7 @@ class SupervisorOptions:
     capacity_pause_seconds: float = CAPACITY_PAUSE_SECONDS
     wait_hours: float = WAIT_HOURS  # longest wait for capacity, or for a store that does not answer
     take_over: bool = False  # take the job from a launcher that runs it now
+    again: bool = False  # start although the job has ended for good under these settings
     permits: tuple[
         str, ...
     ] = ()  # to give up commits (--from-scratch, --accept-rollback); recorded once
@@ -83,6 +84,7 @@ def read_options(arguments: list[str], *, project_root: Path) -> SupervisorOptio
         capacity_pause_seconds=known.capacity_pause_seconds,
         wait_hours=known.wait_hours,
         take_over=known.take_over,
+        again=known.again,
         permits=tuple(requested_permits(known)),
     )
 
@@ -109,6 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=type(default), default=default, help=text)
     resume = "end the launcher that runs the job now, and continue from its last commit"
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="start a job that has ended with a final outcome under the same settings",
+    )
     parser.add_argument("--take-over", action="store_true", help=resume)
     return parser
 

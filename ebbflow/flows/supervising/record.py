@@ -10,20 +10,35 @@ from enum import StrEnum
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
-from ebbflow.core.event_payloads import BatchAttemptPayload, PlanPayload, SupervisedPayload
+from ebbflow.core.event_payloads import (
+    BatchAttemptPayload,
+    PlannedPool,
+    PlanPayload,
+    SupervisedPayload,
+)
 from ebbflow.core.events import (
+    Event,
     find_last_event,
     read_events,
     select_events,
 )
 from ebbflow.core.store import Store
 from ebbflow.cost.errors import CostError
-from ebbflow.cost.ledger.generations import read_generations
+from ebbflow.cost.ledger.generations import find_final_outcome, read_generations
 from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.flows.attempts.settlement import unsettled_jobs
 from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import TrainingError
+from ebbflow.training.launch.crash_loop import (
+    ProgressBound,
+    describe_crash_loop,
+    exceeded_bound,
+    find_crash_loop,
+    newest_commit_in_events,
+    read_failed_generations,
+    since_last_verdict,
+)
 
 LONGEST_PAUSE_SECONDS = 600.0
 # If the gap between two runs exceeds the usual pause by more than this, no supervisor was running
@@ -33,16 +48,7 @@ ALONE_SECONDS = 3600.0
 # Outcomes that another run would repeat, or limits that the user has set. PREFLIGHT ends the job
 # only if its settings have never passed preflight, so that the user learns of the problem at once.
 FINAL = frozenset(
-    {
-        Outcome.CONFIG,
-        Outcome.PREFLIGHT,
-        Outcome.BUDGET,
-        Outcome.CRASH_LOOP,
-        Outcome.NON_FINITE,
-        Outcome.DEADLINE,
-        Outcome.NO_RESTORE,
-        Outcome.ROLLED_BACK,
-    }
+    outcome for outcome in Outcome if outcome.is_final and outcome is not Outcome.NO_CAPACITY
 )
 
 
@@ -77,6 +83,13 @@ class JobRecord:
     finished: bool = False  # the job is complete, and its configuration has not changed since
     passed: bool = False  # preflight passed with the present configuration, and a gang was started
     deadline_utc: float | None = None  # Unix time; None: no deadline, or no plan yet
+    # Outcome that ended the job for good under the present configuration, and its message; None if
+    # it may go on
+    final: Outcome | None = None
+    final_message: str = ""
+    no_progress: str = (
+        ""  # why it must not start again: too many starts without a new commit; or ""
+    )
 
     @property
     def begun(self) -> bool:
@@ -135,6 +148,12 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
     else:
         started = plan.payload.started_utc
     same_settings = _written_config(job_store) == config.model_dump(mode="json")
+    last = find_final_outcome(events)
+    passed = bool(generations) and same_settings
+    if passed and last is not None and last.payload.outcome in FINAL - {Outcome.PREFLIGHT}:
+        final = last.payload
+    else:
+        final = None
     return JobRecord(
         interruptions=frozenset(
             generation.number for generation in ended if not generation.user_code
@@ -160,8 +179,11 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         why=why,
         run=events[-1].run,
         finished=report is not None and report.outcome is Outcome.COMPLETED and same_settings,
-        passed=bool(generations) and same_settings,
+        passed=passed,
         deadline_utc=None if hours is None or started is None else started + hours * 3600,
+        final=None if final is None else final.outcome,
+        final_message="" if final is None else final.message or "",
+        no_progress=_describe_no_progress(events, plan, config),
     )
 
 
@@ -273,6 +295,29 @@ def waited_seconds(
             break
         since = past_run.ended_utc
     return now_utc - since
+
+
+def _describe_no_progress(
+    events: list[Event], plan: Event[PlanPayload] | None, config: RunConfig
+) -> str:
+    """Return why the job must not start again, or "".
+
+    Agents apply the same rule, but to the starts of their own run alone.
+    """
+    failed = read_failed_generations(since_last_verdict(events))
+    newest = newest_commit_in_events(events)
+    usd = None
+    if plan is not None and plan.payload.chosen is not None:
+        usd = _usd_per_rank_second(plan.payload.chosen)
+    loop = find_crash_loop(failed, newest)
+    if loop and failed[-1].counts:
+        return describe_crash_loop(loop, failed[-1].why, usd_per_rank_second=usd)
+    return exceeded_bound(failed, newest, ProgressBound.of(config), usd_per_rank_second=usd)
+
+
+def _usd_per_rank_second(pool: PlannedPool) -> float:
+    ranks = (pool.nodes or 1) * int(pool.processes_per_node or 1)
+    return float(pool.usd_per_hour) / (3600 * ranks)
 
 
 def _money(usd: Decimal) -> str:

@@ -20,7 +20,7 @@ from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.amounts import format_count
 from ebbflow.flows.attempts.settlement import end_leftovers
 from ebbflow.flows.job import Job
-from ebbflow.flows.options import give_permits
+from ebbflow.flows.options import adopt_job_store, give_permits
 from ebbflow.flows.reporting import write_report
 from ebbflow.flows.supervising.child import FlowProcess
 from ebbflow.flows.supervising.options import SupervisorOptions, read_options
@@ -77,6 +77,8 @@ class Supervisor:
                 self._claim.release()
 
     def _supervise(self) -> int:
+        options = self._options
+        adopt_job_store(options.job, options.config.store, options.permits)
         # Before the claim, Batch jobs of another launcher may be running
         before = self._read(end_leftovers_too=False)
         if before is None:
@@ -93,7 +95,22 @@ class Supervisor:
             done = f"is complete already, and {before.cost()}; use another --job to start anew"
             self._say(f"job {self._options.job} {done}")
             return 0
+        if before.final is not None and not options.permits and not options.again:
+            return self._refuse_to_repeat(before.final, before)
+        if before.no_progress and not options.again:
+            return self._end_as_crash_loop(before.no_progress, before)
         return self._run_until_over(before)
+
+    def _refuse_to_repeat(self, outcome: Outcome, record: JobRecord) -> int:
+        """Print how the job ended, and return its exit code. A scheduler may have started this
+        supervisor again, and each run would start a paid gang.
+        """
+        self._say(
+            f"job {self._options.job} has ended already, {outcome.value} (exit code "
+            f"{outcome.exit_code}): {' '.join(record.final_message.split()) or 'no message'}; "
+            f"{record.cost()}; nothing was started; after a fix outside its settings: --again"
+        )
+        return outcome.exit_code
 
     def _run_until_over(self, before: JobRecord) -> int:
         """Start one run after another until the job is over, and return the exit code."""
@@ -146,11 +163,9 @@ class Supervisor:
             return code
         if self._child.asked_to_leave:
             return self._leave(record)
-        if (
-            verdict is RunVerdict.FAILURE
-            and count_in_a_row(record, verdict) >= self._options.max_failures
-        ):
-            return self._too_many_failures(code, record)
+        loop = self._find_crash_loop(verdict, code, record)
+        if loop:
+            return self._end_as_crash_loop(loop, record)
         return self._waited_too_long(verdict, record)
 
     def _waited_too_long(self, verdict: RunVerdict, record: JobRecord) -> int | None:
@@ -179,20 +194,26 @@ class Supervisor:
             return Outcome.DEADLINE.exit_code
         return None
 
-    def _too_many_failures(self, code: int, record: JobRecord) -> int:
-        """Record that a crash loop ended the job, and return the exit code.
-
-        The agents cannot detect this crash loop, because each failure ended the agents together
-        with the run.
+    def _find_crash_loop(self, verdict: RunVerdict, code: int, record: JobRecord) -> str:
+        """Return why the job is a crash loop that no agent detected, because each failure ended the
+        agents together with the run; or "".
         """
-        count = count_in_a_row(record, RunVerdict.FAILURE)
-        message = (
-            f"crash loop: {count} failures with no new commit in between, the last run with exit "
-            f"code {code}: {self._why(record, Outcome.FAILED)}"
-        )
+        if verdict is RunVerdict.FAILURE:
+            count = count_in_a_row(record, verdict)
+            if count >= self._options.max_failures:
+                return (
+                    f"crash loop: {count} failures with no new commit in between, the last run "
+                    f"with exit code {code}: {self._why(record, Outcome.FAILED)}"
+                )
+        if verdict in (RunVerdict.FAILURE, RunVerdict.INTERRUPTION):
+            return record.no_progress
+        return ""
+
+    def _end_as_crash_loop(self, message: str, record: JobRecord) -> int:
+        """Record that a crash loop ended the job, and return the exit code."""
         self._say(f"stopped, {message}")
         self._say(
-            f"after {self._tally(record)}; {record.cost()}; fix it, then start the supervisor again"
+            f"after {self._tally(record)}; {record.cost()}; fix it, then start the supervisor again with --again"
         )
         if record.begun:
             with self._job_of(record).events("supervisor") as events:

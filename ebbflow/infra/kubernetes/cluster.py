@@ -80,6 +80,7 @@ class PodState:
     # `ended` is the container's own; otherwise it is when its end was noticed
     ended_by_cluster: bool = False
     exit_code: int | None = None
+    exit_reason: str = ""  # the cluster's word for the container's end, such as OOMKilled
     waiting: str = ""  # why it does not run yet
     no_image: bool = False
     lost: bool = False  # its node is gone or was drained
@@ -397,6 +398,7 @@ def _pod_state(pod: Mapping[str, Any]) -> PodState:
         ended=_unix(ended.get("finishedAt")),
         ended_by_cluster=bool(ended.get("finishedAt")),
         exit_code=ended.get("exitCode"),
+        exit_reason=str(ended.get("reason") or ""),
         waiting=waiting,
         no_image=reason in _NO_IMAGE,
         lost=disrupted or status.get("reason") in _LOST,
@@ -745,6 +747,8 @@ def _why(pod: PodState) -> str:
         return "its node was lost or drained"
     if pod.waiting:
         return pod.waiting
+    if pod.exit_code and pod.exit_reason not in ("", "Error"):
+        return f"exit code {pod.exit_code} ({pod.exit_reason})"
     if pod.exit_code:
         return f"exit code {pod.exit_code}"
     return ""

@@ -25,7 +25,12 @@ from ebbflow.training.attach.folder import FolderJob
 from ebbflow.training.attach.job import AttachedJob
 from ebbflow.training.attach.loop import AttachedLoop, refuse
 from ebbflow.training.attach.plain_state import PlainState, is_plain_state
-from ebbflow.training.attach.standalone import claim_for_ranks, open_job, share_from_rank_0
+from ebbflow.training.attach.standalone import (
+    adopt_job_store,
+    claim_for_ranks,
+    open_job,
+    share_from_rank_0,
+)
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.checkpoint.state import named_state
 from ebbflow.training.compat import PrefixStore
@@ -249,7 +254,7 @@ def _open(
     settings = loaded.script_settings()
     job = job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else "")
     use_signing_key(loaded.config.checkpoint.signing_key_env)
-    uri = Store.open(settings["store"]).uri
+    uri = adopt_job_store(settings["store"], job)
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
     job_store = Store.open(uri).sub(job_prefix(job))
     spec = open_job(

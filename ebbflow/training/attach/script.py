@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ebbflow.core.config.load import LoadedConfig, load_config, values_with_sources
@@ -31,6 +31,7 @@ from ebbflow.core.observer_process import (
 )
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.core.store.identity import adopt_store
 from ebbflow.integrations import switch_on
 from ebbflow.training.attach.script_folder import find_script
 from ebbflow.training.attach.unattached import (
@@ -38,7 +39,13 @@ from ebbflow.training.attach.unattached import (
     describe_unattached,
     never_attaches,
 )
-from ebbflow.training.checkpoint.rollback import newest_generation_in_events
+from ebbflow.training.checkpoint.lineage import FROM_SCRATCH
+from ebbflow.training.checkpoint.rollback import (
+    add_permits,
+    newest_generation_in_events,
+    record_permits,
+    requested_permits,
+)
 from ebbflow.training.engine.profiler import profile_script
 from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.launch.agent import run_gang
@@ -101,21 +108,22 @@ def main(words: list[str]) -> int:
         Fault.parse(given.rehearse).check(max_steps=sys.maxsize, nodes=1, world_size=ranks)
     config = loaded.script_settings()
     job = job_of_script(given.job, str(script))
-    uri = Store.open(config["store"]).uri
-    job_store = Store.open(uri).sub(job_prefix(job))
-    folder = remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, uri))
+    known = _find_store(job, str(config["store"]), requested_permits(given))
+    job_store = Store.open(known.store).sub(job_prefix(job))
+    folder = remember_job(runs_folder(PROJECT_ROOT), known)
     # The name of a run must be new, because the agents' secret is stored under it.
     run = f"{job}-{time.time_ns():x}"
     settings = {"path": given.config or "", "config": config}
     claim = claim_job(job_store, job, "run", on_fenced=lambda: os.kill(os.getpid(), signal.SIGTERM))
     plural = "" if ranks == 1 else "s"
     what = f"script {script.name} on {ranks} rank{plural}"
-    print(describe_start(job, what, uri, folder), flush=True)
+    print(describe_start(job, what, known.store, folder), flush=True)
     unwatched = describe_unwatched_limits(loaded.config)
     if unwatched:
         print(unwatched, flush=True)
-    observer = start_script_observer(job, uri, config, folder)
+    observer = start_script_observer(job, known.store, config, folder)
     try:
+        record_permits(job_store, *requested_permits(given))
         job_store.put(
             "config.json", json.dumps(settings | {"sources": loaded.sources}, indent=1).encode()
         )
@@ -142,7 +150,7 @@ def main(words: list[str]) -> int:
             processes_per_node=ranks,
             main_address="127.0.0.1",
             config=RunConfig.model_validate(config),
-            store_uri=uri,
+            store_uri=known.store,
             prepared=prepared,
             log_folder=str(folder / "logs"),
             candidate_ports=control_ports(run, 0),
@@ -239,6 +247,7 @@ def _make_parser() -> argparse.ArgumentParser:
         metavar="FAULT",
         help="inject a fault, such as rank-kill@step:100",
     )
+    add_permits(parser)
     return parser
 
 
@@ -263,6 +272,16 @@ def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:
             raise end.__cause__ from None
         error = RuntimeError(f"{script.name} exited with {end.code}")
         raise error.with_traceback(end.__traceback__) from None  # it names the line with sys.exit
+
+
+def _find_store(job: str, address: str, permits: Sequence[str]) -> KnownJob:
+    """Return the job with the store that this process accepts from here on.
+
+    Raises JobNotInStore or StoreError.
+    """
+    uri = Store.open(address, create=False).uri
+    marker = adopt_store(uri, job, runs_folder(PROJECT_ROOT), from_scratch=FROM_SCRATCH in permits)
+    return KnownJob(job, uri, marker)
 
 
 def _choose_ranks(loaded: LoadedConfig, script: str, wanted: int | None) -> int:

@@ -40,6 +40,9 @@ from ebbflow.core.observer_process import (
 )
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.core.store.identity import adopt_store
+from ebbflow.core.store.marker import expect_marker, expected_marker_id
+from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     GenerationOpening,
@@ -116,6 +119,15 @@ def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
         print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
 
 
+def adopt_job_store(uri: str, job: str, *, permits: Sequence[str] = ()) -> str:
+    """Let this process accept only the store at `uri` as it is now, and return its address.
+
+    Raises JobNotInStore or StoreError.
+    """
+    adopt_store(uri, job, runs_folder(PROJECT_ROOT), from_scratch=lineage.FROM_SCRATCH in permits)
+    return Store.open(uri).uri
+
+
 def restarts() -> int:
     """Return how often torchrun has restarted the workers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -169,7 +181,8 @@ def open_job(
         work = f"script {Path(script).name}"
     else:
         work = f"workload {settings['config']['workload'] or 'language'}"
-    _observe(job, store_uri, settings["config"], work)
+    marker = expected_marker_id(store_uri)
+    _observe(KnownJob(job, store_uri, marker), settings["config"], work)
     return WorkerSpec(
         job=job,
         run=job,
@@ -180,6 +193,7 @@ def open_job(
         candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
         config=RunConfig.model_validate(settings["config"]),
         store_uri=store_uri,
+        store_marker=marker,
         prepared=prepared,
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
@@ -207,6 +221,7 @@ def share_from_rank_0(gang: Gang, make: Callable[[], WorkerSpec], group: Any) ->
     spec = shared[0]
     if isinstance(spec, int):
         return spec
+    expect_marker(spec.store_uri, spec.store_marker)
     return replace(spec, node=gang.rank // spec.colocated_ranks)
 
 
@@ -279,17 +294,18 @@ def record_exception(
         print(shown, end="", file=sys.stderr, flush=True)
 
 
-def _observe(job: str, store_uri: str, config: dict[str, Any], work: str) -> None:
+def _observe(known: KnownJob, config: dict[str, Any], work: str) -> None:
     """Start the process that shows the job and writes its report, and print the job's first line."""
     global _observer
+    job = known.name
     try:
-        folder = remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, store_uri))
+        folder = remember_job(runs_folder(PROJECT_ROOT), known)
     except OSError as error:
         print(f"job {job}: no live page and no report: {error}", file=sys.stderr)
-        start_observer(job, store_uri, config)
+        start_observer(job, known.store, config)
         return
-    print(describe_start(job, work, store_uri, folder), flush=True)
+    print(describe_start(job, work, known.store, folder), flush=True)
     unwatched = describe_unwatched_limits(RunConfig.model_validate(config))
     if unwatched:
         print(unwatched, flush=True)
-    _observer = start_script_observer(job, store_uri, config, folder)
+    _observer = start_script_observer(job, known.store, config, folder)

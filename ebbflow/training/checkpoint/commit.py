@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ebbflow.core.errors import ObjectNotFound, StoreError
+from ebbflow.core.errors import ObjectNotFound, StoreError, WrongStore
 from ebbflow.core.layout import commit_key, commit_prefix, index_key, index_prefix
 from ebbflow.core.retry import backoff_pauses
 from ebbflow.core.store import Store
@@ -186,6 +186,8 @@ def await_commit(
                 cause = f"; {attempt.cause}"
             else:
                 cause = ""
+        except WrongStore:
+            raise  # waiting would hold up the save for its whole deadline
         except StoreError as error:
             cause = f"; last error: {error}"
         if deadline.remaining_seconds <= pause or (attempt.commit is None and given_up()):

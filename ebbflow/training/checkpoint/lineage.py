@@ -315,29 +315,11 @@ def open_generation(
         TwoLaunchers: another launcher opened the same number; this record has been withdrawn.
         CheckpointError: the parent is being deleted.
     """
+    job_store.check_marker()
     opening = opening or GenerationOpening()
     seen = max((ref.generation for ref, _ in next(_commit_pages(job_store), [])), default=0)
     number = max(newest_generation_number(job_store, near=seen), opening.number) + 1
-    if parent == NO_PARENT:
-        chosen = None
-    else:
-        sound = (ref for ref in newest_commits(job_store) if is_readable_commit(job_store, ref))
-        if parent is None:
-            chosen = next(sound, None)
-        else:
-            chosen = _given_parent(job_store, parent)
-        refused = _report_refused(job_store, chosen)
-        lost = _commits_of_lineage(job_store) if chosen is None else []
-        if lost:
-            cause = (
-                f"none of its {len(lost)} commits can be restored, the newest of step "
-                f"{lost[0].step}"
-            )
-            if refused:
-                cause += f": {refused}"
-            if max(ref.generation for ref in lost) > permitted_generation(job_store, FROM_SCRATCH):
-                raise nothing_to_restore_error(job_store, cause)
-            _warn(f"{job_store.uri}: {cause}; begin anew, as permitted")
+    chosen = choose_parent(job_store, parent)
     generation = Generation(number, opening.id, chosen and chosen.key, chosen.step if chosen else 0)
     record = {
         "version": VERSION,
@@ -372,6 +354,32 @@ def open_generation(
             "another commit"
         )
     return generation
+
+
+def choose_parent(job_store: Store, parent: str | None) -> CommitRef | None:
+    """Return the commit from which a start continues; None for a start from scratch.
+
+    `parent` and the errors are those of `open_generation`.
+    """
+    if parent == NO_PARENT:
+        return None
+    sound = (ref for ref in newest_commits(job_store) if is_readable_commit(job_store, ref))
+    if parent is None:
+        chosen = next(sound, None)
+    else:
+        chosen = _given_parent(job_store, parent)
+    refused = _report_refused(job_store, chosen)
+    lost = _commits_of_lineage(job_store) if chosen is None else []
+    if lost:
+        cause = (
+            f"none of its {len(lost)} commits can be restored, the newest of step {lost[0].step}"
+        )
+        if refused:
+            cause += f": {refused}"
+        if max(ref.generation for ref in lost) > permitted_generation(job_store, FROM_SCRATCH):
+            raise nothing_to_restore_error(job_store, cause)
+        _warn(f"{job_store.uri}: {cause}; begin anew, as permitted")
+    return chosen
 
 
 def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:

@@ -43,7 +43,6 @@ _RUN_SECONDS = 30.0
 _SHORTEST_ORPHAN_SECONDS = 600.0
 # While the job runs, an orphan is deleted at 1.25 times its limit at the latest
 _SWEEPS_PER_LIMIT = 4
-_RECORD_MISSING_SECONDS = 60.0  # a listing may lag by seconds, hardly by a minute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,6 @@ class Retention:
         self._swept = float("-inf")
         self._clock = StoreClock()
         self._record: bytes | None = None  # this generation's record
-        self._missing_since: float | None = None
 
     def run(
         self, store: Store, save: CheckpointId, interrupted: Callable[[], bool] = lambda: False
@@ -169,21 +167,18 @@ class Retention:
     def _record_is_listed(self, store: Store, save: CheckpointId, newest: int) -> bool:
         """Return whether the store lists this generation's record.
 
-        Write it again if it has been missing for a minute.
+        Write it again if it is missing.
 
         Raises DamagedLineage if the record is missing and its content is unknown.
         """
         key = layout.generation_key(save.generation_number, save.generation.partition("-")[2])
         if newest == save.generation_number:
-            self._missing_since = None
             if self._record is None:
                 with contextlib.suppress(ObjectNotFound):
                     self._record = store.get(key)
             return True
-        now = time.monotonic()
-        if self._missing_since is None:
-            self._missing_since = now
-        if now - self._missing_since < _RECORD_MISSING_SECONDS or store.head(key) is not None:
+        # A listing may lag, but the record was listed once, so a read by name finds it
+        if store.head(key) is not None:
             return False
         if self._record is None:
             raise DamagedLineage(
@@ -191,7 +186,6 @@ class Retention:
                 "deleted without it; fix: put generations/ back, or start the job again"
             )
         put_verified(store, key, self._record)
-        self._missing_since = None
         self._warn(
             f"{store.uri}/{key} was deleted while the job is running and has been put back; "
             "records of older generations in generations/ may be missing too; fix: find out what "

@@ -20,6 +20,7 @@ from ebbflow.core.errors import (
     StoreForbidden,
     StoreFull,
     StoreMisconfigured,
+    WrongStore,
 )
 from ebbflow.core.retry import backoff_pauses, retry
 from ebbflow.core.store import Store
@@ -125,7 +126,7 @@ def unseal(data: bytes, what: str) -> dict[str, Any]:
 
 def is_curable(error: Exception) -> bool:
     return isinstance(error, StoreError) and not isinstance(
-        error, StoreForbidden | StoreFull | StoreMisconfigured
+        error, StoreForbidden | StoreFull | StoreMisconfigured | WrongStore
     )
 
 

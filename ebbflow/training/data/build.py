@@ -21,7 +21,13 @@ import numpy as np
 from ebbflow.core.config.schema import DataConfig
 from ebbflow.core.layout import tokens_prefix
 from ebbflow.core.store import Store
-from ebbflow.training.data.tokenizer import Tokenizer, encode_files, open_tokenizer, text_pieces
+from ebbflow.training.data.tokenizer import (
+    Tokenizer,
+    dtype_of,
+    encode_files,
+    open_tokenizer,
+    text_pieces,
+)
 from ebbflow.training.data.tokens import (
     DESCRIPTION,
     FORMAT_VERSION,
@@ -256,8 +262,11 @@ def prepare_tokens(data: DataConfig, store: Store, *, project_root: Path) -> Tok
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     shards = store.sub(tokens_prefix(fingerprint))
     known = read_description(shards)
-    if known is not None:
+    cut = "" if known is None else _find_cut_shard(shards, known)
+    if known is not None and not cut:
         return known
+    if cut:
+        print(f"{cut}; it is built again from the same text", flush=True)
     built = {name: _build(side, tokenizer, shards, SHARDS[name]) for name, side in sides.items()}
     tokens = Tokens(
         fingerprint=fingerprint,
@@ -395,6 +404,19 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
         else:
             shards.put(key, b"")
     return _Shard(int(counts.sum()), digest.hexdigest(), entropy_nats(counts))
+
+
+def _find_cut_shard(shards: Store, tokens: Tokens) -> str:
+    """Return which shard lacks bytes, or ""."""
+    counts = {"train": tokens.train_tokens, "held_out": tokens.held_out_tokens}
+    for name, count in counts.items():
+        key = SHARDS[name]
+        size = count * dtype_of(tokens.vocab_size).itemsize
+        meta = shards.head(key)
+        if meta is None or meta.size != size:
+            there = 0 if meta is None else meta.size
+            return f"{shards.uri}/{key} has {there:,} of {size:,} bytes"
+    return ""
 
 
 def _pieces_if_unchanged(hashed: _Hashed) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from ebbflow.core.store import Store
 from ebbflow.core.terms import Terms
 from ebbflow.training.checkpoint import Checkpointer, RestoreResult
 from ebbflow.training.checkpoint.hugging_face import check_settings
+from ebbflow.training.checkpoint.start_check import check_same_data
 from ebbflow.training.engine.guards.guards import apply_overrides, fit_micro_batch, make_guards
 from ebbflow.training.engine.guards.overrides import Overrides
 from ebbflow.training.engine.inductor import open_compile_cache
@@ -25,7 +26,7 @@ from ebbflow.training.engine.optimizer import Muon, keep_average, make_optimizer
 from ebbflow.training.engine.parallel import DTYPES, report_compilation, spread_model
 from ebbflow.training.engine.profiler import make_profiler, record_memory
 from ebbflow.training.engine.trainer import Trainer
-from ebbflow.training.errors import DataError, WorkloadError
+from ebbflow.training.errors import WorkloadError
 from ebbflow.training.gang import Gang, time_waits
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position
@@ -172,16 +173,8 @@ def begin(trainer: Trainer) -> Position:
 
 def _check_data(expected: dict[str, Any], restored: RestoreResult) -> None:
     """Raise DataError if the commit was trained with other data or another seed."""
-    for key in ("seed", "data_fingerprint"):
-        # Imported weights lack both keys
-        found = restored.extra.get(key, expected[key])
-        if found != expected[key]:
-            raise DataError(
-                f"commit {restored.key} was trained with {key} {found}, this run "
-                f"has {expected[key]}: sample {restored.extra['cursor']} would be another; "
-                "fix: bring back the former data, workload_options, seed and tokenizers package, "
-                "or start a new job"
-            )
+    names = ("seed", "data_fingerprint")
+    check_same_data(restored.key, {name: expected[name] for name in names}, restored.extra)
 
 
 def _optimizer(workload: Workload, module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -8,18 +8,14 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import InfraError, Outcome
-from ebbflow.core.event_payloads import (
-    GenerationEndedPayload,
-    NodeEndedPayload,
-    NodeStartedPayload,
-)
 from ebbflow.core.events import EndReason, Event, read_events
 from ebbflow.core.store import Store
 from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
@@ -37,8 +33,17 @@ from ebbflow.training.checkpoint.rollback import (
     newest_generation_in_events,
 )
 from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
-from ebbflow.training.errors import GangError, TrainingError
+from ebbflow.training.errors import CrashLoop, GangError, TrainingError
 from ebbflow.training.launch import messages
+from ebbflow.training.launch.crash_loop import (
+    FailedGeneration,
+    ProgressBound,
+    describe_crash_loop,
+    exceeded_bound,
+    find_crash_loop,
+    read_failed_generations,
+    since_last_verdict,
+)
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import CoordinatorPeers
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
@@ -52,9 +57,6 @@ T = TypeVar("T")
 _RECORDED_HERE = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
 REGROUP_SECONDS = 30.0  # deadline for all nodes to end their ranks before the next generation
 _SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the agent exits
-
-SAME_LIMIT = 3  # equal failures since the newest commit
-ANY_LIMIT = 10  # failures of any kind since the newest commit
 
 
 class Coordinator:
@@ -292,6 +294,8 @@ class Coordinator:
 
     def _record_end(self, ended: messages.GenerationEnd, last: messages.GenerationEnd) -> None:
         absent = {} if self._ranks_started else {"ranks_started": False}
+        if ended.known_cause:
+            absent["known_cause"] = True
         self._log.emit(
             ev.GENERATION_ENDED,
             reason=ended.reason,
@@ -339,7 +343,7 @@ class GenerationPlanner:
         """
         if not self._number:
             events = read_events(self._job_store)
-            self._failed = read_failed_generations(events)
+            self._read_failures(events)
             self.rolled_back = check_rollback(self._job_store, events)
             # A store restored from a snapshot may lack generations: their numbers are not used
             # again.
@@ -388,23 +392,27 @@ class GenerationPlanner:
     def check_crash_loop(
         self, ended: messages.GenerationEnd, generation: int, rank_seconds: float
     ) -> messages.GenerationEnd | None:
-        """Return the gang's result if this failed generation completes a crash loop, else None."""
-        if not ended.fingerprint:
-            return None
+        """Return the gang's result if this generation completes a crash loop, or if the job spent
+        too much without a new commit; else None.
+        """
+        seconds = rank_seconds / self._world_size
+        lost = self.measure_lost_work(time.monotonic() - seconds, self._world_size)
+        lost_node = ended.reason == EndReason.NODE_LOST and not ended.known_cause
         failed = FailedGeneration(
-            generation=generation, fingerprint=ended.fingerprint, rank_seconds=rank_seconds
+            generation=generation,
+            fingerprint=ended.fingerprint,
+            rank_seconds=rank_seconds,
+            counts=bool(ended.fingerprint) or (lost_node and not ended.left_out),
+            run=self._spec.run,
+            why=ended.culprit,
+            idle_seconds=lost["lost_rank_seconds"] / self._world_size,
+            ranks=self._world_size,
         )
         others = [failure for failure in self._failed if failure.generation != generation]
         self._failed = [*others, failed]
-        newest = next(newest_commits(self._job_store), None)
-        loop = find_crash_loop(self._failed, 0 if newest is None else newest.generation)
-        if not loop:
+        culprit = self._find_no_progress(ended.culprit, restarts=failed.counts)
+        if not culprit:
             return None
-        if self._terms is None:
-            usd = None
-        else:
-            usd = self._terms.usd_per_rank_second
-        culprit = describe_crash_loop(loop, ended.culprit, usd_per_rank_second=usd)
         return messages.GenerationEnd(
             culprit=culprit,
             reason=ended.reason,
@@ -412,6 +420,43 @@ class GenerationPlanner:
             curable=False,
             failed_as=Outcome.CRASH_LOOP.value,
         )
+
+    def _read_failures(self, events: Sequence[Event]) -> None:
+        """Read the starts of earlier attempts.
+
+        Raises CrashLoop if those of this run made no progress, and no agent saw it because each
+        took its whole node with it. After another run, a person or a supervisor has decided to
+        start again.
+        """
+        recent = read_failed_generations(since_last_verdict(events))
+        self._failed = [
+            failure for failure in read_failed_generations(events) if failure.fingerprint
+        ]
+        for failure in recent:
+            if not failure.fingerprint:
+                counts = failure.counts and failure.run == self._spec.run
+                self._failed.append(replace(failure, counts=counts))
+        self._failed.sort(key=attrgetter("generation"))
+        if recent and recent[-1].run == self._spec.run:
+            last = recent[-1]
+            culprit = self._find_no_progress(last.why, restarts=last.counts)
+            if culprit:
+                raise CrashLoop(culprit)
+
+    def _find_no_progress(self, culprit: str, *, restarts: bool) -> str:
+        """Return why the job must not start again, or "".
+
+        Args:
+            restarts: the last start counts towards a crash loop.
+        """
+        newest = next(newest_commits(self._job_store), None)
+        newest_generation = 0 if newest is None else newest.generation
+        usd = None if self._terms is None else self._terms.usd_per_rank_second
+        loop = find_crash_loop(self._failed, newest_generation)
+        if loop and restarts:
+            return describe_crash_loop(loop, culprit, usd_per_rank_second=usd)
+        bound = ProgressBound.of(self._spec.config)
+        return exceeded_bound(self._failed, newest_generation, bound, usd_per_rank_second=usd)
 
     def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
         """Return the rank-seconds and dollars spent since `since` or since the newest commit,
@@ -453,72 +498,9 @@ class GenerationPlanner:
         return replace(terms, spent_usd=spent, last_notified_threshold=notified)
 
 
-@dataclass(frozen=True)
-class FailedGeneration:
-    """Failed generation and its paid rank-seconds: the sum of each node's paid seconds × the node's
-    ranks.
-    """
-
-    generation: int
-    fingerprint: str
-    rank_seconds: float
-
-
 def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:
     curable = isinstance(error, InfraError) or error.curable
     outcome = error.outcome.value
     return messages.GenerationEnd(
         culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome
-    )
-
-
-def read_failed_generations(events: Iterable[Event]) -> list[FailedGeneration]:
-    ended: dict[int, str] = {}
-    seconds: dict[int, float] = {}
-    ranks: dict[tuple[str, int, int, int], int] = {}
-    for event in events:
-        node = event.run, event.attempt, event.generation, event.node
-        payload = event.payload
-        if isinstance(payload, NodeStartedPayload):
-            ranks[node] = len(payload.ranks or [])
-        elif isinstance(payload, NodeEndedPayload):
-            paid = float(payload.seconds or 0.0) * ranks.get(node, 0)
-            seconds[event.generation] = seconds.get(event.generation, 0.0) + paid
-        elif isinstance(payload, GenerationEndedPayload) and payload.fingerprint:
-            ended[event.generation] = payload.fingerprint
-    return [
-        FailedGeneration(number, ended[number], seconds.get(number, 0.0))
-        for number in sorted(ended)
-    ]
-
-
-def find_crash_loop(
-    failures: Sequence[FailedGeneration], newest_commit_generation: int
-) -> list[FailedGeneration]:
-    """Return the failures since the newest commit, oldest first, if they form a crash loop; else
-    [].
-    """
-    since = [failure for failure in failures if failure.generation >= newest_commit_generation]
-    same = [failure for failure in since if failure.fingerprint == since[-1].fingerprint]
-    if len(same) >= SAME_LIMIT:
-        return same
-    if len(since) >= ANY_LIMIT:
-        return since
-    return []
-
-
-def describe_crash_loop(
-    loop: Sequence[FailedGeneration], culprit: str, *, usd_per_rank_second: float | None
-) -> str:
-    seconds = sum(failure.rank_seconds for failure in loop)
-    cost = f"{seconds:.0f} rank-seconds"
-    if usd_per_rank_second is not None:
-        cost += f", ${seconds * usd_per_rank_second:.4f} at the planned price"
-    numbers = ", ".join(str(failure.generation) for failure in loop)
-    what = f"{len(loop)} failures"
-    if len({failure.fingerprint for failure in loop}) == 1:
-        what = f"the same failure {len(loop)} times ({loop[-1].fingerprint})"
-    return (
-        f"crash loop: {what} with no new commit in between, in generations {numbers}, which cost "
-        f"{cost}; the last one: {' '.join(culprit.split())[:300]}"
     )

@@ -175,7 +175,7 @@ class NodeGeneration:
     def _leave_for(self, cause: str, fix: str) -> GenerationEnd:
         culprit = f"node {self._spec.node} cannot continue: {cause}; {fix}"
         print_line(culprit)
-        return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST)
+        return GenerationEnd(culprit=culprit, reason=EndReason.NODE_LOST, known_cause=True)
 
     def _keep_in_touch(self) -> None:
         self._peers.keep_in_touch()

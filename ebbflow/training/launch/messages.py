@@ -85,6 +85,7 @@ class _StartSpec:
     node: int  # number of this node
     config: RunConfig
     store_uri: str
+    store_marker: str = ""  # id of the store's marker, for ranks without the launcher's environment
     prepared: dict  # result of the workload's `prepare`, with its fingerprint
     terms: Terms | None = None  # budget and price
     promised_gpus: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
@@ -309,6 +310,7 @@ class GenerationEnd:
     error: str = ""  # class name of the culprit's exception
     # Text that is equal for equal failures of the program; "" for others, such as a lost node
     fingerprint: str = ""
+    known_cause: bool = False  # the loss of a node is explained, as by a fault of its GPU
     details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
     at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
     user_code: bool = False  # whether the user's code caused the failure
@@ -412,6 +414,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         ranks=sorted({culprit.rank} | stopped),
         error=failure.error,
         fingerprint=fingerprint,
+        known_cause=bool(failure.gpu_fault),
         details=culprit.details(),
         at=(time.time(), time.monotonic()),
         user_code=in_program and not cascade and not failure.gpu_fault,

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from ebbflow.core.errors import ObjectNotFound, StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.core.store.errors import as_store_errors
 from ebbflow.core.store.folder import HANG_GUARD, UNFINISHED, sync_folders
+from ebbflow.core.store.marker import StoreMarker, find_marker
 from ebbflow.core.store.multipart.requests import (
     Buffer,
     S3Account,
@@ -300,15 +301,17 @@ class FolderSink:
     Parts are written to a temporary file, which is synced and renamed at the end.
     """
 
-    def __init__(self, root: Path, throttle: Throttle) -> None:
+    def __init__(self, root: Path, throttle: Throttle, marker: StoreMarker | None = None) -> None:
         self._root = root
         self._throttle = throttle
+        self._marker = marker
 
     def begin(self, key: str, size: int, *, parts: int, seconds: float) -> _File:  # noqa: ARG002 (the interface of all sinks)
         path = self._root / key
         unfinished = path.with_name(f"{path.name}#{os.getpid()}")
 
         def opened() -> _File:
+            self._check_marker()
             path.parent.mkdir(parents=True, exist_ok=True)
             cached = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
             direct = None
@@ -357,6 +360,7 @@ class FolderSink:
             os.fsync(begun.cached)
             os.replace(begun.unfinished, begun.path)
             sync_folders(begun.path.parent, self._root)
+            self._check_marker()
 
         # Not curable: a second sync would not report the failure again
         with as_store_errors("put", str(begun.path)):
@@ -395,13 +399,17 @@ class FolderSink:
             HANG_GUARD.run(sweep_all, seconds, f"sweep {folder}")
         return swept
 
+    def _check_marker(self) -> None:
+        if self._marker is not None:
+            self._marker.check_folder()
+
 
 def open_sink(uri: str, throttle: Throttle) -> UploadSink:
     """Open the upload target at `uri`: ``s3://bucket/prefix`` or the path of a folder."""
     if uri.startswith("s3://"):
         bucket, prefix = split_uri(uri)
         return BucketSink(bucket, find_account(), throttle, prefix)
-    return FolderSink(Path(uri), throttle)
+    return FolderSink(Path(uri), throttle, find_marker(uri))
 
 
 def _encoded(crc64nvme: int) -> str:
