@@ -192,7 +192,7 @@ def _render(finding: Finding) -> Iterator[str]:
         named = ", ".join(f"rank {rank}" for rank in finding.suspects[:8])
         named = named or ("a rank without these lines" if rule.suspects else "no single rank")
         yield f"  suspect: {named}{'; ' if finding.note else ''}{finding.note}"
-    if finding.role != "cascade":
+    if finding.role not in ("cascade", "history"):
         causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
         yield from ([f"  cause: {causes}"] if causes else [])
         yield from (f"  fix: {fix}" for fix in rule.fix)

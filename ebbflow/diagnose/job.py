@@ -15,11 +15,10 @@ from ebbflow.core.event_payloads import (
 )
 from ebbflow.core.events import Event, GuardAction, find_last_event, is_event, select_events
 from ebbflow.core.rank_logs import LogLine
+from ebbflow.diagnose.evidence import Evidence
 from ebbflow.diagnose.judging import Diagnosis, judge
-from ebbflow.diagnose.matching import Seen, load_matcher
 from ebbflow.diagnose.reading import LogText, time_of
 from ebbflow.diagnose.rules import load_rules
-from ebbflow.diagnose.series import Series
 from ebbflow.infra.notices import NoticeSource
 
 # Notices by which nobody has announced a reclamation: the remark of a rank has no source, a signal
@@ -33,7 +32,7 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     The causes that its agents recorded count as evidence.
 
     If the job has failed, only its last generation counts: the job survived what ended the earlier
-    ones.
+    ones. A job that has ended well has no root; what its agents recorded is history.
     """
     ended = find_last_event(events, OutcomePayload)
     if ended is None:
@@ -46,16 +45,11 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     if last is not None and outcome not in (None, Outcome.COMPLETED, Outcome.INTERRUPTED):
         events = [event for event in events if event.generation == last]
         lines = (line for line in lines if line.generation == last)
-    seen: dict[str, Seen] = {}
-    series = Series()
-    read = load_matcher().collect(series.watch(_log_texts(lines)), seen)
-    for order, (symptom, line) in enumerate(_verdicts(events), read + 1):
-        rule = load_rules().find(symptom)
-        if rule is not None:
-            found = seen.setdefault(symptom, Seen(rule))
-            found.strong = found.needed = found.verdict = True
-            found.add(line, order)
-    return judge(seen, series, [])
+    evidence = Evidence()
+    evidence.read(_log_texts(lines))
+    for symptom, line in _verdicts(events):
+        evidence.add_verdict(symptom, line)
+    return judge(evidence, ended_well=outcome is Outcome.COMPLETED)
 
 
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:
