@@ -82,6 +82,10 @@ def diagnose(options: argparse.Namespace, project_root: Path) -> int:
     refused = [scan for scan in diagnosis.scans if scan.refused]
     for scan in refused:
         print(f"diagnose: {scan.file}: not read: {scan.refused}", file=sys.stderr)
+    for scan in diagnosis.scans:
+        gaps = scan.describe_gaps()
+        if gaps and not scan.refused:
+            print(f"diagnose: {scan.file}: {gaps}", file=sys.stderr)
     if options.json:
         document = diagnosis.to_json() | (
             {} if comparison is None else {"against": comparison.to_json()}

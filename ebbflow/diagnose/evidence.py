@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ebbflow.diagnose.matching import Seen, load_matcher
-from ebbflow.diagnose.reading import FileScan, LogText, candidates
+from ebbflow.diagnose.reading import FileScan, LogText, candidates, names_a_master, scan_logs
 from ebbflow.diagnose.rules import VALUES, load_rules
 from ebbflow.diagnose.series import Series
 from ebbflow.diagnose.vocabulary import TRIGGERS
 
+_LAST_RULES = [rule for rule in load_rules().rules if rule.last]
 _RESTART = re.compile("|".join(VALUES["restart"]), re.IGNORECASE)
 _MAYBE_RESTART = re.compile("|".join(VALUES["maybe_restart"]), re.IGNORECASE)
 _ENDED = re.compile("|".join(VALUES["ended"]), re.IGNORECASE)
@@ -41,6 +42,7 @@ class Evidence:
         self.history: dict[str, Seen] = {}  # matches of earlier episodes, by rule id
         self.scans: list[FileScan] = []
         self._order = 0
+        self._last: dict[str, LogText] = {}  # last line, by file
         self._progress: dict[str, _Progress] = {}  # by file
 
     def read(self, lines: Iterable[LogText]) -> None:
@@ -57,12 +59,15 @@ class Evidence:
             {*load_matcher().triggers, *Series.triggers, *TRIGGERS, *_RESTART_TRIGGERS}
         )
         last = max((_attempt_of(path) for path in files), default=0)
+        first_worker = int(names_a_master(files))
         for path in sorted(files, key=_attempt_of):
-            scan = FileScan("-" if path is None else str(path))
-            self.read(candidates(path, triggers, scan))
-            self.scans.append(scan)
-            if _attempt_of(path) not in (0, last):
-                self._close(scan.file)
+            for log in scan_logs(path):
+                self.read(candidates(log, triggers, first_worker))
+                self.scans.append(log.scan)
+                if log.scan.last is not None:
+                    self._last[log.scan.file] = log.scan.last
+                if _attempt_of(path) not in (0, last):
+                    self._close(log.scan.file)
 
     def add_verdict(self, symptom: str, line: LogText) -> None:
         """Add what an agent or a guard of an Ebbflow job recorded."""
@@ -74,11 +79,24 @@ class Evidence:
         found.strong = found.needed = found.verdict = True
         found.add(line, self._order)
 
+    def silences(self) -> dict[str, Seen]:
+        """Return symptoms of logs that end with a normal line which is followed by others in
+        health, such as the start of a rendezvous.
+        """
+        silent: dict[str, Seen] = {}
+        for line in self._last.values():
+            for rule in _LAST_RULES:
+                if any(re.search(pattern, line.text, re.IGNORECASE) for pattern in rule.last):
+                    found = silent.setdefault(rule.id, Seen(rule, silent=True))
+                    found.add(line, self._order)
+        return silent
+
     def _divide(self, lines: Iterable[LogText]) -> Iterator[LogText]:
         for line in lines:
             progress = self._progress.setdefault(line.file, _Progress())
             if _begins_episode(line, progress):
                 self._close(line.file)
+            self._last[line.file] = line
             yield line
 
     def _close(self, file: str) -> None:

@@ -119,7 +119,12 @@ class Diagnosis:
             "findings": [finding.to_json() for finding in self.findings],
             "abstained": self.abstained,
             "files": [
-                {"file": scan.file, "lines": scan.lines, "refused": scan.refused}
+                {
+                    "file": scan.file,
+                    "lines": scan.lines,
+                    "refused": scan.refused,
+                    "gaps": scan.describe_gaps(),
+                }
                 for scan in self.scans
             ],
         }
@@ -147,7 +152,7 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
     ended_well: whether the job is known to have ended well, so that nothing is a root.
     """
     series = evidence.series
-    seen = dict(evidence.seen)
+    seen = evidence.silences() | evidence.seen
     for identifier, lines in judge_series(series).items():
         rule = load_rules().find(identifier)
         if rule and identifier not in seen:
@@ -225,6 +230,8 @@ def _confidence(found: Seen) -> float:
         return 0.0
     if found.strong:
         return rule.weight
+    if found.silent:
+        return THIN
     return min(0.65, 1 - 0.65 ** len(found.hints))
 
 

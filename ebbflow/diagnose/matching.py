@@ -81,6 +81,7 @@ class Seen:
     first: LogText | None = None
     last: LogText | None = None
     needed: bool = False
+    silent: bool = False  # whether the only evidence is that a log ends with a normal line
     verdict: bool = False  # whether agents or guards of a job of ours recorded it
     order: int = 0  # position among all candidate lines
     # Lines with their order and object, of a rule that has `cleared`.

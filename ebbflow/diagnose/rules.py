@@ -12,6 +12,7 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
     hint            weaker expressions; one matching line is not enough evidence, but two are.
     need            expressions; at least one must match somewhere in the same logs.
     unless          expressions; a line that matches one of them is no evidence.
+    last            expressions of normal lines: if one is the last line of a log, the rank is silent since.
     cleared         expressions; a line that matches one of them ends the symptom: earlier lines are no evidence.
     least           number of matching lines that are evidence (1)
     rank            1 (generic) to 9 (specific); of several rules that match a line, the highest wins. Default 5.
@@ -58,6 +59,7 @@ class SymptomRule:
     hint: tuple[str, ...] = ()
     need: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
     cleared: tuple[str, ...] = ()
     least: int = 1
     rank: int = 5
@@ -221,7 +223,13 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
     for name in _LISTS:
         values[name] = _texts(values.get(name, ()))
-    for pattern in (*values["look"], *values["hint"], *values["need"], *values["unless"]):
+    for pattern in (
+        *values["look"],
+        *values["hint"],
+        *values["need"],
+        *values["unless"],
+        *values["last"],
+    ):
         re.compile(pattern, re.IGNORECASE)
     return SymptomRule(**values)
 

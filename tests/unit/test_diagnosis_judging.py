@@ -851,8 +851,8 @@ def test_a_finding_is_written_as_json_with_its_evidence() -> None:
         ],
         "abstained": False,
         "files": [
-            {"file": "a.log", "lines": 9, "refused": None},
-            {"file": "b", "lines": 0, "refused": "binary file"},
+            {"file": "a.log", "lines": 9, "refused": None, "gaps": None},
+            {"file": "b", "lines": 0, "refused": "binary file", "gaps": None},
         ],
     }
 
