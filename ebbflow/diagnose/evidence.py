@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbflow.diagnose.matching import Seen, load_matcher
+from ebbflow.diagnose.facts import Fact, FactReader, has_fact
+from ebbflow.diagnose.matching import Seen, is_no_evidence, load_matcher
 from ebbflow.diagnose.reading import FileScan, LogText, candidates, names_a_master, scan_logs
 from ebbflow.diagnose.rules import VALUES, load_rules
 from ebbflow.diagnose.series import Series
@@ -21,6 +22,7 @@ _RESTART = re.compile("|".join(VALUES["restart"]), re.IGNORECASE)
 _MAYBE_RESTART = re.compile("|".join(VALUES["maybe_restart"]), re.IGNORECASE)
 _ENDED = re.compile("|".join(VALUES["ended"]), re.IGNORECASE)
 _RESTART_TRIGGERS = tuple(text.encode() for text in VALUES["restart_triggers"])
+_FACT_TRIGGERS = tuple(text.encode() for text in VALUES["fact_triggers"])
 _STEP = re.compile("|".join(VALUES["step"]), re.IGNORECASE)
 # The process that writes for a task or a GPU of a host
 _PROCESS = re.compile(
@@ -42,6 +44,8 @@ class Evidence:
         self.history: dict[str, Seen] = {}  # matches of earlier episodes, by rule id
         self.scans: list[FileScan] = []
         self._order = 0
+        self._position = 0  # of the line that is read, among all lines
+        self._facts = FactReader()
         self._last: dict[str, LogText] = {}  # last line, by file
         self._progress: dict[str, _Progress] = {}  # by file
 
@@ -56,7 +60,13 @@ class Evidence:
         If the files lie in folders of several attempts, all attempts but the last are history.
         """
         triggers = tuple(
-            {*load_matcher().triggers, *Series.triggers, *TRIGGERS, *_RESTART_TRIGGERS}
+            {
+                *load_matcher().triggers,
+                *Series.triggers,
+                *TRIGGERS,
+                *_RESTART_TRIGGERS,
+                *_FACT_TRIGGERS,
+            }
         )
         last = max((_attempt_of(path) for path in files), default=0)
         first_worker = int(names_a_master(files))
@@ -79,6 +89,10 @@ class Evidence:
         found.strong = found.needed = found.verdict = True
         found.add(line, self._order)
 
+    def facts(self) -> list[Fact]:
+        """Return the facts in the last episodes."""
+        return self._facts.facts()
+
     def silences(self) -> dict[str, Seen]:
         """Return symptoms of logs that end with a normal line which is followed by others in
         health, such as the start of a rendezvous.
@@ -94,15 +108,20 @@ class Evidence:
     def _divide(self, lines: Iterable[LogText]) -> Iterator[LogText]:
         for line in lines:
             progress = self._progress.setdefault(line.file, _Progress())
-            if _begins_episode(line, progress):
+            lower = line.text.lower()
+            if _begins_episode(line, lower, progress):
                 self._close(line.file)
             self._last[line.file] = line
+            self._position += 1
+            if has_fact(lower) and not is_no_evidence(line.text):
+                self._facts.read(line, self._position, self.series)
             yield line
 
     def _close(self, file: str) -> None:
         """Make history of the evidence that a file has shown so far."""
         self._progress[file] = _Progress()
         self.series.forget(file)
+        self._facts.forget(file)
         for identifier, matches in list(self.seen.items()):
             earlier, rest = matches.split(file)
             if earlier is None:
@@ -134,7 +153,7 @@ def _attempt_of(path: Path | None) -> int:
     return 0
 
 
-def _begins_episode(line: LogText, progress: _Progress) -> bool:
+def _begins_episode(line: LogText, lower: str, progress: _Progress) -> bool:
     """Return whether the job starts again with this line, and record what the line shows.
 
     A launcher's banner alone may be that of another node. It counts if the episode before it made
@@ -147,7 +166,8 @@ def _begins_episode(line: LogText, progress: _Progress) -> bool:
     if match:
         step = int(match[1])
     had_run = progress.ended or progress.step is not None
-    begins = had_run and _RESTART.search(text) is not None
+    tells = any(word in lower for word in VALUES["restart_triggers"])
+    begins = tells and had_run and _RESTART.search(text) is not None
     if had_run and _changes_process(text, progress):
         begins = True
     if step is not None and progress.step is not None and progress.may_begin:
@@ -156,7 +176,7 @@ def _begins_episode(line: LogText, progress: _Progress) -> bool:
         return True
     if _ENDED.search(text):
         progress.ended = True
-    if had_run and _MAYBE_RESTART.search(text):
+    if tells and had_run and _MAYBE_RESTART.search(text):
         progress.may_begin = True
     elif step is not None:
         progress.step = step

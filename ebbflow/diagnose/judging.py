@@ -10,6 +10,7 @@ from typing import Any
 
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.diagnose.evidence import Evidence
+from ebbflow.diagnose.facts import Fact, Timeouts
 from ebbflow.diagnose.matching import Seen
 from ebbflow.diagnose.reading import FileScan, LogText, rank_of_path
 from ebbflow.diagnose.rules import SymptomRule, load_rules
@@ -29,6 +30,7 @@ _GENERIC_RANK = 3
 # Exceptions up to this rank are attributed to the code that raised them, or by words
 _VAGUE_RANK = 5
 _NEAR_LINES = 3
+_NEAR_FACT = 12  # lines between a fact and a symptom of the same failure
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 # The last collective that a rank of the default group has called: the rank with the smallest number
 # is behind.
@@ -159,6 +161,8 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
             found = seen.setdefault(identifier, Seen(rule, strong=True))
             for order, line in lines:
                 found.add(line, order)
+    facts = evidence.facts()
+    seen = _judge_facts(facts, seen)
     known = {key: found for key, found in seen.items() if _confidence(found) > 0}
     if ended_well:
         verdicts = [matches for matches in known.values() if matches.verdict]
@@ -177,7 +181,8 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
         ranks_of_files = {rank_of_path(Path(scan.file)) for scan in evidence.scans}
         ranks = {rank for rank in ranks_of_files if rank is not None}
         accused = _accuse(root, ranks.union(*(found.ranks for found in suspects)))
-        findings.append(replace(_finding(root, "root", suspects), **accused))
+        finding = replace(_finding(root, "root", suspects), **accused)
+        findings.append(_add_detail(finding, facts))
         rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
         after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
         findings += [_finding(found, "cascade", suspects) for found in after[: _MOST_FINDINGS - 1]]
@@ -198,6 +203,66 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
     if len(findings) < _MOST_FINDINGS and root not in past:
         findings += _past(past)[: _MOST_FINDINGS - len(findings)]
     return Diagnosis(tuple(findings), root is None, tuple(evidence.scans))
+
+
+def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
+    """Return the root that the messages of failed ranks tell, if it is a cause and no effect.
+
+    It is the judgement of `diagnose`, on what is known while the job still runs.
+
+    Args:
+        messages: rank and message of each failure, which may have several lines
+    """
+    evidence = Evidence()
+    for rank, message in messages:
+        lines = enumerate(message.splitlines(), start=1)
+        evidence.read(LogText(f"rank {rank}", number, text, rank) for number, text in lines)
+    for finding in judge(evidence).findings:
+        is_cause = finding.rule.kind == "cause" and finding.rule.rank > _GENERIC_RANK
+        if finding.role == "root" and is_cause and finding.confidence >= THIN:
+            return finding
+    return None
+
+
+def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
+    """Return the symptoms with those that facts show; one that replaces others removes them."""
+    judged = dict(seen)
+    for rule in load_rules().rules:
+        for test in rule.facts:
+            proofs = [fact for fact in facts if test.holds(fact)]
+            if not proofs:
+                continue
+            changed = replace(rule, kind=test.kind or rule.kind, weight=test.weight or rule.weight)
+            symptom = Seen(changed, strong=True)
+            for fact in proofs:
+                symptom.add(fact.line, fact.order)
+            for identifier in test.instead_of:
+                other = judged.get(identifier)
+                if other is not None and not other.verdict and _are_near(other, proofs):
+                    del judged[identifier]
+            judged[rule.id] = symptom
+    return judged
+
+
+def _are_near(found: Seen, facts: Sequence[Fact]) -> bool:
+    """Return whether facts are about the lines of a symptom."""
+    for fact in facts:
+        is_near = found.first is not None and found.first.file == fact.line.file
+        if fact.kind == Timeouts.kind or (is_near and abs(found.order - fact.order) <= _NEAR_FACT):
+            return True
+    return False
+
+
+def _add_detail(finding: Finding, facts: Sequence[Fact]) -> Finding:
+    """Return a finding with the cause and fix that a fact in its lines adds."""
+    numbers = {(line.file, line.number) for line in finding.evidence}
+    for test in finding.rule.details:
+        for fact in facts:
+            if (fact.line.file, fact.line.number) in numbers and test.holds(fact):
+                rule = replace(finding.rule, fix=(test.fix, *finding.rule.fix))
+                note = "; ".join(filter(None, (finding.note, test.cause)))
+                return replace(finding, rule=rule, note=note)
+    return finding
 
 
 def _choose_root(known: dict[str, Seen], suspects: list[Seen], series: Series) -> Seen | None:

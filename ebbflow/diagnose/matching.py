@@ -36,6 +36,7 @@ _COMMON = (
     "epoch",
 )
 _NOISE = re.compile("|".join(VALUES["noise"]))
+_OPTIONAL_LIBRARY = re.compile("|".join(VALUES["optional_library"]))
 _PREFIX = re.compile(f"(?:{'|'.join(VALUES['prefix'])})+")
 # Words before a match that make it a sentence about a fault, unless a word tells that it happened
 _SPEECH = re.compile("|".join(VALUES["speech"]), re.IGNORECASE)
@@ -183,7 +184,7 @@ class Matcher:
         if cached is not None and cached is not False:
             return cached  # type: ignore[return-value]
         text = strip_prefix(text)
-        if _NOISE.search(text):
+        if _is_noise(text):
             return ()
         low = text.lower()
         tried: dict[int, Pattern] = {}
@@ -263,7 +264,7 @@ def strip_prefix(text: str) -> str:
 
 def is_no_evidence(text: str) -> bool:
     """Return whether a line quotes code, settings or a help text, or is one of our own."""
-    return _NOISE.search(strip_prefix(text)) is not None
+    return _is_noise(strip_prefix(text))
 
 
 @functools.cache
@@ -313,6 +314,12 @@ def choose_triggers(literals: Iterable[str]) -> list[str]:
         elif len(covers) > 1:
             heapq.heappush(queue, (-len(covers), length, part))
     return chosen + sorted({max(_DIGIT.split(literal), key=len) for literal in uncovered})
+
+
+def _is_noise(text: str) -> bool:
+    if ".so" in text and _OPTIONAL_LIBRARY.search(text):
+        return True
+    return _NOISE.search(text) is not None
 
 
 def _object_of(line: LogText) -> str:

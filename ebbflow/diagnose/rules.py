@@ -12,6 +12,10 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
     hint            weaker expressions; one matching line is not enough evidence, but two are.
     need            expressions; at least one must match somewhere in the same logs.
     unless          expressions; a line that matches one of them is no evidence.
+    facts           [{KIND: expression}]: the symptom is found if the expression is true of a fact of the kind, such as
+                    {memory: free + unallocated >= requested}; see facts.py. `instead_of`: symptoms of the same lines
+                    that it replaces; `kind` and `weight`: those of the rule, if it is found by this fact.
+    details         [{KIND: expression, cause: text, fix: text}]: what a fact adds to the symptom
     last            expressions of normal lines: if one is the last line of a log, the rank is silent since.
     cleared         expressions; a line that matches one of them ends the symptom: earlier lines are no evidence.
     least           number of matching lines that are evidence (1)
@@ -40,11 +44,31 @@ from typing import Any
 
 import yaml
 
+from ebbflow.diagnose.facts import KINDS as KINDS_OF_FACTS
+from ebbflow.diagnose.facts import Fact, compile_expression
+
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
 # Patterns that are no symptoms
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_bytes())
 # Kind: default weight
 KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactTest:
+    """What a rule says about one kind of fact."""
+
+    fact: str  # the kind
+    expression: str
+    instead_of: tuple[str, ...] = ()
+    kind: str | None = None
+    weight: float | None = None
+    cause: str = ""
+    fix: str = ""
+
+    def holds(self, fact: Fact) -> bool:
+        """Return whether the expression is true of a fact."""
+        return fact.kind == self.fact and fact.fits(self.expression)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +83,8 @@ class SymptomRule:
     hint: tuple[str, ...] = ()
     need: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    facts: tuple[FactTest, ...] = ()
+    details: tuple[FactTest, ...] = ()
     last: tuple[str, ...] = ()
     cleared: tuple[str, ...] = ()
     least: int = 1
@@ -221,6 +247,8 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     if not all(isinstance(share, int | float) for share in entry.get("causes", {}).values()):
         raise ValueError(f"each cause needs its likelihood: {entry['causes']}")
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
+    for name in ("facts", "details"):
+        values[name] = tuple(_fact_test(dict(test)) for test in values.get(name, ()))
     for name in _LISTS:
         values[name] = _texts(values.get(name, ()))
     for pattern in (
@@ -232,6 +260,17 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     ):
         re.compile(pattern, re.IGNORECASE)
     return SymptomRule(**values)
+
+
+def _fact_test(entry: dict[str, Any]) -> FactTest:
+    kinds = entry.keys() & KINDS_OF_FACTS.keys()
+    if len(kinds) != 1:
+        raise ValueError(f"{entry} needs one of {', '.join(KINDS_OF_FACTS)}")
+    fact = kinds.pop()
+    expression = str(entry.pop(fact))
+    compile_expression(expression, fact)
+    instead_of = tuple(entry.pop("instead_of", ()))
+    return FactTest(fact=fact, expression=expression, instead_of=instead_of, **entry)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ _LAUNCHER = re.compile(
 )
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
+_INNER_FRAMES = 8  # frames that tell what an exception interrupted
 _MOST_POINTS = 20_000
 _MOST_SEVERE = 12
 _SKELETON_LENGTH = 200
@@ -195,6 +196,17 @@ class Series:
                 if family.frames and re.search(family.frames, place):
                     return family.name
         return None
+
+    def frames_before(self, line: LogText) -> list[str]:
+        """Return path and function of the inner frames of the traceback before a line, the
+        innermost last.
+        """
+        places = []
+        for frame in self._frames.get(line.file, ())[-_TRACEBACK_LINES:]:
+            is_near = line.number - _TRACEBACK_LINES <= frame.number <= line.number
+            if is_near and frame.rank == line.rank:
+                places.append(frame.place)
+        return places[-_INNER_FRAMES:]
 
     def recovered(self, line: LogText | None) -> bool:
         """Return whether training recovered after the line.
