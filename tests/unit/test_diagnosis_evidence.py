@@ -4,6 +4,10 @@ fault.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -174,3 +178,16 @@ def test_settings_and_messages_of_ours_are_no_evidence() -> None:
     assert not is_no_evidence(
         "ebbflow.training.errors.CheckpointError: 2 saves in a row have failed"
     )
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_the_answers_do_not_depend_on_the_seed_of_hashes(seed: str) -> None:
+    """The golden answers are written as `tests/support/diagnosis_answers.py` says."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.support.diagnosis_answers"]
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    golden = json.loads((root / "tests/golden/diagnosis.json").read_text(encoding="utf-8"))
+    assert json.loads(done.stdout) == golden
