@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import (
+    ConfiguredPayload,
     FaultPayload,
     GenerationEndedPayload,
     GuardPayload,
@@ -34,6 +36,7 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     If the job has failed, only its last generation counts: the job survived what ended the earlier
     ones. A job that has ended well has no root; what its agents recorded is history.
     """
+    events_of_job = events
     ended = find_last_event(events, OutcomePayload)
     if ended is None:
         outcome = None
@@ -49,7 +52,25 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     evidence.read(_log_texts(lines))
     for symptom, line in _verdicts(events):
         evidence.add_verdict(symptom, line)
-    return judge(evidence, ended_well=outcome is Outcome.COMPLETED)
+    diagnosis = judge(evidence, ended_well=outcome is Outcome.COMPLETED)
+    return _with_keys(diagnosis, events_of_job)
+
+
+def _with_keys(diagnosis: Diagnosis, events: Sequence[Event]) -> Diagnosis:
+    """Return the diagnosis with fixes that name the job's keys, with the values to set."""
+    configured = find_last_event(events, ConfiguredPayload)
+    if configured is None:
+        return diagnosis
+    values = {setting.key: setting.value for setting in configured.payload.settings}
+    findings = []
+    for finding in diagnosis.findings:
+        changes = []
+        for change in finding.rule.keys:
+            text = change.describe_from(values[change.key]) if change.key in values else None
+            changes += [] if text is None else [text]
+        rule = replace(finding.rule, fix=(*changes, *finding.rule.fix))
+        findings.append(replace(finding, rule=rule))
+    return replace(diagnosis, findings=tuple(findings))
 
 
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:

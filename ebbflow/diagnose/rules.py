@@ -25,6 +25,8 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
     causes          {cause: likelihood}
     collect         evidence to collect
     fix             changes to make, and `commands`
+    keys            [{key: KEY of a configuration, with `to`: value, `factor`: number, or `ladder`: values in order}]:
+                    changes of a job of Ebbflow, from the value that it has
     cost            what the failure costs
     suspects        others: the rank that writes it waits for another one; all: no rank's line tells which is wrong
     accuses         expressions whose group has the numbers of the faulty ranks, in lines of the symptom
@@ -35,6 +37,7 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
 """
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -47,6 +50,7 @@ import yaml
 from ebbflow.diagnose.facts import KINDS as KINDS_OF_FACTS
 from ebbflow.diagnose.facts import Fact, compile_expression
 
+Value = str | float | bool | None  # of a configuration key
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
 # Patterns that are no symptoms
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_bytes())
@@ -72,6 +76,46 @@ class FactTest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeyChange:
+    """A change of one configuration key: to a value, by a factor, or to the next of a ladder."""
+
+    key: str
+    to: Value = None
+    factor: float | None = None
+    ladder: tuple[str, ...] = ()
+
+    def apply(self, now: Value) -> Value:
+        """Return the new value of the key, or None if the change cannot help any more."""
+        if self.ladder:
+            if now not in self.ladder[:-1]:
+                return None
+            return self.ladder[self.ladder.index(str(now)) + 1]
+        if self.factor is None:
+            return None if now == self.to else self.to
+        if isinstance(now, bool) or not isinstance(now, int | float):
+            return None
+        changed = now * self.factor
+        if isinstance(now, int):
+            changed = max(1, math.ceil(changed) if self.factor > 1 else int(changed))
+        return None if changed == now else changed
+
+    def describe(self) -> str:
+        """Describe the change for a job whose value is not known."""
+        if self.ladder:
+            return f"{self.key}: the next of {', '.join(self.ladder)}"
+        if self.factor is not None:
+            return f"{self.key}: its value × {self.factor:g}"
+        return f"{self.key}: {_yaml(self.to)}"
+
+    def describe_from(self, now: Value) -> str | None:
+        """Describe the change from the job's value, as a line of its configuration."""
+        new = self.apply(now)
+        if new is None:
+            return None
+        return f"{self.key}: {_yaml(new)} (now {_yaml(now)})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SymptomRule:
     """Rule that detects and explains one symptom. The module's docstring describes its fields."""
 
@@ -94,6 +138,7 @@ class SymptomRule:
     causes: dict[str, float] = field(default_factory=dict)
     collect: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
+    keys: tuple[KeyChange, ...] = ()
     cost: str = ""
     curable: bool = True
     suspects: str = ""
@@ -121,7 +166,8 @@ class SymptomRule:
             "guides",
             "source",
         )
-        return {name: getattr(self, name) for name in names}
+        keys = [change.describe() for change in self.keys]
+        return {name: getattr(self, name) for name in names} | {"keys": keys}
 
     def render(self) -> str:
         """Render the symptom for `ebbflow explain`."""
@@ -138,6 +184,9 @@ class SymptomRule:
         for name, entries in lists.items():
             if entries:
                 parts += [name, *(f"  {entry}" for entry in entries)]
+        if self.keys:
+            parts.append("in a job of Ebbflow")
+            parts += [f"  {change.describe()}" for change in self.keys]
         if self.cost:
             parts += [f"costs: {self.cost}"]
         if self.guides:
@@ -247,6 +296,10 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     if not all(isinstance(share, int | float) for share in entry.get("causes", {}).values()):
         raise ValueError(f"each cause needs its likelihood: {entry['causes']}")
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
+    changes = [dict(change) for change in values.get("keys", ())]
+    for change in changes:
+        change["ladder"] = tuple(change.get("ladder", ()))
+    values["keys"] = tuple(KeyChange(**change) for change in changes)
     for name in ("facts", "details"):
         values[name] = tuple(_fact_test(dict(test)) for test in values.get(name, ()))
     for name in _LISTS:
@@ -271,6 +324,15 @@ def _fact_test(entry: dict[str, Any]) -> FactTest:
     compile_expression(expression, fact)
     instead_of = tuple(entry.pop("instead_of", ()))
     return FactTest(fact=fact, expression=expression, instead_of=instead_of, **entry)
+
+
+def _yaml(value: Value) -> str:
+    """Return a value as it stands in a configuration."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
