@@ -43,6 +43,7 @@ class Thread:
     also: tuple[str, ...] = ()  # other symptoms that a careful reader may name
     second: str | None = None  # label of a second reading, if it differs
     known: bool = False  # whether the thread is in an earlier set
+    late: bool = False  # labelled after the rules were changed, before they were tried on it
 
     def accepts(self, symptom: str | None) -> bool:
         """Return whether a symptom is the label or one of its alternatives."""
@@ -204,9 +205,20 @@ def _judge_threads(folder: Path) -> int:
             sure = f" {named[0].confidence:.2f}" if named else ""
             print(f"{thread.name}: {thread.symptom}{also} -> {roots[-1]}{sure}")
     print(f"all: {score_threads(threads, roots).render()}")
-    new = [(thread, root) for thread, root in zip(threads, roots, strict=True) if not thread.known]
-    score = score_threads([thread for thread, _ in new], [root for _, root in new])
-    print(f"threads of no earlier set: {score.render()}")
+    judged = list(zip(threads, roots, strict=True))
+    parts = {
+        "labelled before the rules were changed": [pair for pair in judged if not pair[0].late],
+        "of these, in no earlier set": [
+            pair for pair in judged if not pair[0].late and not pair[0].known
+        ],
+        "labelled late": [pair for pair in judged if pair[0].late],
+        "of these, in no earlier set ": [
+            pair for pair in judged if pair[0].late and not pair[0].known
+        ],
+    }
+    for name, pairs in parts.items():
+        score = score_threads([thread for thread, _ in pairs], [root for _, root in pairs])
+        print(f"{name.strip()}: {score.render()}")
     return 0
 
 
