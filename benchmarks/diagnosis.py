@@ -3,14 +3,21 @@ public excerpts.
 
 Precision, recall and F1 count the root finding of each failing excerpt. An excerpt without a root
 finding is an abstention: it lowers recall, not precision. Sound excerpts count false alarms.
+
+With `--texts FOLDER`, the exact symptoms of labelled threads are judged. Their texts are not kept
+with the labels: FOLDER has one file NAME.log per thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +25,53 @@ import yaml
 
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.diagnose.judging import diagnose_files
+from ebbflow.diagnose.rules import load_rules
 
 _COLLECTED = PROJECT_ROOT / "tests/support/diagnosis"
+_THREADS = PROJECT_ROOT / "tests/support/threads.yaml"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """The label of a public thread, and the hash of the excerpt that was labelled."""
+
+    name: str
+    url: str
+    family: str
+    symptom: str | None  # None: a sound log
+    sha256: str
+    also: tuple[str, ...] = ()  # other symptoms that a careful reader may name
+    second: str | None = None  # label of a second reading, if it differs
+    known: bool = False  # whether the thread is in an earlier set
+    late: bool = False  # labelled after the rules were changed, before they were tried on it
+
+    def accepts(self, symptom: str | None) -> bool:
+        """Return whether a symptom is the label or one of its alternatives."""
+        return symptom == self.symptom or symptom in self.also
+
+
+@dataclass(frozen=True)
+class Score:
+    """Counts of the roots named for a set of threads."""
+
+    failing: int
+    named: int
+    strict: int  # roots with exactly the label
+    lenient: int  # roots with the label or an alternative
+    family: int  # roots of the label's family
+    sound: int
+    false_alarms: int
+
+    def f1(self, right: int) -> float:
+        """Return the F1 of the roots of failing threads, `right` of which are right."""
+        return 2 * right / (self.failing + self.named) if self.failing else 0.0
+
+    def render(self) -> str:
+        return (
+            f"{self.failing} failing threads, {self.named} named: F1 of the symptom "
+            f"{self.f1(self.strict):.3f} strict, {self.f1(self.lenient):.3f} lenient; of the family "
+            f"{self.f1(self.family):.3f}; {self.false_alarms} false alarms on {self.sound} sound logs"
+        )
 
 
 def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,12 +125,40 @@ def evaluate(corpus: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def load_threads(path: Path = _THREADS) -> list[Thread]:
+    """Load the labels of the threads."""
+    threads = []
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        threads.append(Thread(**{**entry, "also": tuple(entry.get("also", ()))}))
+    return threads
+
+
+def score_threads(threads: Sequence[Thread], roots: Sequence[str | None]) -> Score:
+    """Compare the named roots with the labels."""
+    pairs = list(zip(threads, roots, strict=True))
+    named = [(thread, root) for thread, root in pairs if thread.symptom and root]
+    return Score(
+        failing=sum(thread.symptom is not None for thread in threads),
+        named=len(named),
+        strict=sum(root == thread.symptom for thread, root in named),
+        lenient=sum(thread.accepts(root) for thread, root in named),
+        family=sum(_family_of(root) == thread.family for thread, root in named),
+        sound=sum(thread.symptom is None for thread in threads),
+        false_alarms=sum(thread.symptom is None and root is not None for thread, root in pairs),
+    )
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ebbflow bench diagnose", description=__doc__)
     collected = sorted(_COLLECTED.glob("collected*.yaml"))
     parser.add_argument("corpus", nargs="*", type=Path, default=collected, help="files of excerpts")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--texts", metavar="FOLDER", type=Path, help="judge threads with their texts"
+    )
     options = parser.parse_args(arguments)
+    if options.texts is not None:
+        return _judge_threads(options.texts)
     excerpts: list[dict[str, Any]] = []
     for path in options.corpus:
         excerpts += yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -103,6 +183,48 @@ def main(arguments: list[str]) -> int:
         )
     )
     return 0
+
+
+def _judge_threads(folder: Path) -> int:
+    """Print the F1 of the threads, and each thread whose root differs from its label."""
+    threads = load_threads()
+    roots: list[str | None] = []
+    for thread in threads:
+        path = folder / f"{thread.name}.log"
+        if not path.is_file():
+            print(f"{path}: no such file; {thread.url} has the text", file=sys.stderr)
+            return 2
+        if hashlib.sha256(path.read_bytes()).hexdigest() != thread.sha256:
+            print(f"{path}: another text than the labelled one", file=sys.stderr)
+            return 2
+        findings = diagnose_files([path]).findings
+        named = [finding for finding in findings if finding.role == "root"]
+        roots.append(named[0].rule.id if named else None)
+        if roots[-1] != thread.symptom:
+            also = f" (or {', '.join(thread.also)})" if thread.also else ""
+            sure = f" {named[0].confidence:.2f}" if named else ""
+            print(f"{thread.name}: {thread.symptom}{also} -> {roots[-1]}{sure}")
+    print(f"all: {score_threads(threads, roots).render()}")
+    judged = list(zip(threads, roots, strict=True))
+    parts = {
+        "labelled before the rules were changed": [pair for pair in judged if not pair[0].late],
+        "of these, in no earlier set": [
+            pair for pair in judged if not pair[0].late and not pair[0].known
+        ],
+        "labelled late": [pair for pair in judged if pair[0].late],
+        "of these, in no earlier set ": [
+            pair for pair in judged if pair[0].late and not pair[0].known
+        ],
+    }
+    for name, pairs in parts.items():
+        score = score_threads([thread for thread, _ in pairs], [root for _, root in pairs])
+        print(f"{name.strip()}: {score.render()}")
+    return 0
+
+
+def _family_of(symptom: str | None) -> str | None:
+    rule = load_rules().find(symptom or "")
+    return rule.family if rule else None
 
 
 def _wrong(pair: str) -> bool:

@@ -71,7 +71,9 @@ def symptoms_page() -> str:
         ]
         for rule in (candidate for candidate in book.rules if candidate.family == family.name):
             causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
-            cells = (rule.id, rule.title, causes, "; ".join(rule.fix), "; ".join(rule.guides))
+            keys = [change.describe() for change in rule.keys]
+            fixes = "; ".join((*rule.fix, *keys))
+            cells = (rule.id, rule.title, causes, fixes, "; ".join(rule.guides))
             parts.append("| " + " | ".join(_plain(cell) for cell in cells) + " |")
         parts.append("")
     return "\n".join(parts)

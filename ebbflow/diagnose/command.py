@@ -82,6 +82,10 @@ def diagnose(options: argparse.Namespace, project_root: Path) -> int:
     refused = [scan for scan in diagnosis.scans if scan.refused]
     for scan in refused:
         print(f"diagnose: {scan.file}: not read: {scan.refused}", file=sys.stderr)
+    for scan in diagnosis.scans:
+        gaps = scan.describe_gaps()
+        if gaps and not scan.refused:
+            print(f"diagnose: {scan.file}: {gaps}", file=sys.stderr)
     if options.json:
         document = diagnosis.to_json() | (
             {} if comparison is None else {"against": comparison.to_json()}
@@ -192,7 +196,7 @@ def _render(finding: Finding) -> Iterator[str]:
         named = ", ".join(f"rank {rank}" for rank in finding.suspects[:8])
         named = named or ("a rank without these lines" if rule.suspects else "no single rank")
         yield f"  suspect: {named}{'; ' if finding.note else ''}{finding.note}"
-    if finding.role != "cascade":
+    if finding.role not in ("cascade", "history"):
         causes = "; ".join(f"{cause} ({share:.0%})" for cause, share in rule.causes.items())
         yield from ([f"  cause: {causes}"] if causes else [])
         yield from (f"  fix: {fix}" for fix in rule.fix)

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import ebbflow.core.events as ev
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import (
+    ConfiguredPayload,
     FaultPayload,
     GenerationEndedPayload,
     GuardPayload,
@@ -15,11 +17,10 @@ from ebbflow.core.event_payloads import (
 )
 from ebbflow.core.events import Event, GuardAction, find_last_event, is_event, select_events
 from ebbflow.core.rank_logs import LogLine
+from ebbflow.diagnose.evidence import Evidence
 from ebbflow.diagnose.judging import Diagnosis, judge
-from ebbflow.diagnose.matching import Seen, load_matcher
 from ebbflow.diagnose.reading import LogText, time_of
 from ebbflow.diagnose.rules import load_rules
-from ebbflow.diagnose.series import Series
 from ebbflow.infra.notices import NoticeSource
 
 # Notices by which nobody has announced a reclamation: the remark of a rank has no source, a signal
@@ -33,8 +34,9 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     The causes that its agents recorded count as evidence.
 
     If the job has failed, only its last generation counts: the job survived what ended the earlier
-    ones.
+    ones. A job that has ended well has no root; what its agents recorded is history.
     """
+    events_of_job = events
     ended = find_last_event(events, OutcomePayload)
     if ended is None:
         outcome = None
@@ -46,16 +48,29 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
     if last is not None and outcome not in (None, Outcome.COMPLETED, Outcome.INTERRUPTED):
         events = [event for event in events if event.generation == last]
         lines = (line for line in lines if line.generation == last)
-    seen: dict[str, Seen] = {}
-    series = Series()
-    read = load_matcher().collect(series.watch(_log_texts(lines)), seen)
-    for order, (symptom, line) in enumerate(_verdicts(events), read + 1):
-        rule = load_rules().find(symptom)
-        if rule is not None:
-            found = seen.setdefault(symptom, Seen(rule))
-            found.strong = found.needed = found.verdict = True
-            found.add(line, order)
-    return judge(seen, series, [])
+    evidence = Evidence()
+    evidence.read(_log_texts(lines))
+    for symptom, line in _verdicts(events):
+        evidence.add_verdict(symptom, line)
+    diagnosis = judge(evidence, ended_well=outcome is Outcome.COMPLETED)
+    return _with_keys(diagnosis, events_of_job)
+
+
+def _with_keys(diagnosis: Diagnosis, events: Sequence[Event]) -> Diagnosis:
+    """Return the diagnosis with fixes that name the job's keys, with the values to set."""
+    configured = find_last_event(events, ConfiguredPayload)
+    if configured is None:
+        return diagnosis
+    values = {setting.key: setting.value for setting in configured.payload.settings}
+    findings = []
+    for finding in diagnosis.findings:
+        changes = []
+        for change in finding.rule.keys:
+            text = change.describe_from(values[change.key]) if change.key in values else None
+            changes += [] if text is None else [text]
+        rule = replace(finding.rule, fix=(*changes, *finding.rule.fix))
+        findings.append(replace(finding, rule=rule))
+    return replace(diagnosis, findings=tuple(findings))
 
 
 def _verdicts(events: Sequence[Event]) -> Iterator[tuple[str, LogText]]:

@@ -9,23 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.untrusted_text import one_line
-from ebbflow.diagnose.matching import Seen, load_matcher
-from ebbflow.diagnose.reading import FileScan, LogText, candidates, rank_of_path
+from ebbflow.diagnose.evidence import Evidence
+from ebbflow.diagnose.facts import Fact, Timeouts
+from ebbflow.diagnose.matching import Seen
+from ebbflow.diagnose.reading import FileScan, LogText, rank_of_path
 from ebbflow.diagnose.rules import SymptomRule, load_rules
 from ebbflow.diagnose.series import Series
 from ebbflow.diagnose.series_symptoms import judge_series
-from ebbflow.diagnose.vocabulary import MARGIN, TRIGGERS, confidence_of, guess_family
+from ebbflow.diagnose.vocabulary import MARGIN, confidence_of, guess_family
 
 THIN = 0.5  # a root below this confidence is not named
 _LIKELY = 0.6  # the weight of advice that may be the only explanation
 _MOST_FINDINGS = 3
 _LEVELS = {"cause": 4, "effect": 2, "echo": 1, "summary": 0, "advice": -1}
 _LASTING = ("quality", "throughput", "hardware", "cost")
+# Families that harm a run which reaches its end
+_HARMING = ("quality", "throughput", "hardware")
 _GENERIC_LEVEL = 3  # level of causes that only report that there was an exception
 _GENERIC_RANK = 3
 # Exceptions up to this rank are attributed to the code that raised them, or by words
 _VAGUE_RANK = 5
 _NEAR_LINES = 3
+_NEAR_FACT = 12  # lines between a fact and a symptom of the same failure
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 # The last collective that a rank of the default group has called: the rank with the smallest number
 # is behind.
@@ -59,8 +64,8 @@ _AFTERMATH_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A symptom found in the logs: its rule, its role (root, cascade or advice), the confidence and
-    the evidence.
+    """A symptom found in the logs: its rule, its role (root, cascade, advice, or history if the
+    job has survived it), the confidence and the evidence.
     """
 
     rule: SymptomRule
@@ -116,7 +121,12 @@ class Diagnosis:
             "findings": [finding.to_json() for finding in self.findings],
             "abstained": self.abstained,
             "files": [
-                {"file": scan.file, "lines": scan.lines, "refused": scan.refused}
+                {
+                    "file": scan.file,
+                    "lines": scan.lines,
+                    "refused": scan.refused,
+                    "gaps": scan.describe_gaps(),
+                }
                 for scan in self.scans
             ],
         }
@@ -132,49 +142,47 @@ def shorten(text: str) -> str:
 
 def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
     """Diagnose log files; None in the list stands for standard input."""
-    matcher = load_matcher()
-    triggers = tuple({*matcher.triggers, *Series.triggers, *TRIGGERS})
-    seen: dict[str, Seen] = {}
-    series = Series()
-    scans = []
-    order = 0
-    for path in files:
-        scan = FileScan("-" if path is None else str(path))
-        order = matcher.collect(series.watch(candidates(path, triggers, scan)), seen, order)
-        scans.append(scan)
-    return judge(seen, series, scans)
+    evidence = Evidence()
+    evidence.read_files(files)
+    return judge(evidence)
 
 
-def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> Diagnosis:
+def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
     """Choose at most three findings: the root failure, then failures that followed from it, then
-    advice.
+    advice or the failures of earlier episodes.
 
-    seen: the matches of each rule, by rule id.
+    ended_well: whether the job is known to have ended well, so that nothing is a root.
     """
+    series = evidence.series
+    seen = evidence.silences() | evidence.seen
     for identifier, lines in judge_series(series).items():
         rule = load_rules().find(identifier)
         if rule and identifier not in seen:
             found = seen.setdefault(identifier, Seen(rule, strong=True))
             for order, line in lines:
                 found.add(line, order)
+    facts = evidence.facts()
+    seen = _judge_facts(facts, seen)
     known = {key: found for key, found in seen.items() if _confidence(found) > 0}
+    if ended_well:
+        verdicts = [matches for matches in known.values() if matches.verdict]
+        return Diagnosis(_past(verdicts), True, tuple(evidence.scans))
     suspects = [found for found in known.values() if found.rule.kind != "advice"]
-    root = _root(suspects, series)
-    if root is None and series.finished is None:
-        root = _only_advice(
-            each for each in known.values() if not series.sound or _tells_of_the_run(each)
-        )
-    root = _by_words(root, suspects, series)
-    if root is None:  # a summary that tells at least who reports the failure
-        root = next(
-            (found for found in suspects if _is_summary(found) and _confidence(found) >= THIN), None
-        )
+    root = _choose_root(known, suspects, series)
+    past = []
+    for identifier, matches in evidence.history.items():
+        if identifier not in known and matches.rule.kind not in ("advice", "summary"):
+            past.append(matches)
+    if root is None and not series.sound:  # an episode that shows nothing: the one before it
+        root = _first_failure(past, series)
+        suspects += past
     findings = []
     if root is not None:
-        ranks_of_files = {rank_of_path(Path(scan.file)) for scan in scans}
+        ranks_of_files = {rank_of_path(Path(scan.file)) for scan in evidence.scans}
         ranks = {rank for rank in ranks_of_files if rank is not None}
         accused = _accuse(root, ranks.union(*(found.ranks for found in suspects)))
-        findings.append(replace(_finding(root, "root", suspects), **accused))
+        finding = replace(_finding(root, "root", suspects), **accused)
+        findings.append(_add_detail(finding, facts))
         rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
         after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
         findings += [_finding(found, "cascade", suspects) for found in after[: _MOST_FINDINGS - 1]]
@@ -192,7 +200,90 @@ def judge(seen: dict[str, Seen], series: Series, scans: Sequence[FileScan]) -> D
         findings += [
             _finding(found, "advice", advice) for found in advice[: _MOST_FINDINGS - len(findings)]
         ]
-    return Diagnosis(tuple(findings), root is None, tuple(scans))
+    if len(findings) < _MOST_FINDINGS and root not in past:
+        findings += _past(past)[: _MOST_FINDINGS - len(findings)]
+    return Diagnosis(tuple(findings), root is None, tuple(evidence.scans))
+
+
+def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
+    """Return the root that the messages of failed ranks tell, if it is a cause and no effect.
+
+    It is the judgement of `diagnose`, on what is known while the job still runs.
+
+    Args:
+        messages: rank and message of each failure, which may have several lines
+    """
+    evidence = Evidence()
+    for rank, message in messages:
+        lines = enumerate(message.splitlines(), start=1)
+        evidence.read(LogText(f"rank {rank}", number, text, rank) for number, text in lines)
+    for finding in judge(evidence).findings:
+        is_cause = finding.rule.kind == "cause" and finding.rule.rank > _GENERIC_RANK
+        if finding.role == "root" and is_cause and finding.confidence >= THIN:
+            return finding
+    return None
+
+
+def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
+    """Return the symptoms with those that facts show; one that replaces others removes them."""
+    judged = dict(seen)
+    for rule in load_rules().rules:
+        for test in rule.facts:
+            proofs = [fact for fact in facts if test.holds(fact)]
+            if not proofs:
+                continue
+            changed = replace(rule, kind=test.kind or rule.kind, weight=test.weight or rule.weight)
+            symptom = Seen(changed, strong=True)
+            for fact in proofs:
+                symptom.add(fact.line, fact.order)
+            for identifier in test.instead_of:
+                other = judged.get(identifier)
+                if other is not None and not other.verdict and _are_near(other, proofs):
+                    del judged[identifier]
+            judged[rule.id] = symptom
+    return judged
+
+
+def _are_near(found: Seen, facts: Sequence[Fact]) -> bool:
+    """Return whether facts are about the lines of a symptom."""
+    for fact in facts:
+        is_near = found.first is not None and found.first.file == fact.line.file
+        if fact.kind == Timeouts.kind or (is_near and abs(found.order - fact.order) <= _NEAR_FACT):
+            return True
+    return False
+
+
+def _add_detail(finding: Finding, facts: Sequence[Fact]) -> Finding:
+    """Return a finding with the cause and fix that a fact in its lines adds."""
+    numbers = {(line.file, line.number) for line in finding.evidence}
+    for test in finding.rule.details:
+        for fact in facts:
+            if (fact.line.file, fact.line.number) in numbers and test.holds(fact):
+                rule = replace(finding.rule, fix=(test.fix, *finding.rule.fix))
+                note = "; ".join(filter(None, (finding.note, test.cause)))
+                return replace(finding, rule=rule, note=note)
+    return finding
+
+
+def _choose_root(known: dict[str, Seen], suspects: list[Seen], series: Series) -> Seen | None:
+    root = _root(suspects, series)
+    if root is None and series.finished is None:
+        root = _only_advice(
+            each for each in known.values() if not series.sound or _tells_of_the_run(each)
+        )
+    root = _by_words(root, suspects, series)
+    if root is None and series.finished is None:  # a summary tells at least who reports the failure
+        root = next(
+            (found for found in suspects if _is_summary(found) and _confidence(found) >= THIN), None
+        )
+    return root
+
+
+def _past(found: Iterable[Seen]) -> tuple[Finding, ...]:
+    """Return findings of failures that the job has survived, the most telling ones first."""
+    likely = [matches for matches in found if _confidence(matches) >= THIN]
+    likely.sort(key=lambda matches: (-_level(matches), matches.order))
+    return tuple(_finding(matches, "history", likely) for matches in likely[: _MOST_FINDINGS - 1])
 
 
 def _confidence(found: Seen) -> float:
@@ -204,6 +295,8 @@ def _confidence(found: Seen) -> float:
         return 0.0
     if found.strong:
         return rule.weight
+    if found.silent:
+        return THIN
     return min(0.65, 1 - 0.65 ** len(found.hints))
 
 
@@ -236,6 +329,8 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     # it.
     able = [found for found in suspects if _confidence(found) >= THIN and not _is_summary(found)]
     able = [found for found in able if _lasted(found, series)]
+    # Training often goes on after a notice or a refused machine, until something else ends it
+    able = [symptom for symptom in able if not _went_on_after(symptom, series)] or able
     if not able:
         return None
     level = max(_level(found) for found in able)
@@ -244,7 +339,7 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     if (
         level >= _GENERIC_LEVEL
         and series.went_on(top)
-        and not any(each.rule.family in _LASTING for each in top)
+        and not any(each.rule.family in _HARMING for each in top)
     ):
         return None
     chosen = _earliest(top)
@@ -364,6 +459,11 @@ def _lasted(found: Seen, series: Series) -> bool:
     if found.rule.id == "F01":
         return not series.recovered(found.last)
     return found.rule.family in _LASTING or not series.survived(found.last)
+
+
+def _went_on_after(found: Seen, series: Series) -> bool:
+    """Return whether training went on after a message about capacity or money."""
+    return found.rule.family == "cost" and not found.verdict and series.survived(found.last)
 
 
 def _only_advice(known: Iterable[Seen]) -> Seen | None:

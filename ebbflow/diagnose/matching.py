@@ -9,9 +9,9 @@ expression that may match them depends on digits.
 import functools
 import heapq
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ebbflow.diagnose.reading import LogText
@@ -36,7 +36,12 @@ _COMMON = (
     "epoch",
 )
 _NOISE = re.compile("|".join(VALUES["noise"]))
+_OPTIONAL_LIBRARY = re.compile("|".join(VALUES["optional_library"]))
 _PREFIX = re.compile(f"(?:{'|'.join(VALUES['prefix'])})+")
+# Words before a match that make it a sentence about a fault, unless a word tells that it happened
+_SPEECH = re.compile("|".join(VALUES["speech"]), re.IGNORECASE)
+_HAPPENED = re.compile("|".join(VALUES["happened"]), re.IGNORECASE)
+_SPEECH_LENGTH = 80
 _FRAME = re.compile(r'File "[^"]+", line \d+')
 # A frame's source line, indented deeper than the frame, is no message. An assertion is: it may have
 # no other.
@@ -77,16 +82,19 @@ class Seen:
     first: LogText | None = None
     last: LogText | None = None
     needed: bool = False
+    silent: bool = False  # whether the only evidence is that a log ends with a normal line
     verdict: bool = False  # whether agents or guards of a job of ours recorded it
     order: int = 0  # position among all candidate lines
     # Lines with their order and object, of a rule that has `cleared`.
     kept: list[tuple[LogText, int, str]] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # matching lines by file
 
     def add(self, line: LogText, order: int) -> None:
         """Record a matching line. A line that several expressions match counts once."""
         if self.last is line:
             return
         self.count += 1
+        self.counts[line.file] += 1
         if self.first is None:
             self.first = line
             self.order = order
@@ -100,6 +108,30 @@ class Seen:
         if line.rank is not None and new and len(self.ranks) < 4096:
             self.ranks[line.rank] = line
 
+    def split(self, file: str) -> "tuple[Seen | None, Seen | None]":
+        """Return the matches of a file, and those of other files; None if there are none."""
+        mine = self.counts[file]
+        if not mine:
+            return None, self
+        if mine == self.count:
+            return self, None
+        return self._part({file}), self._part(self.counts.keys() - {file})
+
+    def _part(self, files: Set[str]) -> "Seen":
+        """Return the matches of some files; of each, the lines that are kept."""
+        part = replace(self, first=None, verdict=False)
+        part.lines = [line for line in self.lines if line.file in files]
+        part.ranks = {rank: line for rank, line in self.ranks.items() if line.file in files}
+        part.kept = [entry for entry in self.kept if entry[0].file in files]
+        part.counts = Counter({file: self.counts[file] for file in files})
+        part.count = part.counts.total()
+        if not part.lines:
+            part.lines = list(part.ranks.values())[:3]
+        if not part.lines and self.last is not None:
+            part.lines = [self.last]
+        part.first = part.lines[0]
+        return part
+
     def without(self, cleared: str) -> "Seen | None":
         """Return the matches that are about another task, job or pod than `cleared`, or None if
         there are none.
@@ -111,13 +143,6 @@ class Seen:
         if left:
             return new
         return None
-
-
-def _object_of(line: LogText) -> str:
-    match = _OBJECT.search(line.text)
-    if match:
-        return match[match.lastindex or 0]
-    return ""
 
 
 class Matcher:
@@ -158,9 +183,8 @@ class Matcher:
         cached = self._cache.get(skeleton, False)
         if cached is not None and cached is not False:
             return cached  # type: ignore[return-value]
-        if _PREFIX.match(text):
-            text = _PREFIX.sub("", text, count=1)
-        if _NOISE.search(text):
+        text = strip_prefix(text)
+        if _is_noise(text):
             return ()
         low = text.lower()
         tried: dict[int, Pattern] = {}
@@ -174,7 +198,7 @@ class Matcher:
         found = [
             pattern
             for pattern in tried.values()
-            if pattern.regex.search(text) and not self._is_excused(pattern.rule, text)
+            if _is_told(pattern.regex, text) and not self._is_excused(pattern.rule, text)
         ]
         highest = max(
             (self.rules[pattern.rule].rank for pattern in found if pattern.role == "look"),
@@ -231,8 +255,16 @@ class Matcher:
         return order
 
 
-def _compile_all(texts: Iterable[str]) -> list[re.Pattern[str]]:
-    return [re.compile(text, re.IGNORECASE) for text in texts]
+def strip_prefix(text: str) -> str:
+    """Return a line without what launchers, schedulers and log shippers write before it."""
+    if _PREFIX.match(text):
+        return _PREFIX.sub("", text, count=1)
+    return text
+
+
+def is_no_evidence(text: str) -> bool:
+    """Return whether a line quotes code, settings or a help text, or is one of our own."""
+    return _is_noise(strip_prefix(text))
 
 
 @functools.cache
@@ -282,6 +314,36 @@ def choose_triggers(literals: Iterable[str]) -> list[str]:
         elif len(covers) > 1:
             heapq.heappush(queue, (-len(covers), length, part))
     return chosen + sorted({max(_DIGIT.split(literal), key=len) for literal in uncovered})
+
+
+def _is_noise(text: str) -> bool:
+    if ".so" in text and _OPTIONAL_LIBRARY.search(text):
+        return True
+    return _NOISE.search(text) is not None
+
+
+def _object_of(line: LogText) -> str:
+    match = _OBJECT.search(line.text)
+    if match:
+        return match[match.lastindex or 0]
+    return ""
+
+
+def _is_told(regex: re.Pattern[str], text: str) -> bool:
+    """Return whether an expression matches words that tell of a fault, and do not only speak about
+    one ("on CUDA out of memory the batch is halved").
+    """
+    match = regex.search(text)
+    if match is None:
+        return False
+    before = text[: match.start()]
+    if not _SPEECH.search(before[-_SPEECH_LENGTH:]):
+        return True
+    return _HAPPENED.search(before) is not None
+
+
+def _compile_all(texts: Iterable[str]) -> list[re.Pattern[str]]:
+    return [re.compile(text, re.IGNORECASE) for text in texts]
 
 
 def _best(sequence: Any) -> set[str]:

@@ -6,7 +6,6 @@ triggers (short texts that a line must contain to match a rule), and yields only
 contain one.
 """
 
-import gzip
 import json
 import re
 import sys
@@ -14,9 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
 from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.diagnose.opening import LogStream, open_growing, open_logs
 
 BLOCK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 64 * 1024  # a longer line is read in pieces of this size
@@ -62,13 +62,23 @@ _RECORDS = re.compile(r"(?<=\}),\s*(?=\{)")
 _RANK = re.compile(
     r"\[rank[: ]?\s?(\d{1,5})\]|\bglobal_rank[=:\s]+(\d{1,5})|\[default(\d{1,3})\]|\(?\brank[ "
     r"=:#]+(\d{1,5})\b|^\s{0,3}(\d{1,4}): "
-    r"|\[(?:pod/)?[\w.-]*?(?:worker|node|master)-(\d{1,4})[\]/]",
+    r"|\[(?:pod/)?[\w.-]*?(?:worker|node|master)-(\d{1,4})[\]/]"
+    r"|^\W{0,3}\d+,(?:mpirank:)?(\d{1,5})[,\]]|\bmpirank:(\d{1,5})|\[trainer(\d{1,5})(?:\|\d+)?\]",
     re.IGNORECASE,
 )
 _RANK_OF_PATH = re.compile(
     r"(?:.*rank|worker|proc(?:ess)?|task)[-_.]?(\d{1,5})\b|/attempt_\d+/(\d{1,5})/std(?:err|out)",
     re.IGNORECASE,
 )
+
+_MASTER = re.compile(r"(?<![a-z])master-0(?!\d)", re.IGNORECASE)
+_MASTER_POD = re.compile(rb"\[(?:pod/)?[\w.\-\[\]]*?master-0[\]/]", re.IGNORECASE)
+_NUL_RUN = re.compile(rb"\0{4,}")
+# The message of a journal's record, as a list of bytes
+_BYTE_LIST = re.compile(rb'("MESSAGE"\s?:\s?)\[([\d,\s]+)\]')
+_BOXED = re.compile(r"^\s*[│┃║|] ?(.*?)\s*[│┃║|]\s*$")
+_BOXED_CODE = re.compile(r"\s*(?:❱\s*)?\d+\s+[│┃║|]|\s*[│┃║|]")
+_HEAD_BYTES = 64 * 1024
 
 _CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
 _STAMPS = (
@@ -109,11 +119,31 @@ class LogText:
 
 @dataclass
 class FileScan:
-    """Number of lines read from one file, or the reason why the file was refused."""
+    """Number of lines read from one file, what could not be read, or why the file was refused."""
 
     file: str
     lines: int = 0
     refused: str | None = None
+    unread: str | None = None  # why reading ended before the end of the file
+    last: LogText | None = None  # the last line that is not blank
+    last_raw: tuple[int, bytes] = (0, b"")
+    nul_bytes: int = 0  # NUL bytes, as a loss of power or a truncation leaves them
+
+    def describe_gaps(self) -> str | None:
+        """Describe what could not be read although the file is a log, or return None."""
+        gaps = []
+        if self.unread is not None:
+            gaps.append(f"read up to line {self.lines}, then: {self.unread}")
+        if self.nul_bytes:
+            gaps.append(f"{self.nul_bytes:,} NUL bytes skipped")
+        return "; ".join(gaps) or None
+
+
+class OpenLog(NamedTuple):
+    """A log that is open, and what its reading shows."""
+
+    scan: FileScan
+    stream: LogStream | None  # None: it is refused
 
 
 def log_files(paths: Sequence[str]) -> list[Path]:
@@ -144,59 +174,88 @@ def log_files(paths: Sequence[str]) -> list[Path]:
     return files
 
 
-def candidates(path: Path | None, triggers: Sequence[bytes], scan: FileScan) -> Iterator[LogText]:
-    """Yield the lines of a log file that contain at least one of the words `triggers`, in order.
+def scan_logs(path: Path | None) -> Iterator["OpenLog"]:
+    """Yield the logs of a file, which may be compressed or an archive; None is standard input.
 
-    A `path` of None reads standard input. The number of lines, or why a file cannot be read, is
-    recorded in `scan`.
+    A file that cannot be opened yields one log that is refused.
     """
+    name = "-" if path is None else str(path)
     try:
-        if path is None:
-            stream: BinaryIO = sys.stdin.buffer
-        else:
-            stream = open(path, "rb")  # noqa: SIM115
+        stream = sys.stdin.buffer if path is None else open_growing(path)
         with stream:
-            if path is None:
-                head = stream.read(4096)
-            else:
-                head = stream.read(64 * 1024)
-            if head[:2] == b"\x1f\x8b" and path is not None:
-                stream.seek(0)
-                stream = gzip.open(stream)  # type: ignore[assignment]  # noqa: SIM115
-                head = stream.read(64 * 1024)
-            encoding = _encoding(head)
-            if encoding is None:
-                scan.refused = "binary file, not a log"
-                return
-            if path:
-                rank = rank_of_path(path)
-            else:
-                rank = None
-            for number, raw in _find_lines(_blocks(head, stream, encoding), triggers, scan):
-                yield from _parse(scan.file, number, raw, rank)
+            for log in open_logs(name, stream):
+                yield OpenLog(FileScan(log.name), log)
     except (OSError, EOFError) as error:
-        scan.refused = getattr(error, "strerror", None) or str(error)
+        yield OpenLog(FileScan(name, refused=getattr(error, "strerror", None) or str(error)), None)
 
 
-def rank_of(text: str) -> int | None:
-    """Return the rank in a line's prefix, as torch, Slurm, Lightning, Ray or kubectl write it, or
-    None.
+def candidates(
+    log: "OpenLog", triggers: Sequence[bytes], first_worker: int = 0
+) -> Iterator[LogText]:
+    """Yield the lines of a log that contain at least one of the words `triggers`, in order.
+
+    The number of lines, and what cannot be read and why, is recorded in the log's `scan`.
+    first_worker: the rank of the pod "worker-0"
+    """
+    scan = log.scan
+    stream = log.stream
+    if stream is None:
+        return
+    head = stream.read(_HEAD_BYTES)
+    while head and not head.strip(b"\0"):  # a log whose disk or file was cleared under its writer
+        scan.nul_bytes += len(head)
+        head = stream.read(_HEAD_BYTES)
+    encoding = _encoding(head)
+    if encoding is None:
+        scan.refused = "binary file, not a log"
+        return
+    if _MASTER_POD.search(head):
+        first_worker = 1
+    rank = None if scan.file == "-" else rank_of_path(Path(scan.file), first_worker)
+    for number, raw in _find_lines(_blocks(head, stream, encoding), triggers, scan):
+        yield from _parse(scan.file, number, raw, rank, first_worker)
+    number, raw = scan.last_raw
+    for line in _parse(scan.file, number, raw, rank, first_worker):
+        scan.last = line
+    scan.unread = stream.damage
+    if stream.damage is not None and not scan.lines:
+        scan.refused = stream.damage
+
+
+def names_a_master(files: Sequence[Path | None]) -> bool:
+    """Return whether pods are named master-0 and worker-0, so that worker-0 is rank 1."""
+    return any(path is not None and _MASTER.search(path.name) for path in files)
+
+
+def rank_of(text: str, first_worker: int = 0) -> int | None:
+    """Return the rank in a line's prefix, as torch, Slurm, Lightning, MPI, Ray or kubectl write it,
+    or None.
+
+    first_worker: the rank of the pod "worker-0"
     """
     match = _RANK.search(text[:200])
-    if match:
-        return int(next(group for group in match.groups() if group))
-    return None
+    if match is None:
+        return None
+    rank = int(next(group for group in match.groups() if group))
+    if "worker-" in match[0].lower():
+        return rank + first_worker
+    return rank
 
 
-def rank_of_path(path: Path) -> int | None:
+def rank_of_path(path: Path, first_worker: int = 0) -> int | None:
     """Return the rank in the name of a log file or of its folders, or None.
 
-    The last "rank" in a path counts.
+    The last "rank" in a path counts. first_worker: the rank of the pod "worker-0"
     """
     match = _RANK_OF_PATH.search("/".join(path.parts[-3:]))
-    if match:
-        return int(match[1] or match[2])
-    return None
+    if match is None:
+        if _MASTER.search(path.name):
+            return 0
+        return None
+    rank = int(match[1] or match[2])
+    if "rank" not in match[0].lower() and "worker" in match[0].lower():
+        return rank + first_worker
+    return rank
 
 
 def time_of(text: str) -> float | None:
@@ -239,7 +298,7 @@ def _encoding(head: bytes) -> str | None:
     """Guess the encoding of a file from its first bytes; return None for a binary file."""
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "utf-16"
-    nulls = head.count(0)
+    nulls = _NUL_RUN.sub(b"", head).count(0)
     if nulls > len(head) // 4:  # UTF-16 without a mark has a zero byte in most characters
         even = head[::2].count(0)
         odd = head[1::2].count(0)
@@ -247,13 +306,14 @@ def _encoding(head: bytes) -> str | None:
             if odd > even:
                 return "utf-16-le"
             return "utf-16-be"
+    head = _NUL_RUN.sub(b"", head)
     controls = sum(head.count(byte) for byte in (*range(1, 7), *range(14, 27), 0))
     if controls > len(head) // 100 + 2:
         return None
     return "utf-8"
 
 
-def _blocks(head: bytes, stream: BinaryIO, encoding: str) -> Iterator[bytes]:
+def _blocks(head: bytes, stream: LogStream, encoding: str) -> Iterator[bytes]:
     """Yield the file in UTF-8 blocks that end at line ends; a line longer than a block is divided."""
     import codecs
 
@@ -298,6 +358,9 @@ def _find_lines(
         bytes, int
     ] = {}  # occurrences of each line, digits removed; -1: it contains no trigger
     for block in blocks:
+        scan.nul_bytes += block.count(0)
+        if b'"MESSAGE"' in block:
+            block = _BYTE_LIST.sub(_text_of_bytes, block)
         lines = block.split(b"\n")
         skeletons = block.lower().translate(None, b"0123456789.").split(b"\n")
         for number, skeleton in enumerate(skeletons, start=scan.lines + 1):
@@ -317,11 +380,33 @@ def _find_lines(
             line = lines[number - scan.lines - 1]
             for piece in range(0, max(len(line), 1), LONGEST_LINE_BYTES):
                 yield number, line[piece : piece + LONGEST_LINE_BYTES]
+        for back in range(len(lines) - 1, -1, -1):
+            if lines[back].strip():
+                scan.last_raw = (scan.lines + 1 + back, lines[back][:LONGEST_LINE_BYTES])
+                break
         scan.lines += len(lines) - 1
 
 
-def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[LogText]:
-    text = _ESCAPES.sub("", raw.decode("utf-8", "replace"))
+def _text_of_bytes(match: re.Match[bytes]) -> bytes:
+    """Return a list of bytes, as journalctl writes lines with colours, as a JSON string."""
+    values = [int(value) for value in match[2].split(b",")]
+    if not all(0 <= value < 256 for value in values):
+        return match[0]
+    return match[1] + json.dumps(bytes(values).decode("utf-8", "replace")).encode()
+
+
+def _unbox(text: str) -> str:
+    """Return the text inside a box that a terminal library draws; its quoted code stays boxed."""
+    match = _BOXED.match(text)
+    if match is None or _BOXED_CODE.match(match[1]):
+        return text
+    return match[1]
+
+
+def _parse(
+    file: str, number: int, raw: bytes, rank: int | None, first_worker: int
+) -> Iterator[LogText]:
+    text = _unbox(_ESCAPES.sub("", raw.decode("utf-8", "replace")))
     records: list[tuple[str, str | None, int | None]] = []
     if text.lstrip(" ,[")[:1] == "{":
         records = list(_records(text))
@@ -333,7 +418,7 @@ def _parse(file: str, number: int, raw: bytes, rank: int | None) -> Iterator[Log
         # A traceback that was logged by its repr has its line ends escaped.
         for part in re.split(r"(?:[\r\n]|\\n)+" if '\\n  File "' in body else r"[\r\n]+", body):
             if part.strip():
-                own = rank_of(part)
+                own = rank_of(part, first_worker)
                 if own is None:
                     own = rank if found is None else found
                 yield LogText(

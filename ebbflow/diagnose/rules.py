@@ -12,6 +12,11 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
     hint            weaker expressions; one matching line is not enough evidence, but two are.
     need            expressions; at least one must match somewhere in the same logs.
     unless          expressions; a line that matches one of them is no evidence.
+    facts           [{KIND: expression}]: the symptom is found if the expression is true of a fact of the kind, such as
+                    {memory: free + unallocated >= requested}; see facts.py. `instead_of`: symptoms of the same lines
+                    that it replaces; `kind` and `weight`: those of the rule, if it is found by this fact.
+    details         [{KIND: expression, cause: text, fix: text}]: what a fact adds to the symptom
+    last            expressions of normal lines: if one is the last line of a log, the rank is silent since.
     cleared         expressions; a line that matches one of them ends the symptom: earlier lines are no evidence.
     least           number of matching lines that are evidence (1)
     rank            1 (generic) to 9 (specific); of several rules that match a line, the highest wins. Default 5.
@@ -20,6 +25,8 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
     causes          {cause: likelihood}
     collect         evidence to collect
     fix             changes to make, and `commands`
+    keys            [{key: KEY of a configuration, with `to`: value, `factor`: number, or `ladder`: values in order}]:
+                    changes of a job of Ebbflow, from the value that it has
     cost            what the failure costs
     suspects        others: the rank that writes it waits for another one; all: no rank's line tells which is wrong
     accuses         expressions whose group has the numbers of the faulty ranks, in lines of the symptom
@@ -30,6 +37,7 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
 """
 
 import functools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -39,11 +47,72 @@ from typing import Any
 
 import yaml
 
+from ebbflow.diagnose.facts import KINDS as KINDS_OF_FACTS
+from ebbflow.diagnose.facts import Fact, compile_expression
+
+Value = str | float | bool | None  # of a configuration key
 RULES_FOLDER = Path(__file__).resolve().parent / "rules"
 # Patterns that are no symptoms
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_bytes())
 # Kind: default weight
 KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0.6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactTest:
+    """What a rule says about one kind of fact."""
+
+    fact: str  # the kind
+    expression: str
+    instead_of: tuple[str, ...] = ()
+    kind: str | None = None
+    weight: float | None = None
+    cause: str = ""
+    fix: str = ""
+
+    def holds(self, fact: Fact) -> bool:
+        """Return whether the expression is true of a fact."""
+        return fact.kind == self.fact and fact.fits(self.expression)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyChange:
+    """A change of one configuration key: to a value, by a factor, or to the next of a ladder."""
+
+    key: str
+    to: Value = None
+    factor: float | None = None
+    ladder: tuple[str, ...] = ()
+
+    def apply(self, now: Value) -> Value:
+        """Return the new value of the key, or None if the change cannot help any more."""
+        if self.ladder:
+            if now not in self.ladder[:-1]:
+                return None
+            return self.ladder[self.ladder.index(str(now)) + 1]
+        if self.factor is None:
+            return None if now == self.to else self.to
+        if isinstance(now, bool) or not isinstance(now, int | float):
+            return None
+        changed = now * self.factor
+        if isinstance(now, int):
+            changed = max(1, math.ceil(changed) if self.factor > 1 else int(changed))
+        return None if changed == now else changed
+
+    def describe(self) -> str:
+        """Describe the change for a job whose value is not known."""
+        if self.ladder:
+            return f"{self.key}: the next of {', '.join(self.ladder)}"
+        if self.factor is not None:
+            return f"{self.key}: its value × {self.factor:g}"
+        return f"{self.key}: {_yaml(self.to)}"
+
+    def describe_from(self, now: Value) -> str | None:
+        """Describe the change from the job's value, as a line of its configuration."""
+        new = self.apply(now)
+        if new is None:
+            return None
+        return f"{self.key}: {_yaml(new)} (now {_yaml(now)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +127,9 @@ class SymptomRule:
     hint: tuple[str, ...] = ()
     need: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    facts: tuple[FactTest, ...] = ()
+    details: tuple[FactTest, ...] = ()
+    last: tuple[str, ...] = ()
     cleared: tuple[str, ...] = ()
     least: int = 1
     rank: int = 5
@@ -66,6 +138,7 @@ class SymptomRule:
     causes: dict[str, float] = field(default_factory=dict)
     collect: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
+    keys: tuple[KeyChange, ...] = ()
     cost: str = ""
     curable: bool = True
     suspects: str = ""
@@ -93,7 +166,8 @@ class SymptomRule:
             "guides",
             "source",
         )
-        return {name: getattr(self, name) for name in names}
+        keys = [change.describe() for change in self.keys]
+        return {name: getattr(self, name) for name in names} | {"keys": keys}
 
     def render(self) -> str:
         """Render the symptom for `ebbflow explain`."""
@@ -110,6 +184,9 @@ class SymptomRule:
         for name, entries in lists.items():
             if entries:
                 parts += [name, *(f"  {entry}" for entry in entries)]
+        if self.keys:
+            parts.append("in a job of Ebbflow")
+            parts += [f"  {change.describe()}" for change in self.keys]
         if self.cost:
             parts += [f"costs: {self.cost}"]
         if self.guides:
@@ -219,11 +296,43 @@ def _rule(entry: dict[str, Any], family: str) -> SymptomRule:
     if not all(isinstance(share, int | float) for share in entry.get("causes", {}).values()):
         raise ValueError(f"each cause needs its likelihood: {entry['causes']}")
     values = {**entry, "kind": kind, "family": family, "weight": entry.get("weight", KINDS[kind])}
+    changes = [dict(change) for change in values.get("keys", ())]
+    for change in changes:
+        change["ladder"] = tuple(change.get("ladder", ()))
+    values["keys"] = tuple(KeyChange(**change) for change in changes)
+    for name in ("facts", "details"):
+        values[name] = tuple(_fact_test(dict(test)) for test in values.get(name, ()))
     for name in _LISTS:
         values[name] = _texts(values.get(name, ()))
-    for pattern in (*values["look"], *values["hint"], *values["need"], *values["unless"]):
+    for pattern in (
+        *values["look"],
+        *values["hint"],
+        *values["need"],
+        *values["unless"],
+        *values["last"],
+    ):
         re.compile(pattern, re.IGNORECASE)
     return SymptomRule(**values)
+
+
+def _fact_test(entry: dict[str, Any]) -> FactTest:
+    kinds = entry.keys() & KINDS_OF_FACTS.keys()
+    if len(kinds) != 1:
+        raise ValueError(f"{entry} needs one of {', '.join(KINDS_OF_FACTS)}")
+    fact = kinds.pop()
+    expression = str(entry.pop(fact))
+    compile_expression(expression, fact)
+    instead_of = tuple(entry.pop("instead_of", ()))
+    return FactTest(fact=fact, expression=expression, instead_of=instead_of, **entry)
+
+
+def _yaml(value: Value) -> str:
+    """Return a value as it stands in a configuration."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ebbflow.diagnose.matching import Seen
+from ebbflow.diagnose.matching import Seen, is_no_evidence
 from ebbflow.diagnose.reading import LogText
 from ebbflow.diagnose.rules import VALUES, load_rules
 from ebbflow.diagnose.vocabulary import is_severe
@@ -25,6 +25,7 @@ _LAUNCHER = re.compile(
 )
 _INNERMOST = 3  # innermost frames of a traceback that are searched for the area
 _TRACEBACK_LINES = 40
+_INNER_FRAMES = 8  # frames that tell what an exception interrupted
 _MOST_POINTS = 20_000
 _MOST_SEVERE = 12
 _SKELETON_LENGTH = 200
@@ -151,6 +152,21 @@ class Series:
                 self.finished = line
             yield line
 
+    def forget(self, file: str) -> None:
+        """Drop what a file has shown so far, because its job starts again."""
+        for tracks in (self.losses, self.norms, self.scores, self.seconds):
+            _drop(tracks, file)
+        for tracks in (self.data_shares, self.data_totals, self.moments):
+            _drop(tracks, file)
+        self._frames.pop(file, None)
+        self.severe = {key: line for key, line in self.severe.items() if line.file != file}
+        self.scales = [scale for scale in self.scales if scale.line.file != file]
+        if self.last_frame is not None and self.last_frame.file == file:
+            self.last_frame = None
+        if self.finished is not None and self.finished.file == file:
+            self.finished = None
+        self._finite_losses = sum(len(track.finite_values) for track in self.losses.values())
+
     def went_on(self, found: Sequence[Seen]) -> bool:
         """Return whether the run completed despite the failures.
 
@@ -180,6 +196,17 @@ class Series:
                 if family.frames and re.search(family.frames, place):
                     return family.name
         return None
+
+    def frames_before(self, line: LogText) -> list[str]:
+        """Return path and function of the inner frames of the traceback before a line, the
+        innermost last.
+        """
+        places = []
+        for frame in self._frames.get(line.file, ())[-_TRACEBACK_LINES:]:
+            is_near = line.number - _TRACEBACK_LINES <= frame.number <= line.number
+            if is_near and frame.rank == line.rank:
+                places.append(frame.place)
+        return places[-_INNER_FRAMES:]
 
     def recovered(self, line: LogText | None) -> bool:
         """Return whether training recovered after the line.
@@ -282,8 +309,15 @@ class Series:
         if is_quoted or len(self.severe) >= _MOST_SEVERE:
             return
         skeleton = line.text[:_SKELETON_LENGTH].translate(_NO_DIGITS)
-        if skeleton and skeleton not in self.severe and is_severe(line.text):
+        if not skeleton or skeleton in self.severe:
+            return
+        if is_severe(line.text) and not is_no_evidence(line.text):
             self.severe[skeleton] = line
+
+
+def _drop(tracks: dict[Any, Any], file: str) -> None:
+    for key in [key for key in tracks if key.file == file]:
+        del tracks[key]
 
 
 def _pattern(name: str) -> re.Pattern[str]:

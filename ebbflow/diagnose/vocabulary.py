@@ -53,7 +53,8 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
     terms = {"*"}.union(*map(split_terms, severe))
     scores = {}
     for family, weights in _load_table().items():
-        scores[family] = sum(weights.get(term, 0.0) for term in terms)
+        # In a fixed order, so that rounding does not depend on the seed of hashes
+        scores[family] = sum(weights.get(term, 0.0) for term in sorted(terms))
     (best, first), (_, second) = sorted(scores.items(), key=lambda item: -item[1])[:2]
     if first - second >= MARGIN and best != "none":
         return (best, first - second)

@@ -595,3 +595,20 @@ def test_evidence_settles_after_the_time_that_its_kind_takes(
     else:
         all_heard = seconds
     assert settle_seconds(failures, all_heard=True) == all_heard
+
+
+@pytest.mark.parametrize(
+    ("detail", "fix"),
+    [
+        ("Bootstrap : no socket interface found", "ip -br addr"),
+        ("NET/OFI Couldn't find any optimal provider: fi_getinfo returned empty list", "fi_info"),
+    ],
+)
+def test_a_start_up_error_of_nccl_is_no_hang(detail: str, fix: str) -> None:
+    message = (
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, internal error\n"
+        f"ncclInternalError: Internal check failed.\nLast error:\n{detail}"
+    )
+    evidence = [broken(rank, message=message) for rank in range(2)]
+    said = blame(evidence).message
+    assert fix in said and "for a hang" not in said

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.diagnosis import evaluate
+from benchmarks.diagnosis import Thread, evaluate, load_threads, score_threads
 from ebbflow.command import COMMANDS
 from ebbflow.core.errors import _SYMPTOMS
 from ebbflow.core.events import GUARD, NOTICE, STEP
@@ -339,6 +339,32 @@ def test_the_benchmark_counts_right_wrong_silent_and_false_findings() -> None:
         1 / 3
     )
     assert (result["sound"], result["false_alarms"], result["items"]) == (2, 1, 3)
+
+
+def test_the_score_of_threads_counts_alternatives_abstentions_and_alarms() -> None:
+    def thread(symptom: str | None, also: tuple[str, ...] = ()) -> Thread:
+        return Thread("name", "https://host/1", "memory" if symptom else "sound", symptom, "", also)
+
+    threads = [thread("C01"), thread("C04", ("C01",)), thread("C09"), thread("C11"), thread(None)]
+    score = score_threads(threads, ["C01", "C01", None, "D01", "H10"])
+    assert (score.failing, score.named, score.strict, score.lenient, score.family) == (
+        4,
+        3,
+        1,
+        2,
+        2,
+    )
+    assert (score.sound, score.false_alarms) == (1, 1)
+    assert score.f1(score.strict) == pytest.approx(2 / 7)
+
+
+def test_the_labels_of_threads_name_symptoms_and_a_text() -> None:
+    threads = load_threads()
+    assert len({thread.name for thread in threads}) == len(threads) >= 60
+    for thread in threads:
+        named = [symptom for symptom in (thread.symptom, *thread.also, thread.second) if symptom]
+        assert set(named) <= {rule.id for rule in RULES}, thread.name
+        assert thread.url.startswith("https://") and len(thread.sha256) == 64
 
 
 def test_the_collected_excerpts_are_still_recognised() -> None:

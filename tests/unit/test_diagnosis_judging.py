@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ebbflow.diagnose.evidence import Evidence
 from ebbflow.diagnose.judging import Diagnosis, diagnose_files, judge, shorten
 from ebbflow.diagnose.matching import Seen
 from ebbflow.diagnose.reading import FileScan, LogText
@@ -100,7 +101,11 @@ def losses(count: int, *, after: int = 100, file: str = "log") -> list[LogText]:
 def diagnose(
     *found: Seen, series: Series | None = None, scans: tuple[FileScan, ...] = ()
 ) -> Diagnosis:
-    return judge({finding.rule.id: finding for finding in found}, series or Series(), scans)
+    evidence = Evidence()
+    evidence.seen = {finding.rule.id: finding for finding in found}
+    evidence.series = series or Series()
+    evidence.scans = list(scans)
+    return judge(evidence)
 
 
 def named(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -371,7 +376,7 @@ def test_non_finite_losses_are_no_root_once_all_later_ones_are_finite() -> None:
         (make_rule("R1", family="hardware"), 100, "R1"),
         (make_rule("R1", family="quality"), 100, "R1"),
         (make_rule("R1", family="throughput"), 100, "R1"),
-        (make_rule("R1", family="cost"), 100, "R1"),
+        (make_rule("R1", family="cost"), 100, None),
     ],
 )
 def test_a_cause_before_the_end_of_a_completed_run_is_no_root(
@@ -846,8 +851,8 @@ def test_a_finding_is_written_as_json_with_its_evidence() -> None:
         ],
         "abstained": False,
         "files": [
-            {"file": "a.log", "lines": 9, "refused": None},
-            {"file": "b", "lines": 0, "refused": "binary file"},
+            {"file": "a.log", "lines": 9, "refused": None, "gaps": None},
+            {"file": "b", "lines": 0, "refused": "binary file", "gaps": None},
         ],
     }
 

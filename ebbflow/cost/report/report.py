@@ -448,7 +448,8 @@ def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> dict[str, 
     fix}, or None.
     """
     findings = diagnose_job(events, output).findings
-    root = next((each.to_json() for each in findings if each.role == "root"), None)
+    # What a job survived that ended well is history
+    root = next((each.to_json() for each in findings if each.role in ("root", "history")), None)
     return root and {
         name: root[name] for name in ("symptom", "title", "family", "confidence", "fix")
     }

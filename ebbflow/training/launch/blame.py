@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
 
+from ebbflow.diagnose.judging import find_reported_cause
 from ebbflow.training.launch.evidence import (
     PROVEN,
     SLOW,
@@ -312,6 +313,11 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     accusation = _Accusation(first, rule)
     if len(evidence) == 1 or not (first.cascade or _waits(first)):
         return _culprit(accusation, evidence)
+    reported = [(failure.rank, failure.message) for failure in failures if not failure.hung]
+    cause = find_reported_cause(reported)
+    if cause is not None:
+        text = f"{first.message}; {cause.rule.title}: {cause.rule.fix[0]}"
+        return _culprit(accusation, evidence, message=text)
     text = (
         f"{first.message}; {rule} and no process has ended: check the network and the storage "
         "for a hang"
