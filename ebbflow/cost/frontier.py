@@ -9,7 +9,8 @@ from typing import Any
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.amounts import format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
-from ebbflow.cost.plan.plan import Plan, with_outlook
+from ebbflow.cost.plan.live_forecast import Forecaster
+from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.refusal import needed_usd
 from ebbflow.cost.report.render_html import escape, fill_page, render_html_table
@@ -20,7 +21,7 @@ _SECONDS = (60.0, 300.0, 900.0, 3600.0)
 _HEADER = ("", "pool", "place", "checkpoints", "hours", "p90", "dollars", "p90", "P(in time)")
 
 _LEGEND = (
-    "hours, dollars: estimated; p90, P(in time): simulated, staying in the pool; *: the plan's "
+    "hours, dollars, P(in time): simulated, as the job would be placed from there; *: the plan's "
     "choice; !: beyond cost.budget_usd, or less likely in time than cost.confidence"
 )
 
@@ -83,11 +84,19 @@ def find_frontier(config: RunConfig, sources: PlanInputs) -> list[FrontierPoint]
         for words, values in intervals.items()
         for pool in feasible_pools(free.changed("checkpoint", **values), sources)
     ]
-    found.sort(key=lambda pair: (pair[0].expected_hours, pair[0].expected_usd))
+    judged = sorted(found, key=lambda pair: (pair[0].expected_hours, pair[0].expected_usd))
+    resorts = [pool for pool, _ in judged if _may_take_over(config, pool)]
+    forecaster = Forecaster(config, sources, resorts)
+    points = []
+    for pool, words in _undominated(judged):
+        if pool.case.work_hours:
+            pool = forecaster.simulate(pool)
+        points.append(_judge(config, sources, pool, words))
+    points.sort(key=lambda point: (point.pool.expected_hours, point.pool.expected_usd))
     front: list[FrontierPoint] = []
-    for pool, words in found:
-        if not front or pool.expected_usd < front[-1].pool.expected_usd:
-            front.append(_judge(config, sources, pool, words))
+    for point in points:
+        if not front or point.pool.expected_usd < front[-1].pool.expected_usd:
+            front.append(point)
     return front
 
 
@@ -122,10 +131,31 @@ def render_frontier_page(front: Sequence[FrontierPoint], plan: Plan) -> str:
     )
 
 
+def _may_take_over(config: RunConfig, pool: Candidate) -> bool:
+    """Return whether the job, as configured, may fall back to this on-demand pool."""
+    cluster = config.cluster
+    return (
+        cluster.market == "auto"
+        and pool.market == "on_demand"
+        and cluster.nodes in ("auto", pool.nodes)
+    )
+
+
+def _undominated(judged: Sequence[tuple[Candidate, str]]) -> list[tuple[Candidate, str]]:
+    """Return the pools that no faster one beats in dollars, by their means.
+
+    Args:
+        judged: Pools and checkpoint intervals, the fastest first.
+    """
+    kept: list[tuple[Candidate, str]] = []
+    for pool, interval in judged:
+        if not kept or pool.expected_usd < kept[-1][0].expected_usd:
+            kept.append((pool, interval))
+    return kept
+
+
 def _judge(config: RunConfig, sources: PlanInputs, pool: Candidate, interval: str) -> FrontierPoint:
-    left = sources.hours_left(config)
     budget = config.cost.budget_usd
-    pool = with_outlook(pool, left)
     needed = needed_usd(config, sources, pool)
     chance = pool.outlook and pool.outlook.deadline_probability
     within = (budget is None or needed <= budget) and (

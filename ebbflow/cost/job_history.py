@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -31,11 +30,11 @@ from ebbflow.core.event_payloads import (
 )
 from ebbflow.core.events import EndReason, Event, select_events
 from ebbflow.core.layout import JOB_HISTORY_PREFIX, job_history_key
-from ebbflow.core.reliability import GammaHazard
 from ebbflow.core.store import Store
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.ledger.timeline import compute_rate
+from ebbflow.cost.plan.spot_belief import ObservedWait, SpotEvidence
 from ebbflow.infra.notices import RECLAIMS
 
 SCHEMA = 1
@@ -57,13 +56,6 @@ HALF_LIFE_HOURS = 24.0
 # same nine zones). So observations count as a quarter of as many independent ones, which widens the
 # estimate but keeps its mean.
 EVIDENCE_WORTH = 0.25
-
-# Hours without capacity after each of 1,886 losses in nine zones, V100, 45.5 days from 2023-02-15
-# (recorded by skypilot-org/spot-traces 221da1a): the means of twenty equal groups, sorted.
-WAIT_HOURS = (
-    *(0.16, 0.16, 0.16, 0.16, 0.19, 0.23, 0.32, 0.33, 0.38, 0.43),
-    *(0.54, 0.67, 0.81, 1.12, 1.47, 1.97, 2.75, 3.81, 5.52, 14.58),
-)
 
 Place = tuple[str, str | None, str | None]
 
@@ -163,16 +155,10 @@ class JobHistory:
                 speeds[speed.instance_type].append(speed)
         return JobHistory(dict(stays), dict(speeds))
 
-    def reclaim_hazard(
-        self,
-        prior: GammaHazard,
-        instance_type: str,
-        region: str | None,
-        zone: str | None,
-        now_utc: float,
-    ) -> tuple[GammaHazard, int]:
-        """Estimate a pool's reclaims per hour: update the prior with all recorded generations in
-        the pool.
+    def spot_evidence(
+        self, instance_type: str, region: str | None, zone: str | None, now_utc: float
+    ) -> tuple[SpotEvidence, int]:
+        """Return the losses and waits of all recorded generations in a Spot pool.
 
         The number of nodes does not matter, because a pool is reclaimed as a whole. The weight of
         an observation has a half-life of one day. Each hour of a generation is weighted by its own
@@ -183,49 +169,26 @@ class JobHistory:
             zone: None means the whole region.
 
         Returns:
-            The estimated distribution, and the number of generations used.
+            The observations, and the number of generations used.
         """
         found = self.stays.get((instance_type, region, zone), ())
-        belief = prior
+        losses = 0.0
+        hours = 0.0
+        waits = []
         for stay in found:
-            weight = 0.5 ** (max(0.0, now_utc - stay.ended_utc) / 3600 / HALF_LIFE_HOURS)
-            hours = (
-                HALF_LIFE_HOURS
+            weight = EVIDENCE_WORTH * 0.5 ** (
+                max(0.0, now_utc - stay.ended_utc) / 3600 / HALF_LIFE_HOURS
+            )
+            losses += weight * stay.reclaimed
+            hours += (
+                weight
+                * HALF_LIFE_HOURS
                 / math.log(2)
                 * (1 - 0.5 ** (max(0.0, stay.hours) / HALF_LIFE_HOURS))
             )
-            belief = belief.seen(weight * stay.reclaimed, weight * hours)
-        if found:
-            belief = GammaHazard(EVIDENCE_WORTH * belief.shape, EVIDENCE_WORTH * belief.hours)
-        return belief, len(found)
-
-    def waits(
-        self,
-        instance_type: str,
-        region: str | None,
-        zone: str | None,
-        recorded: Sequence[float] = WAIT_HOURS,
-    ) -> tuple[float, ...] | None:
-        """Return possible waits for capacity after a reclaim, in hours, all equally likely.
-
-        The `recorded` waits and the waits of past jobs in this pool are sorted together and split
-        into `len(recorded)` equal groups. The result has the mean of each group. If a job moved to
-        another pool, its full wait is unknown; the mean of the longer recorded waits replaces it.
-
-        Returns:
-            None if no past job waited in the pool.
-        """
-        own = []
-        for stay in self.stays.get((instance_type, region, zone), ()):
             if stay.reclaimed and stay.gone_hours is not None:
-                longer = [wait for wait in recorded if wait > stay.gone_hours]
-                own.append(fmean(longer) if stay.moved and longer else stay.gone_hours)
-        if not own:
-            return None
-        known = sorted([*recorded, *own])
-        groups = len(recorded)
-        edges = [round(index * len(known) / groups) for index in range(groups + 1)]
-        return tuple(fmean(known[first:last]) for first, last in pairwise(edges))
+                waits.append(ObservedWait(stay.gone_hours, stay.moved, weight))
+        return SpotEvidence(losses=losses, hours=hours, waits=tuple(waits)), len(found)
 
     def speed(
         self, instance_type: str, nodes: int, processes_per_node: int, fingerprint: str

@@ -64,9 +64,16 @@ def rows_of(instance: Instance, *, tick: float = 1.0) -> Iterator[dict[str, str]
             "lineItem/UnblendedCost": f"{usd:.10f}",
             "product/instanceType": instance.instance_type,
             "pricing/unit": "Hrs",
-            **{f"resourceTags/user:{key}": value for key, value in instance.tags.items()},
+            **{tag_column(key): value for key, value in instance.tags.items()},
         }
         hour += 1
+
+
+def tag_column(key: str) -> str:
+    """Return the column of a tag: AWS's own keys begin with "aws:", all others with "user:"."""
+    if key.startswith("aws:"):
+        return f"resourceTags/{key}"
+    return f"resourceTags/user:{key}"
 
 
 def storage_row(resource: str, usage_type: str, usd: str, at: float, **tags: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from decimal import Decimal
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import ebbflow.cost.catalogue
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import CatalogueError
-from ebbflow.cost.plan.forecast import reclaim_hazard_per_hour
 from ebbflow.cost.prices.quote import StaticPrices
 
 INSTANCES = Path(ebbflow.cost.catalogue.__file__).with_name("instances.csv")
@@ -147,8 +145,3 @@ def test_a_type_listed_twice_and_a_table_without_lines(tmp_path: Path):
     path.write_text("# nothing\n")
     with pytest.raises(CatalogueError, match=r"instances\.csv:1:1: no header line"):
         load_catalogue(path, GPUS)
-
-
-def test_hazard_of_a_band_loses_its_share_in_a_month():
-    for band, share in enumerate([0.025, 0.075, 0.125, 0.175, 0.25]):
-        assert 1 - math.exp(-730 * reclaim_hazard_per_hour(band)) == pytest.approx(share)

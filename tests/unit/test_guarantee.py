@@ -52,7 +52,8 @@ def test_a_deadline_that_on_demand_cannot_keep_is_refused_with_the_arithmetic() 
     hours = refused.hint.split("deadline_hours to ")[1].split()[0]
     assert first_plan(f"cost.deadline_hours={hours}", tight[1]).refusal is None, "the hint suffices"
     assert first_plan(tight[0], "batch.runnable_minutes=5").refusal is None
-    assert first_plan(*tight, "cluster.market=spot").refusal is None, "no guarantee is asked for"
+    bold = first_plan(*tight, "cluster.market=spot", "cost.confidence=0.01")
+    assert bold.refusal is None, "no guarantee is asked for"
     started = make_plan(batch_config(*tight), now_utc=WALL, progress=JobProgress(started_utc=WALL))
     assert started.refusal is None, "a job that has started goes on"
     assert make_plan(batch_config(*tight), now_utc=WALL, simulated=True).refusal is None

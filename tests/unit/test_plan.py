@@ -13,13 +13,16 @@ import pytest
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
+from ebbflow.core.footprint import causal_lm_shape
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PlanError
+from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 from ebbflow.cost.plan.forecast import DETECT_SECONDS, FAILURES_PER_GPU_HOUR
 from ebbflow.cost.plan.plan import Plan, make_plan
-from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.plan.plan_text import render_brief, render_plan
 from ebbflow.cost.plan.pools import Candidate
+from ebbflow.cost.prices.quote import StaticPrices
 
 ROOT = Path(__file__).parents[2]
 NOW = 1_790_000_000.0
@@ -31,6 +34,18 @@ def config(**sections: dict) -> RunConfig:
 
 def plan(**sections: dict) -> Plan:
     return make_plan(config(**sections), now_utc=NOW)
+
+
+def judged(**sections: dict) -> list[Candidate]:
+    """Pools with the means that order them, before any is simulated; cheapest first."""
+    given = config(**sections)
+    sources = PlanInputs(
+        catalogue=load_catalogue(),
+        shape=causal_lm_shape(given.model),
+        prices=StaticPrices(),
+        now_utc=NOW,
+    )
+    return sorted(feasible_pools(given, sources), key=lambda pool: pool.expected_usd)
 
 
 def pools(one: Plan, market: str | None = None) -> set[tuple[str, int]]:
@@ -51,8 +66,7 @@ def test_expected_hours_and_dollars_by_hand(said: dict, start: float):
         "nodes": 2,
         **said,
     }
-    one = plan(cluster=cluster)
-    (best,) = one.ranked
+    (best,) = judged(cluster=cluster)
     step = best.step_seconds
     carry = best.case.fixed_lost_hours * 3600 / 2 - (start + DETECT_SECONDS) / 2
     assert 0 < carry < 1, (
@@ -76,8 +90,11 @@ def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
     one = plan(cluster={"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"})
     assert len(one.ranked) + len(one.rejected) == len(load_catalogue().types) * 4 * 2
     assert all(rejection.reason for rejection in one.rejected)
-    costs = [(c.expected_usd, c.nodes, c.instance_type) for c in one.ranked]
-    assert costs == sorted(costs)
+    costs = [
+        (pool.outlook is None, pool.expected_usd, pool.nodes, pool.instance_type)
+        for pool in one.ranked
+    ]
+    assert costs == sorted(costs), "simulated pools first"
     assert {"batch not divisible", "peak unknown", "GPU too old", "no spot price"} <= set(
         by_kind(one)
     )
@@ -173,21 +190,22 @@ def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
     def need(pool: Candidate) -> float:
         return pool.expected_usd + pool.gang_usd_per_hour * 2
 
-    free = plan(**given)
-    least = min(free.ranked, key=need)
-    assert need(least) < 0.8 * need(free.chosen) and free.chosen.expected_usd < least.expected_usd
-    budget = (need(least) + need(free.chosen)) / 2
+    free = judged(**given)
+    first = free[0]
+    least = min(free, key=need)
+    assert need(least) < 0.8 * need(first) and first.expected_usd < least.expected_usd
+    budget = (need(least) + need(first)) / 2
     one = plan(**given, cost={"budget_usd": budget})
-    borne = [pool for pool in free.ranked if need(pool) <= budget]
-    assert one.refusal is None and [str(pool) for pool in one.ranked] == [
+    borne = [pool for pool in free if need(pool) <= budget]
+    assert one.refusal is None and {str(pool) for pool in one.ranked} == {
         str(pool) for pool in borne
-    ]
-    assert one.chosen.expected_usd == min(pool.expected_usd for pool in borne)
+    }
+    assert one.chosen.expected_usd == min(pool.expected_usd for pool in one.ranked)
     assert one.terms().spendable_usd == pytest.approx(budget - one.chosen.gang_usd_per_hour * 2)
-    assert by_kind(one)["over the budget"] == len(free.ranked) - len(borne)
-    dear = next(pool for pool in one.rejected if str(pool) == str(free.chosen))
+    assert by_kind(one)["over the budget"] == len(free) - len(borne)
+    dear = next(pool for pool in one.rejected if str(pool) == str(first))
     assert (
-        f"needs ${need(free.chosen):.4f}" in dear.reason
+        f"needs ${need(first):.4f}" in dear.reason
         and f"cost.budget_usd is ${budget:.4f}" in dear.reason
     )
     poor = plan(**given, cost={"budget_usd": need(least) * 0.9})
@@ -211,17 +229,78 @@ def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
     with pytest.raises(PlanError, match="no pool meets the deadline"):
         refused.terms()
 
-    middle = sorted(c.expected_hours for c in free.ranked)[len(free.ranked) // 2]
-    half = plan(cluster={**cluster, "market": "spot"}, cost={"deadline_hours": middle})
+    hours = sorted(pool.case.start_hours + pool.case.work_hours for pool in free.ranked)
+    middle = hours[len(hours) // 2]
+    half = plan(
+        cluster={**cluster, "market": "spot"}, cost={"deadline_hours": middle, "confidence": 0.01}
+    )
     assert half.refusal is None and by_kind(half)["misses the deadline"] > 0
-    assert all(c.expected_hours <= middle for c in half.ranked)
+    assert all(c.case.start_hours + c.case.work_hours <= middle for c in half.ranked)
+
+
+def long_plan(market: str, *, backend: str = "kubernetes", **cost: float) -> Plan:
+    """Plan a job of many hours on one g5.xlarge."""
+    cluster = {"plan_for": backend, "instance_types": ["g5.xlarge"], "nodes": 1, "market": market}
+    return plan(cluster=cluster, training={"max_steps": 4_000_000}, cost=cost)
+
+
+def test_a_spot_job_that_is_unlikely_in_time_is_refused_with_ways_that_help():
+    deadline = round(1.6 * long_plan("spot").chosen.case.work_hours, 2)
+    bare = long_plan("spot", deadline_hours=deadline)
+    chance = bare.live.deadline_probability
+    assert 0.2 < chance < 0.9 and bare.refusal.outcome is Outcome.DEADLINE
+    assert f"{chance:.1%}" in bare.refusal.message and "90.0%" in bare.refusal.message
+    assert "set cluster.market to auto" in bare.refusal.hint
+    both = long_plan("auto", deadline_hours=deadline)
+    assert both.refusal is None and both.live.deadline_probability >= 0.9
+    enough = float(bare.refusal.hint.split("deadline_hours to ")[1].split()[0])
+    later = long_plan("spot", deadline_hours=enough)
+    assert later.refusal is None and later.live.deadline_probability >= 0.9
+    bold = float(bare.refusal.hint.split("confidence to ")[1].split()[0])
+    assert long_plan("spot", deadline_hours=deadline, confidence=bold).refusal is None
+    local = long_plan("spot", backend="local", deadline_hours=deadline)
+    assert local.refusal is None, "a run on this machine waits for no capacity"
+
+
+def test_a_job_that_may_fall_back_and_is_unlikely_in_time_starts_with_a_warning():
+    work = long_plan("on_demand").chosen.case.work_hours
+    tight = long_plan("on_demand", deadline_hours=round(1.1 * work + 1.0, 2))
+    chance = tight.live.deadline_probability
+    assert tight.refusal is None and chance < 0.9
+    [warning] = [note for note in tight.notes if note.startswith("! P(in time)")]
+    assert f"{chance:.1%} is below cost.confidence, 90.0%" in warning
+    enough = float(warning.split("deadline_hours to ")[1].split()[0])
+    sure = long_plan("on_demand", deadline_hours=enough)
+    assert sure.live.deadline_probability >= 0.9
+    assert not any(note.startswith("! P(in time)") for note in sure.notes)
+
+
+@pytest.mark.parametrize("market", ["auto", "spot", "on_demand"])
+def test_a_plan_shows_one_chance_one_duration_and_one_price(market: str):
+    one = long_plan(market, deadline_hours=60.0, confidence=0.01)
+    text = render_plan(one)
+    brief = " ".join(render_brief(one))
+    ahead = one.live
+    assert text.count("P(in time)  ") == 1 and "as placed" not in text
+    assert "staying in" not in text and "advisor's band" not in text
+    best = one.chosen
+    assert (best.expected_hours, best.expected_usd) == (ahead.p50_hours, ahead.mean_usd)
+    assert ahead.p10_hours <= ahead.p50_hours <= ahead.p90_hours
+    assert ahead.p10_usd <= ahead.mean_usd <= ahead.p90_usd
+    for shown in (f"{ahead.p90_hours:.4f}", f"${ahead.mean_usd:.4f}", f"${ahead.p90_usd:.4f}"):
+        assert shown in text.replace(",", ""), shown
+    first_row = next(line for line in text.splitlines() if line.startswith("│ 1  "))
+    assert first_row.endswith(f"{ahead.p50_hours:.3f}  ${ahead.mean_usd:.4f}")
+    assert f"{100 * ahead.deadline_probability:.1f} %" in brief
+    assert ("end on demand" in text) is (market == "auto" and ahead.on_demand_share > 0)
 
 
 def test_a_plan_names_deadline_and_budget_when_both_bind():
     given = {"training": {"max_steps": 20_000_000}}
     free = plan(**given, cost={"deadline_hours": None})
-    fastest = min(free.ranked, key=lambda pool: pool.expected_hours)
-    cheapest = free.chosen
+    every = judged(**given, cost={"deadline_hours": None})
+    fastest = min(every, key=lambda pool: pool.expected_hours)
+    cheapest = every[0]
     assert fastest.expected_hours < 0.9 * cheapest.expected_hours
     budget = (cheapest.expected_usd + free.reserve_usd) * 1.001
     late = plan(**given, cost={"deadline_hours": 2, "budget_usd": budget})

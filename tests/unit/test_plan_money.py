@@ -5,6 +5,7 @@ history.
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from decimal import Decimal
@@ -15,14 +16,12 @@ import pytest
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import FAULT_INJECTED, NODE_STARTED, NOTICE, PLAN, Event
 from ebbflow.core.footprint import causal_lm_shape
-from ebbflow.core.reliability import GammaHazard
 from ebbflow.core.store import Store
 from ebbflow.cost.catalogue import load_catalogue, load_rates
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.frontier import find_frontier, render_frontier, render_frontier_page
 from ebbflow.cost.job_history import (
     EVIDENCE_WORTH,
-    WAIT_HOURS,
     JobHistory,
     JobMeasurements,
     PoolStay,
@@ -32,9 +31,11 @@ from ebbflow.cost.job_history import (
 )
 from ebbflow.cost.jobs import get_accumulated_cost, get_cheapest_suitable_instance
 from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools, read_progress
-from ebbflow.cost.plan.forecast import ForecastInputs, simulate_runs
+from ebbflow.cost.plan.forecast import ForecastInputs
+from ebbflow.cost.plan.live_forecast import Forecaster, simulate_live
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.plan.spot_belief import ObservedWait, SpotEvidence, ZoneSpells, believe
 from ebbflow.cost.prices.quote import StaticPrices
 from ebbflow.cost.prices.recorded import SpotRecord
 from tests.support.checks import passed
@@ -82,68 +83,94 @@ def test_a_cost_without_a_price_counts_as_zero_with_a_note():
     )
 
 
-def simulated(case: ForecastInputs, seed: int) -> tuple[float, float]:
-    """(paid hours, hours) of one job, second by second as it happens: nothing of
-    `cost.plan.forecast` but the case.
+def simulated(case: ForecastInputs, hazard: float, wait: float, seed: int) -> tuple[float, float]:
+    """(paid hours, hours) of one job, loss by loss as it happens, in a zone whose spells are
+    exponential. Nothing of `cost.plan` but the case.
     """
     chance = random.Random(seed)
-    hazard = case.reclaims.per_hour
     left = case.work_hours
-    paid = case.start_hours
-    waited = 0.0
+    start = max(case.start_hours, case.fixed_lost_hours)
+    up = chance.random() < 1 / (1 + hazard * wait)
+    paid = 0.0
+    waited = 0.0 if up else chance.expovariate(1 / wait)
     while True:
         until = chance.expovariate(hazard)
-        if until >= left:
-            return paid + left, paid + left + waited
-        saved = until - until % case.interval_hours
-        left -= saved
-        paid += until + case.fixed_lost_hours
-        waited += chance.choice(WAIT_HOURS)
+        if until >= start + left:
+            return paid + start + left, paid + start + left + waited
+        left -= max(0.0, until - start - case.interval_hours * chance.random())
+        paid += until
+        waited += chance.expovariate(1 / wait)
 
 
-def test_expected_hours_and_quantiles_agree_with_a_simulation_of_interruptions():
-    case = ForecastInputs(
-        start_hours=0.1,
-        work_hours=40.0,
-        fixed_lost_hours=0.15,
-        interval_hours=0.3,
-        reclaims=GammaHazard(1e6, 1e6 / 0.25),
-        failures_per_hour=0.0,
-        speed_log_deviation=0.0,
+def exponential_groups(mean: float) -> tuple[float, ...]:
+    """Means of six equal groups of an exponential distribution."""
+    edges = [-math.log(1 - share / 6) for share in range(6)]
+    means = []
+    for low, high in zip(edges, [*edges[1:], math.inf], strict=True):
+        inside = (low + 1) * math.exp(-low)
+        if math.isfinite(high):
+            inside -= (high + 1) * math.exp(-high)
+        means.append(6 * inside * mean)
+    return tuple(means)
+
+
+def test_hours_and_dollars_agree_with_a_simulation_of_single_losses() -> None:
+    """One zone alone has no spread, so that the belief is that zone."""
+    best = next(pool for pool in plan().ranked if pool.market == "spot")
+    case = replace(best.case, work_hours=40.0, interval_hours=0.3, speed_log_deviation=0.0)
+    best = replace(best, case=case)
+    hazard, wait = 0.25, 1.5
+    zone = ZoneSpells(0.7, exponential_groups(1 / hazard), exponential_groups(wait))
+    drawn = simulate_live(
+        config(), best, None, hours_left=None, usd_left=math.inf, zones={"z": zone}
     )
-    runs = [simulated(case, seed) for seed in range(4000)]
-    drawn = simulate_runs(case)
-    for mine, theirs in (
-        (drawn.paid_hours, [paid for paid, _ in runs]),
-        (drawn.hours, [all_ for _, all_ in runs]),
-    ):
-        theirs.sort()
-        assert mine.mean() == pytest.approx(sum(theirs) / len(theirs), rel=0.03)
+    runs = [simulated(case, hazard, wait, seed) for seed in range(4000)]
+    paid = drawn.usd / best.gang_usd_per_hour
+    for mine, theirs in ((paid, [run[0] for run in runs]), (drawn.hours, [run[1] for run in runs])):
+        assert mine.mean() == pytest.approx(sum(theirs) / len(theirs), rel=0.04)
         ranked = sorted(mine)
-        for share in (0.5, 0.9):
+        ordered = sorted(theirs)
+        for share in (0.1, 0.5, 0.9):
             assert ranked[int(share * len(ranked))] == pytest.approx(
-                theirs[int(share * len(theirs))], rel=0.06
+                ordered[int(share * len(ordered))], rel=0.07
             )
     each = case.fixed_lost_hours + case.interval_hours / 2
-    paid = (case.start_hours + case.work_hours) / (1 - 0.25 * each)
-    assert paid == pytest.approx(sum(paid for paid, _ in runs) / len(runs), rel=0.01)
+    expected = (case.start_hours + case.work_hours) / (1 - hazard * each)
+    assert expected == pytest.approx(sum(run[0] for run in runs) / len(runs), rel=0.03), (
+        "the mean that orders the pools"
+    )
+
+
+def test_the_belief_follows_own_losses_and_waits() -> None:
+    before = believe()
+    often = believe(SpotEvidence(losses=10.0, hours=10.0))
+    seldom = believe(SpotEvidence(losses=0.5, hours=100.0))
+    assert seldom.hazard_per_hour < 0.1 < before.hazard_per_hour < 0.5 < often.hazard_per_hour
+    assert seldom.share_up > before.share_up > often.share_up
+    waits = (ObservedWait(12.0, False, 1.0),) * 5
+    assert believe(SpotEvidence(waits=waits)).wait_hours > 1.5 * before.wait_hours
+    cut = (ObservedWait(0.3, True, 1.0),) * 5
+    short = (ObservedWait(0.3, False, 1.0),) * 5
+    assert (
+        believe(SpotEvidence(waits=short)).wait_hours < believe(SpotEvidence(waits=cut)).wait_hours
+    ), "what ended elsewhere after 0.3 h was no short wait"
 
 
 def test_the_probability_to_be_in_time_rises_with_the_deadline():
-    hours = plan().chosen.expected_hours
+    alone = {**CLUSTER, "market": "spot"}
+    hours = plan(cluster=alone).chosen.expected_hours
     chance = [
-        plan(cost={"deadline_hours": hours * f}).chosen.outlook.deadline_probability
-        for f in (1.01, 1.5, 3.0)
+        plan(
+            cluster=alone, cost={"deadline_hours": hours * f, "confidence": 0.01}
+        ).live.deadline_probability
+        for f in (1.0, 1.5, 3.0, 20.0)
     ]
-    assert 0.4 < chance[0] < 0.8 < chance[1] < chance[2] <= 1.0
-    ahead = plan().chosen.outlook
+    assert 0.4 < chance[0] < 0.6 and chance == sorted(chance) and chance[0] < chance[-1] <= 1.0
+    ahead = plan().live
     assert (
         ahead.deadline_probability is None
         and ahead.p50_hours < ahead.p90_hours
         and ahead.p50_usd < ahead.p90_usd
-    )
-    assert "P(in time, staying in this pool)" in render_plan(
-        plan(cost={"deadline_hours": hours * 2})
     )
 
 
@@ -152,7 +179,7 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
     model = {"hidden_size": 2048, "num_layers": 12, "num_heads": 16}
     given = {"cluster": cluster, "model": model, "fsdp": {"use_mixed_precision": True}}
     free = plan(**given).ranked
-    hours = 1.01 * free[0].expected_hours
+    hours = 0.8 * free[0].expected_hours
     bold, careful = (
         plan(**given, cost={"deadline_hours": hours, "confidence": p}) for p in (0.3, 0.9)
     )
@@ -176,7 +203,11 @@ def test_a_pool_that_probably_misses_the_deadline_is_not_ranked_by_its_dollars_a
     cluster["instance_types"] = ["g6e.4xlarge", "p5.4xlarge"]
     sure = plan(
         **given,
-        cost={"deadline_hours": free[0].expected_hours, "confidence": 0.9999, "budget_usd": 99.0},
+        cost={
+            "deadline_hours": 1.01 * free[0].case.work_hours + 0.1,
+            "confidence": 0.9999,
+            "budget_usd": 99.0,
+        },
     )
     ranked = [(candidate.instance_type, candidate.market) for candidate in sure.ranked]
     dear, cheap = (ranked.index((name, "on_demand")) for name in cluster["instance_types"][::-1])
@@ -211,9 +242,11 @@ def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None
     ]
     assert render_frontier_page(free, make_plan(given, now_utc=WALL)).count("<circle") == len(front)
     cheap = given.changed("checkpoint", interval="seconds", interval_seconds=300.0)
-    for pool in feasible_pools(cheap.changed("cost", deadline_hours=None), sources):
+    pools = list(feasible_pools(cheap.changed("cost", deadline_hours=None), sources))
+    forecaster = Forecaster(given, sources, pools)
+    for pool in map(forecaster.simulate, pools):
         assert any(
-            h <= pool.expected_hours and d <= pool.expected_usd
+            h <= 1.02 * pool.expected_hours and d <= 1.02 * pool.expected_usd
             for h, d in zip(hours, usd, strict=True)
         ), str(pool)
     assert len({(point.pool.nodes, point.pool.market) for point in front}) > 2
@@ -287,7 +320,7 @@ def test_job_history_changes_hazard_and_speed_with_a_note(tmp_path: Path):
         c.market: c
         for c in make_plan(config(), now_utc=soon, history=load_job_history(store)).ranked
     }
-    assert every["spot"].hazard_per_hour > 100 * one.chosen.hazard_per_hour
+    assert every["spot"].hazard_per_hour > 1.5 * one.chosen.hazard_per_hour
     assert every["spot"].hazard_kind.endswith("updated by 1 stays of own jobs")
     assert (
         every["spot"].tokens_per_second == pytest.approx(2000.0)
@@ -423,21 +456,20 @@ def test_each_hour_of_a_stay_counts_by_its_own_age_and_leaves_the_doubt_of_losse
         }
         return PoolStay(**place, ended_utc=ended * 3600, hours=hours, reclaimed=reclaimed)
 
-    def believed(*stays: PoolStay) -> GammaHazard:
+    def believed(*stays: PoolStay) -> SpotEvidence:
         seen = JobHistory.of([JobMeasurements(job="j", stays=stays)])
-        return seen.reclaim_hazard(
-            GammaHazard(0.0, 0.0), "g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600
-        )[0]
+        return seen.spot_evidence("g5.xlarge", "us-east-1", "us-east-1a", 48 * 3600)[0]
 
     whole = believed(stay(48.0, ended=48, reclaimed=True))
     parts = believed(*(stay(1.0, ended=hour, reclaimed=hour == 48) for hour in range(1, 49)))
-    assert (whole.shape, whole.hours) == pytest.approx((parts.shape, parts.hours))
+    assert (whole.losses, whole.hours) == pytest.approx((parts.losses, parts.hours))
     assert whole.hours == pytest.approx(
         EVIDENCE_WORTH * sum(0.5 ** (age / 24) for age in range(48)), rel=0.02
     )
     halved = believed(stay(1.0, ended=24, reclaimed=True))
-    assert halved.shape == pytest.approx(EVIDENCE_WORTH / 2)
-    assert believed(stay(1.0, ended=48, reclaimed=True)).per_hour == pytest.approx(1.0, rel=0.02)
+    assert halved.losses == pytest.approx(EVIDENCE_WORTH / 2)
+    fresh = believed(stay(1.0, ended=48, reclaimed=True))
+    assert fresh.losses / fresh.hours == pytest.approx(1.0, rel=0.02)
 
 
 def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
@@ -457,21 +489,19 @@ def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
     elsewhere = summarize_job([*events, *(replace(event, run="another") for event in again)])
     assert elsewhere.stays[0].gone_hours is None, "a later run says nothing of the wait"
     history = JobHistory.of([JobMeasurements(job="j", stays=(first,) * 10)])
-    waits = history.waits("g5.xlarge", "us-east-1", None)
-    assert (
-        waits is not None and len(waits) == len(WAIT_HOURS) and sum(waits) > 1.5 * sum(WAIT_HOURS)
-    )
-    assert history.waits("g6.xlarge", "us-east-1", None) is None
-    moved = JobHistory.of(
-        [JobMeasurements(job="j", stays=(replace(first, gone_hours=0.3, moved=True),) * 10)]
-    )
-    longer = moved.waits("g5.xlarge", "us-east-1", None)
-    assert longer is not None and sum(longer) > sum(WAIT_HOURS), (
-        "what ended elsewhere after 0.3 h was no short wait"
-    )
+    now = WALL + gap + 3600
+    evidence, stays = history.spot_evidence("g5.xlarge", "us-east-1", None, now)
+    assert stays == 10 and [wait.hours for wait in evidence.waits] == [first.gone_hours] * 10
+    assert believe(evidence).wait_hours > believe(replace(evidence, waits=())).wait_hours
+    assert not history.spot_evidence("g6.xlarge", "us-east-1", None, now)[0].waits
     known, none = (
         make_plan(
-            config(cost={"deadline_hours": 6.0}), now_utc=WALL + gap + 3600, history=seen
+            config(
+                cluster={**CLUSTER, "market": "spot"},
+                cost={"deadline_hours": 6.0, "confidence": 0.01},
+            ),
+            now_utc=now,
+            history=seen,
         ).ranked
         for seen in (
             history,

@@ -74,7 +74,7 @@ def test_spot_pools_are_zones_and_the_cheapest_region_wins():
     assert all(c.region in REGIONS for c in plan.ranked)
 
 
-def test_each_region_has_its_own_hazard_and_on_demand_prices_are_never_another_regions(
+def test_on_demand_prices_are_never_another_regions_and_the_advisors_band_moves_no_hazard(
     catalogue: Catalogue,
 ):
     plan = planned(configuration())
@@ -85,7 +85,7 @@ def test_each_region_has_its_own_hazard_and_on_demand_prices_are_never_another_r
         for c in plan.ranked
         if (c.market, c.instance_type) == ("spot", "g5.xlarge")
     }
-    assert hazards["us-east-2"] < hazards["us-west-2"] == hazards["us-east-1"]
+    assert len(set(hazards.values())) == 1 and hazards["us-east-2"] > 0.1
     on_demand = [c for c in plan.ranked if c.market == "on_demand"]
     assert {(c.region, c.zone) for c in on_demand} == {("us-east-1", None)}
     lacking = {r.region: r.reason for r in plan.rejected if r.kind == "no on-demand price"}

@@ -474,8 +474,8 @@ class CostConfig(Section):
     deadline_hours: float | None = key(None, "time limit from start to finish", gt=0)
     confidence: float = key(
         0.9,
-        "least probability to meet the deadline at which the plan ranks a pool by its dollars "
-        "alone",
+        "least probability to meet the deadline: pools below it come later in the plan, and a job "
+        "with Spot alone is refused",
         gt=0,
         lt=1,
     )

@@ -37,6 +37,7 @@ from ebbflow.cost.capacity import placement
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.guarantee import (
+    DEARER,
     DECIDE_HOURS,
     delay_hours,
     finish_hours,
@@ -54,9 +55,6 @@ if TYPE_CHECKING:
     from ebbflow.infra.batch.queues import QueueState
 
 HOUR = 3600.0
-# A faster on-demand fallback may cost more by this factor if only that fallback makes a Spot start
-# safe.
-_DEARER = 1.25
 
 RULE = "spot_first"
 
@@ -290,7 +288,7 @@ def _spot_or_on_demand(
         hours, usd = spare(spot, last)
         return hours >= min(DECIDE_HOURS, delay_hours(config)) and usd >= 0
 
-    limit = _DEARER * on_demand[0].candidate.expected_usd
+    limit = DEARER * on_demand[0].candidate.expected_usd
     bearable = [offer for offer in on_demand if offer.candidate.expected_usd <= limit]
     last = next(
         (offer for offer in bearable if any(is_safe(spot, offer) for spot in spots)), on_demand[0]

@@ -1,8 +1,10 @@
-"""Reader of AWS Cost and Usage Reports (CUR and CUR 2.0) in CSV, gzipped CSV or Parquet.
+"""Reader of bills with resource ids: AWS Cost and Usage Reports (CUR and CUR 2.0) and FOCUS 1.x, in
+CSV, gzipped CSV or Parquet.
 
 The columns are documented at https://docs.aws.amazon.com/cur/latest/userguide/data-dictionary.html
-for CUR and at https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html for CUR
-2.0 (Data Exports).
+for CUR, at https://docs.aws.amazon.com/cur/latest/userguide/table-dictionary-cur2.html for CUR 2.0
+(Data Exports), and at https://focus.finops.org for FOCUS. Lines are read one by one, and Parquet by
+batches of rows and only in the columns that are used, since a bill may have many gigabytes.
 
 AWS delivers a report several times, and each delivery contains the lines of the previous delivery
 again. A line's id is unique only within one partition of one delivery, and the next delivery gives
@@ -19,10 +21,11 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,32 @@ _OPTIONAL = {
     "tags": "resource_tags",
     "line_id": "identity_line_item_id",
 }
+# The same of FOCUS. `x_` columns are AWS's own.
+_FOCUS_REQUIRED = {
+    "resource_id": "resource_id",
+    "start": "charge_period_start",
+    "end": "charge_period_end",
+    "usd": "billed_cost",
+}
+_FOCUS_OPTIONAL = {
+    "amount": "consumed_quantity",
+    "priced_amount": "pricing_quantity",
+    "unit": "consumed_unit",
+    "priced_unit": "pricing_unit",
+    "usage_type": "x_usage_type",
+    "meter": "sku_meter",
+    "category": "charge_category",
+    "pricing": "pricing_category",
+    "service": "service_category",
+    "zone": "availability_zone",
+    "resource_type": "resource_type",
+    "currency": "billing_currency",
+    "provider": "provider_name",
+    "tags": "tags",
+}
+_HOURS = frozenset({"hours", "hour", "hrs"})
+# Rows of a Parquet file that are in memory at once.
+_BATCH_ROWS = 10_000
 _TAG = re.compile(r"^resource_tags_(?:user_)?(.+)$")
 _INSTANCE_USE = re.compile(
     r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$"
@@ -156,9 +185,9 @@ def normalise_tag(key: str) -> str:
 def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with (
-            gzip.open(path, "rt", newline="")
+            gzip.open(path, "rt", newline="", encoding="utf-8-sig")
             if path.suffix == ".gz"
-            else path.open(newline="") as file
+            else path.open(newline="", encoding="utf-8-sig") as file
         ):
             reader = csv.reader(file)
             names = [_normalise_name(name) for name in next(reader, [])]
@@ -172,20 +201,33 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        import pandas
-
-        frame = pandas.read_parquet(path)
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise BillError(
-            f"{path}: reading Parquet needs pandas with pyarrow, which is not installed; fix: "
-            "pip install pyarrow, or have the report delivered as CSV"
+            f"{path}: reading Parquet needs pyarrow, which is not installed; fix: pip install "
+            "pyarrow, or have the report delivered as CSV"
         ) from error
-    except (OSError, ValueError) as error:
+    try:
+        with ParquetFile(path) as file:
+            columns = {name: _normalise_name(name) for name in file.schema_arrow.names}
+            _check_columns(list(columns.values()), path)
+            used = [name for name, normal in columns.items() if _is_used(normal)]
+            number = 0
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=used):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield (
+                        f"{path}: row {number}",
+                        {columns[name]: value for name, value in row.items()},
+                    )
+    except (OSError, ArrowException) as error:
         raise BillError(f"{path}: cannot be read: {error}") from error
-    names = [_normalise_name(str(name)) for name in frame.columns]
-    _check_columns(names, path)
-    for number, row in enumerate(frame.itertuples(index=False, name=None), start=1):
-        yield f"{path}: row {number}", dict(zip(names, row, strict=True))
+
+
+def _is_used(column: str) -> bool:
+    tables = (_REQUIRED, _OPTIONAL, _FOCUS_REQUIRED, _FOCUS_OPTIONAL)
+    return column.startswith("resource_tags") or any(column in table.values() for table in tables)
 
 
 def _normalise_name(name: str) -> str:
@@ -203,7 +245,16 @@ def _normalise_name(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", words).lower()
 
 
+def _is_focus(names: Container[str]) -> bool:
+    return "billed_cost" in names and "charge_period_start" in names
+
+
 def _check_columns(names: list[str], path: Path) -> None:
+    if _is_focus(names):
+        missing = [column for column in _FOCUS_REQUIRED.values() if column not in names]
+        if missing:
+            raise BillError(f"{path}: not a FOCUS bill with resources: it lacks {missing[0]}")
+        return
     missing = [column for column in _REQUIRED.values() if column not in names]
     if missing:
         raise BillError(
@@ -214,6 +265,8 @@ def _check_columns(names: list[str], path: Path) -> None:
 
 
 def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
+    if _is_focus(row):
+        return _focus_line(row, where, delivery)
     found = {name: _read_text(row, column) for name, column in {**_REQUIRED, **_OPTIONAL}.items()}
     currency = found["currency"] or "USD"
     if currency != "USD":
@@ -227,16 +280,9 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
         usage = _INSTANCE_USE.search(found["usage_type"])
     else:
         usage = None
-    start, end = (
-        _time(found[name], f"line_item_usage_{name}_date", where) for name in ("start", "end")
-    )
+    start, end = _period(found, _REQUIRED, where)
     amount = _number(found["amount"] or "0", "line_item_usage_amount", where)
     usd = _number(found["usd"] or "0", "line_item_unblended_cost", where)
-    if end < start:
-        raise BillError(
-            f"{where}: line_item_usage_end_date {found['end']} is before the start, "
-            f"{found['start']}"
-        )
     if usage and min(amount, usd) < 0:
         raise BillError(
             f"{where}: {amount} hours of an instance for ${usd}: a {line_type} line is never "
@@ -257,12 +303,79 @@ def _line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
         zone=found["zone"],
         instance_type=found["instance_type"] or (usage.group(2) or "" if usage else ""),
         market=market,
-        tags=_tags(row, found["tags"]),
+        tags=_tags(row, "resource_tags"),
         synthetic=found["invoice"] == SYNTHETIC,
         line_id=found["line_id"],
         delivery=delivery,
         where=where,
     )
+
+
+def _focus_line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
+    table = {**_FOCUS_REQUIRED, **_FOCUS_OPTIONAL}
+    found = {name: _read_text(row, column) for name, column in table.items()}
+    if found["currency"] not in ("", "USD"):
+        raise BillError(f"{where}: BillingCurrency is {found['currency']}; only USD is read")
+    line_type = found["category"] or "Usage"
+    start, end = _period(found, _FOCUS_REQUIRED, where)
+    hours = found["amount"]
+    unit = found["unit"].lower()
+    if unit not in _HOURS:
+        hours = found["priced_amount"]
+        unit = found["priced_unit"].lower()
+    usage_type = found["usage_type"] or found["meter"]
+    usage = _INSTANCE_USE.search(usage_type)
+    resource = found["resource_id"].rpartition("/")[2]
+    runs = usage is not None or (
+        not found["usage_type"] and found["service"] == "Compute" and resource.startswith("i-")
+    )
+    instance = line_type == "Usage" and unit in _HOURS and runs
+    amount = _number((hours if instance else found["amount"]) or "0", "consumed_quantity", where)
+    usd = _number(found["usd"] or "0", "billed_cost", where)
+    if instance and min(amount, usd) < 0:
+        raise BillError(f"{where}: {amount} hours of an instance for ${usd}: never negative")
+    if found["pricing"] == "Dynamic" or (usage is not None and usage.group(1) == "SpotUsage"):
+        market = "spot"
+    else:
+        market = "on_demand"
+    if usage is not None and usage.group(2):
+        instance_type = usage.group(2)
+    elif "." in found["resource_type"]:
+        instance_type = found["resource_type"]
+    else:
+        instance_type = ""
+    kind = _kind(found["service"], usage_type, instance)
+    if kind == "other" and found["service"] == "Storage":
+        kind = "storage"
+    return BillLine(
+        resource_id=resource,
+        start=start,
+        end=end,
+        kind=kind,
+        usage_type=usage_type,
+        line_type=line_type,
+        amount=amount,
+        usd=usd,
+        zone=found["zone"],
+        instance_type=instance_type if instance else "",
+        market=market if instance else "",
+        tags=_tags(row, "tags"),
+        synthetic="simulated" in found["provider"],
+        delivery=delivery,
+        where=where,
+    )
+
+
+def _period(
+    found: Mapping[str, str], columns: Mapping[str, str], where: str
+) -> tuple[float, float]:
+    """Return the start and end of a line in Unix seconds."""
+    start, end = (_time(found[name], columns[name], where) for name in ("start", "end"))
+    if end < start:
+        raise BillError(
+            f"{where}: {columns['end']} {found['end']} is before the start, {found['start']}"
+        )
+    return start, end
 
 
 def _read_text(row: Mapping[str, Any], column: str) -> str:
@@ -284,35 +397,52 @@ def _kind(product: str, usage_type: str, instance: bool) -> str:
 
 
 def _tags(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Read a line's tags. CUR has one column per tag; CUR 2.0 has a single column with all tags."""
+    """Read a line's tags.
+
+    CUR has one column per tag. CUR 2.0 and FOCUS have a single column with all tags: JSON in CSV, a
+    map in Parquet, which is read as pairs.
+    """
     tags = {
         normalise_tag(found.group(1)): str(row[name])
         for name in row
         if (found := _TAG.match(name)) and _read_text(row, name)
     }
-    if column.startswith("{"):
-        # Some writers use single quotes. Valid JSON is tried first, since a value may hold one,
-        # such as O'Brien.
-        for text in (column, column.replace("'", '"')):
-            with contextlib.suppress(ValueError, RecursionError):
-                return tags | {
-                    normalise_tag(key): str(value) for key, value in json.loads(text).items()
-                }
-    else:  # pandas reads a map as a list of pairs
-        tags |= {
-            normalise_tag(key): value
-            for key, value in re.findall(r"\('([^']+)', '([^']*)'\)", column)
-        }
-    return tags
+    given = row.get(column)
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif isinstance(given, str):
+        pairs = _json_tags(given.strip())
+    elif given is None or given != given:
+        pairs = []
+    else:
+        pairs = list(given)
+    return tags | {normalise_tag(str(key)): str(value) for key, value in pairs if value is not None}
+
+
+def _json_tags(text: str) -> list[tuple[str, Any]]:
+    if not text.startswith("{"):
+        return re.findall(r"\('([^']+)', '([^']*)'\)", text)
+    # Some writers use single quotes. Valid JSON is tried first, since a value may hold one, such as
+    # O'Brien.
+    for attempt in (text, text.replace("'", '"')):
+        with contextlib.suppress(ValueError, RecursionError):
+            return list(json.loads(attempt).items())
+    return []
 
 
 def _time(text: str, column: str, where: str) -> float:
     try:
-        moment = datetime.fromisoformat(text)
+        return _unix_seconds(text)
     except ValueError as error:
         raise BillError(
             f"{where}: {column}: {text!r} is not a time such as 2026-11-20T10:00:00Z"
         ) from error
+
+
+# A bill has few different hours.
+@lru_cache(maxsize=4096)
+def _unix_seconds(text: str) -> float:
+    moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 

@@ -36,8 +36,14 @@ from ebbflow.cost.finance.bill_matching import (
     meter_instances,
     to_decimal,
 )
+from ebbflow.cost.finance.daily_costs import (
+    compare_days,
+    is_daily_costs,
+    read_daily_costs,
+    render_days,
+)
 from ebbflow.cost.jobs import read_job
-from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill
 from ebbflow.cost.ledger.instances import CLOCKS_APART_SECONDS, LONGEST_IDLE_SECONDS
 from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import SIMULATED, select_plans
@@ -49,6 +55,17 @@ UNEXPLAINED = "unexplained"
 AGREED_SHARE = 0.01
 SCHEMA = 1
 _WIDTH = 100
+# Tags (`normalise_tag`) that AWS, and the template of `ebbflow deploy`, put on the instances of a
+# compute environment.
+_ENVIRONMENT_TAGS = frozenset(
+    {
+        "batchcomputeenvironment",
+        "autoscalinggroupname",
+        "ec2fleetid",
+        "ec2launchtemplateid",
+        "ebbflowqueue",
+    }
+)
 
 _WORDS = {
     "boot time": "from the instance's boot to the first agent",
@@ -88,6 +105,17 @@ class BillingFinding:
 
 
 @dataclass(kw_only=True)
+class Neighbour:
+    """An instance of a compute environment that was billed while the job ran, and that no event and
+    no tag of the job mentions.
+    """
+
+    usd: Decimal = Decimal(0)
+    # tags that AWS puts on the instances of a compute environment: (key, value)
+    environments: set[tuple[str, str]] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
 class Reconciliation:
     """Comparison of a job's forecast, ledger and bill.
 
@@ -106,11 +134,14 @@ class Reconciliation:
     # bills of the instances in `metered`, by instance id. Instances that the bill does not mention
     # are left out.
     billed: dict[str, BilledInstance] = field(default_factory=dict)
-    # billed instances that probably belong to the job, although its events do not mention them.
-    # Either they have the job's tag, or they have no tag but the type of one of the job's machines,
-    # and ran at the same time.
+    # billed instances with the job's tag that its events do not mention
     orphans: dict[str, BilledInstance] = field(default_factory=dict)
-    # dollars of other bill lines with the job's tag, by kind: storage, transfer, other
+    # billed instances without the job's tag that may be its nodes without events
+    candidates: dict[str, BilledInstance] = field(default_factory=dict)
+    neighbours: dict[str, Neighbour] = field(default_factory=dict)
+    environments: set[tuple[str, str]] = field(default_factory=set)  # of the job's instances
+    # dollars of other bill lines of the job's instances or with its tag, by kind: storage, transfer,
+    # other
     other_usd: dict[str, Decimal] = field(default_factory=dict)
     covers_until: float = -math.inf  # Unix time at which the newest line of the bill ends
     # number of repeats of lines in other deliveries of the same report. Repeats are not added to
@@ -221,13 +252,14 @@ def reconcile(
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],
         shared=sorted({str(bill.node.instance_id) for bill in ledger.nodes if bill.sharers}),
     )
-    types = {bill.node.machine.get("instance_type") for bill in ledger.nodes}
-    types |= {bill.price.pool.instance_type for bill in ledger.unreported if bill.price.pool}
     repeats = RepeatFilter()
+    since = min((metered.start for metered in found.metered.values()), default=math.inf)
+    until = max((metered.end for metered in found.metered.values()), default=-math.inf)
     for line in lines:
-        _add_line(found, line, repeats, types)
+        _add_line(found, line, repeats, ledger.unreported)
+        if line.start < until and line.end > since:
+            _add_neighbour(found, line)
     _join_unreported(found, ledger)
-    _drop_strangers(found)
     used = [node for other in others for node in read_paid_nodes(other)]
     uses = [
         (node.instance_id, node.started_wall, node.ended_wall) for node in used if node.instance_id
@@ -254,7 +286,7 @@ def reconcile(
         parts += [part for part in _split_gap(found, metered, hours) if part.usd]
         faults += _find_instance_faults(found, metered, hours)
     found.parts = tuple(parts)
-    found.notes = tuple(notes)
+    found.notes = (*notes, *_note_absent_tags(found), *_note_neighbours(found))
     found.findings = (*_find_orphans(found), *faults)
     return found
 
@@ -271,8 +303,8 @@ def add_command(commands: Any) -> None:
         "job", metavar="RUN", help="a job's name, 'latest', or the folder or s3:// URI of a job"
     )
     kinds = (
-        "Cost and Usage Report (CSV or Parquet), or allocations of OpenCost or Kubecost (JSON or "
-        "CSV)"
+        "Cost and Usage Report or FOCUS bill (CSV or Parquet), Cost Explorer's daily costs (CSV), "
+        "or allocations of OpenCost or Kubecost (JSON or CSV)"
     )
     parser.add_argument("bill", type=Path, nargs="+", metavar="FILE", help=kinds)
     parser.add_argument(
@@ -297,29 +329,67 @@ def _forecast_usd(plan: PlanPayload) -> float | None:
 
 
 def _add_line(
-    found: Reconciliation, line: BillLine, repeats: RepeatFilter, types: set[str | None]
+    found: Reconciliation,
+    line: BillLine,
+    repeats: RepeatFilter,
+    unreported: Sequence[UnreportedBill],
 ) -> None:
+    """Add a line of the bill to the instance, or to the kind of cost, that it belongs to."""
     found.synthetic |= line.synthetic
     found.covers_until = max(found.covers_until, line.end)
     tag = line.tags.get(normalise_tag(found.job_tag), "")
     tagged = tag == found.job
     metered = found.metered.get(line.resource_id)
-    stranger = line.kind == "instance" and not tag and line.instance_type in types
-    if not tagged and metered is None and not stranger:
-        return
+    if not tagged and metered is None:
+        silent = any(_may_be_silent(line, bill) for bill in unreported)
+        if line.kind != "instance" or tag or not silent:
+            return
     if repeats.is_repeat(line):
         found.repeated_lines += tagged or metered is not None
-    elif line.kind != "instance":
-        if tagged:
-            found.other_usd[line.kind] = found.other_usd.get(line.kind, Decimal(0)) + line.usd
+        return
+    if line.kind != "instance":
+        found.other_usd[line.kind] = found.other_usd.get(line.kind, Decimal(0)) + line.usd
+        return
+    if metered is not None:
+        found.environments |= _environments(line)
+        place = found.billed
+    elif tagged:
+        place = found.orphans
     else:
-        if metered is None:
-            place = found.orphans
-        else:
-            place = found.billed
-        place.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id)).add(
-            line, found.job_tag
-        )
+        place = found.candidates
+    place.setdefault(line.resource_id, BilledInstance(instance_id=line.resource_id)).add(
+        line, found.job_tag
+    )
+
+
+def _add_neighbour(found: Reconciliation, line: BillLine) -> None:
+    """Count an instance of a compute environment that is not the job's.
+
+    Only the first of several files counts, since they may repeat each other.
+    """
+    environments = _environments(line)
+    known = line.resource_id in found.metered or normalise_tag(found.job_tag) in line.tags
+    if line.kind != "instance" or not environments or known or line.delivery:
+        return
+    neighbour = found.neighbours.setdefault(line.resource_id, Neighbour())
+    neighbour.usd += line.usd
+    neighbour.environments |= environments
+
+
+def _environments(line: BillLine) -> set[tuple[str, str]]:
+    return {(key, value) for key, value in line.tags.items() if key in _ENVIRONMENT_TAGS}
+
+
+def _may_be_silent(line: BillLine, bill: UnreportedBill) -> bool:
+    """Return whether a line may be of a node of AWS Batch that recorded no event."""
+    pool = bill.price.pool
+    stay = bill.job.stay(bill.node)
+    return (
+        pool is not None
+        and line.instance_type == pool.instance_type
+        and line.start < stay.stopped + ENDS_LATER_SECONDS + CLOCKS_APART_SECONDS
+        and line.end > stay.started - LONGEST_IDLE_SECONDS - CLOCKS_APART_SECONDS
+    )
 
 
 def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
@@ -327,7 +397,7 @@ def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
     for bill in ledger.unreported:
         stay = bill.job.stay(bill.node)
         pool = bill.price.pool
-        for instance_id, orphan in sorted(found.orphans.items()):
+        for instance_id, orphan in sorted({**found.candidates, **found.orphans}.items()):
             first = min(orphan.hours)[0]
             last = max(orphan.hours)[1]
             longer = orphan.seconds - (stay.stopped - stay.started)
@@ -354,19 +424,46 @@ def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
                 lost_ends=0,
                 pieces=[piece],
             )
-            found.billed[instance_id] = found.orphans.pop(instance_id)
+            found.billed[instance_id] = orphan
+            found.orphans.pop(instance_id, None)
+            found.candidates.pop(instance_id, None)
+            found.neighbours.pop(instance_id, None)
             break
 
 
-def _drop_strangers(found: Reconciliation) -> None:
-    """Remove untagged orphan instances that were not billed while the job ran."""
-    since = min((metered.start for metered in found.metered.values()), default=math.inf)
-    until = max((metered.end for metered in found.metered.values()), default=-math.inf)
-    for instance_id, orphan in list(found.orphans.items()):
-        if not orphan.tags and not any(
-            end > since and start < until for start, end in orphan.hours
-        ):
-            del found.orphans[instance_id]
+def _note_absent_tags(found: Reconciliation) -> Iterator[str]:
+    """Yield a note if instances of the job have no tag that names a job.
+
+    AWS Batch gives an instance the tags of its compute environment, not those of a job.
+    """
+    bare = [billed for billed in found.billed.values() if not billed.tags]
+    if bare:
+        usd = sum((billed.usd for billed in bare), Decimal(0))
+        yield (
+            f"{len(bare)} of {len(found.billed)} instances (${usd:.2f}) have no tag "
+            f"{found.job_tag}, as AWS Batch puts no tags of a job on instances; cost allocation by "
+            "this tag leaves them out"
+        )
+
+
+def _note_neighbours(found: Reconciliation) -> Iterator[str]:
+    """Yield a note on the instances of the job's compute environments that ran while it did."""
+    beside = {
+        name: neighbour.usd
+        for name, neighbour in sorted(found.neighbours.items())
+        if neighbour.environments & found.environments
+    }
+    if beside:
+        usd = sum(beside.values(), Decimal(0))
+        names = ", ".join(list(beside)[:3])
+        if len(beside) > 3:
+            more = f" and {len(beside) - 3} more"
+        else:
+            more = ""
+        yield (
+            f"{names}{more} (${usd:.2f}) ran in the job's compute environment at its time, without "
+            "an event or a tag of this job: another job's, as far as the bill shows"
+        )
 
 
 def _split_gap(
@@ -456,15 +553,13 @@ def _find_contradictions(
 
 def _find_orphans(found: Reconciliation) -> Iterator[BillingFinding]:
     for instance_id, orphan in sorted(found.orphans.items()):
-        kind = "orphan instance"
-        words = f"has the tag {found.job_tag}={found.job}"
-        if not orphan.tags:
-            kind = "untagged instance"
-            words = (
-                f"has no tag {found.job_tag}, ran while the job did, on a type that the job uses"
-            )
-        words += ", and is in no event of the job: is it still running?"
-        yield BillingFinding(kind=kind, resource=instance_id, usd=orphan.usd, words=words)
+        words = (
+            f"has the tag {found.job_tag}={found.job}, and is in no event of the job: is it still "
+            "running?"
+        )
+        yield BillingFinding(
+            kind="orphan instance", resource=instance_id, usd=orphan.usd, words=words
+        )
 
 
 def _find_instance_faults(
@@ -506,16 +601,14 @@ def _find_instance_faults(
         yield fault("billed twice", billed, words)
     else:
         yield from _find_wrong_hours(found, metered, hours)
-    # A warm instance keeps the tag of the job that started it.
-    if found.job not in billed.tags and not metered.was_warm:
-        if billed.tags:
-            value = f"the value {', '.join(sorted(billed.tags))}"
-        else:
-            value = "no value"
+    # A warm instance keeps the tag of the job that started it. No tag at all is no fault
+    # (`_note_absent_tags`).
+    if billed.tags and found.job not in billed.tags and not metered.was_warm:
+        value = ", ".join(sorted(billed.tags))
         yield fault(
             "missed tag",
             billed,
-            f"its tag {found.job_tag} has {value}: cost allocation by tag misses it",
+            f"its tag {found.job_tag} has the value {value}: cost allocation by tag misses it",
         )
 
 
@@ -656,8 +749,8 @@ def _render_remarks(
         yield f"  · {lines} given twice, as deliveries of one report repeat them, and counted once"
     for kind, amount in sorted(found.other_usd.items()):
         yield (
-            f"  · {kind}: {dollars(amount)} in lines with the job's tag, which the ledger does "
-            "not count"
+            f"  · {kind}: {dollars(amount)} in lines of its instances or with its tag, which "
+            "the ledger does not count"
         )
     if found.unknown:
         yield (
@@ -687,6 +780,8 @@ def _reconcile(arguments: argparse.Namespace) -> int:
         if attempts and all(attempt.agrees for attempt in attempts):
             return 0
         return 1
+    if all(map(is_daily_costs, arguments.bill)):
+        return _reconcile_days(arguments)
     lines = (
         line
         for number, path in enumerate(arguments.bill)
@@ -702,3 +797,16 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     if found.agrees:
         return 0
     return 1
+
+
+def _reconcile_days(arguments: argparse.Namespace) -> int:
+    """Compare the job with Cost Explorer's daily costs, and return the exit code."""
+    events = read_job(arguments.job, arguments.store)
+    code = 0
+    for path in arguments.bill:
+        costs = read_daily_costs(path)
+        days = compare_days(events, costs, job_tag=arguments.tag)
+        print(render_days(events[0].job if events else "", costs, days))
+        if not days or any(day.fault for day in days):
+            code = 1
+    return code

@@ -31,7 +31,6 @@ from ebbflow.cost.plan.forecast import (
     RemainingWork,
     delay_start,
     expect_run,
-    reclaim_prior,
     save_seconds,
 )
 from ebbflow.cost.plan.pools import Candidate, Pool, Rejection, why_no_queue
@@ -68,7 +67,6 @@ OLDEST_FP8_CAPABILITY = 8.9
 ELSEWHERE = "outside cost.zones"
 NO_SPOT_PRICE = "no spot price"
 NO_ON_DEMAND_PRICE = "no on-demand price"
-HAZARD_UNKNOWN = "hazard unknown"
 MISSES_DEADLINE = "misses the deadline"
 NEVER_ENDS = "interrupted too often"
 NO_QUEUE = "no queue"
@@ -332,9 +330,6 @@ def _judge_zone(job: _SizedJob, pool: Pool, quote: Quote | None) -> Candidate | 
     if quote is None:
         return _reject(pool, _explain_missing_price(job, pool))
     hazard = _hazard(sources, pool, job.kind)
-    if hazard is None:
-        reason = f"no interruption band of {job.kind.name} in {region} on record"
-        return _reject(pool, _Flaw(kind=HAZARD_UNKNOWN, reason=reason))
     expected = job.run_at(hazard)
     score = sources.evidence.score(region, pool.zone)
     if expected is not None and score is not None and pool.market == "spot":
@@ -368,7 +363,6 @@ def _judge_reservation(job: _SizedJob, pool: Pool, held: Reservation) -> Candida
         reason = f"no on-demand price of {job.kind.name} on record, nor usd_per_hour"
         return _reject(pool, _Flaw(kind=NO_ON_DEMAND_PRICE, reason=reason))
     hazard = _hazard(sources, pool, job.kind)
-    assert hazard is not None  # only Spot may lack one
     expected = job.run_at(hazard)
     if expected is not None:
         expected = delay_start(expected, wait_hours=held.wait_hours(now))
@@ -408,31 +402,27 @@ def _why_reservation_ends_first(
     return _Flaw(kind=RESERVATION, reason=reason, excess=needed / (ends + save))
 
 
-def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard | None:
-    """Estimate the pool's interruptions per hour.
-
-    Return None for a Spot pool that the spot advisor does not list.
-    """
+def _hazard(sources: PlanInputs, pool: Pool, kind: InstanceType) -> PoolHazard:
+    """Estimate the pool's interruptions per hour."""
     failures = FAILURES_PER_GPU_HOUR * pool.ranks
     if pool.market != "spot":
         return PoolHazard(
-            reclaims=None,
+            evidence=None,
             failures_per_hour=failures,
             kind="estimated: machine failures as published",
         )
-    band = kind.interruption_band(pool.region or "")
-    if band is None:
-        return None
-    belief, stays = sources.history.reclaim_hazard(
-        reclaim_prior(band), kind.name, pool.region, pool.zone, sources.now_utc
+    evidence, stays = sources.history.spot_evidence(
+        kind.name, pool.region, pool.zone, sources.now_utc
     )
     if stays:
         own = f", updated by {stays} stays of own jobs"
     else:
         own = ""
-    kind_of = f"estimated: advisor's band {band}{own}"
-    waits = sources.history.waits(kind.name, pool.region, pool.zone)
-    return PoolHazard(reclaims=belief, failures_per_hour=failures, kind=kind_of, waits=waits)
+    return PoolHazard(
+        evidence=evidence,
+        failures_per_hour=failures,
+        kind=f"estimated: nine zones recorded with V100 in 2023{own}",
+    )
 
 
 def _quotes(
@@ -601,16 +591,24 @@ def _judge_offer(job: _SizedJob, pool: Pool, offer: _Offer) -> Candidate | Rejec
             "hour's work"
         )
         return _reject(pool, _Flaw(kind=NEVER_ENDS, reason=reason))
-    late = _why_late(job, expected)
+    late = _why_late(job, pool, expected)
     if late:
         return _reject(pool, late)
     return _make_candidate(job, pool, offer, expected)
 
 
-def _why_late(job: _SizedJob, expected: ExpectedRun) -> _Flaw | None:
+def _why_late(job: _SizedJob, pool: Pool, expected: ExpectedRun) -> _Flaw | None:
+    """Check that the pool can meet the deadline: on Spot, if nothing interrupts the job.
+
+    How likely a Spot pool meets it, with its interruptions and waits, and with on-demand capacity
+    after it, is simulated later.
+    """
     limit = job.config.cost.deadline_hours
     left = job.sources.hours_left(job.config)
-    hours = expected.expected_hours
+    if pool.market == "spot":
+        hours = expected.case.start_hours + expected.case.work_hours
+    else:
+        hours = expected.expected_hours
     if left is None or hours <= left:
         return None
     reason = f"needs {hours:.4g} h, cost.deadline_hours is {limit:.4g}"

@@ -36,6 +36,9 @@ from ebbflow.cost.prices.reservations import Reservation
 DECIDE_HOURS = 5 / 60
 """Longest time between two placements, and the shortest useful wait for capacity: an instance must boot (assumed)."""
 
+DEARER = 1.25
+"""A faster on-demand fallback may cost more by this factor if only that fallback makes a Spot start safe."""
+
 
 def start_hours(pool: Candidate) -> float:
     """Return the paid hours from the start of the machines to the first useful step (d in the
@@ -223,7 +226,7 @@ def refuse_unguaranteed(
         usd_left: Dollars left of the budget; infinite without a budget.
     """
     pools = last_resorts(ranked)
-    without = "; without this guarantee: cluster.market=spot"
+    without = "; without this guarantee: cluster.market=spot and a lower cost.confidence"
     if not pools:
         late = [
             rejection

@@ -5,115 +5,134 @@ A Monte Carlo simulation with a fixed seed applies the placement rule of `cost.c
 capacity that comes and goes. It includes waits for capacity, lost and redone work, the reserve for
 on-demand, and the fallback to on-demand.
 
-Spot capacity alternates between spells (periods) with and without capacity, as recorded in nine
-zones in 2023 for one V100 each. Each simulated run draws one of these zones, a random moment in its
-recording, and then independent spells of that zone. The job's zone is none of the nine, so a random
-factor makes the spells longer or shorter. For a new job the nine zones are equally likely. Once the
-user's jobs have run in the pool, the zones are weighted by the likelihood of the machine losses in
-those jobs. Other instance types and years may behave differently, and prices do not show this. The
-actual speed differs from its estimate by a random lognormal factor.
+Each simulated run draws the spells of its zone from `spot_belief`, a random moment in them, and then
+independent spells. The actual speed differs from its estimate by a random lognormal factor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.cost.plan.forecast import DRAWS, PRIOR_WEIGHT
+from ebbflow.cost.plan.candidates import PlanInputs
+from ebbflow.cost.plan.forecast import Outlook
 from ebbflow.cost.plan.guarantee import (
+    DEARER,
     DECIDE_HOURS,
     busy_hours,
     delay_hours,
+    hours_until_end,
+    last_resorts,
     spare_hours,
     spare_usd,
     start_hours,
 )
 from ebbflow.cost.plan.pools import Candidate
+from ebbflow.cost.plan.spot_belief import NOTHING_SEEN, ZONE_SPELLS, ZoneSpells, believe
 
 if TYPE_CHECKING:
     import numpy
 
-# Log deviation of the actual zone from a recorded one, in standard deviations between the recorded
-# zones: of 0, 0.5, 1, 1.5 and 2 the one with which nearest to 80 % of the jobs in the first half of
-# the recordings cost p10 to p90.
-ZONE_DEVIATIONS = 2.0
+# Simulated runs of each job.
+DRAWS = 1000
 _SEED = 20_261_123
+# A run that is not done after so many attempts is taken to go on at its pace so far.
 _MOST_ATTEMPTS = 400
+# Share of the attempts' time that is work, at least, of a run that is taken to go on.
+_LEAST_PACE = 1e-3
 
 
-class ZoneSpells(NamedTuple):
-    """Recorded periods with and without Spot capacity in one zone."""
+class Forecaster:
+    """Simulation of a job in each of its pools.
 
-    share_up: float  # share of the time with capacity
-    # up_hours, down_hours: hours of the periods with and without capacity. The sorted periods are
-    # split into six groups of equal size, and each value is the mean of one group.
-    up_hours: tuple[float, ...]
-    down_hours: tuple[float, ...]
-
-    @property
-    def losses_per_hour(self) -> float:
-        return len(self.up_hours) / sum(self.up_hours)
-
-
-# V100, 45.5 days from 2023-02-15, one tick per 195 s (recorded by skypilot-org/spot-traces
-# 221da1a).
-ZONE_SPELLS = {
-    "us-east-1a": ZoneSpells(
-        0.167, (0.16, 0.17, 0.28, 0.44, 0.77, 2.50), (0.16, 0.19, 0.37, 0.94, 2.78, 17.21)
-    ),
-    "us-east-1c": ZoneSpells(
-        0.467, (0.16, 0.20, 0.38, 0.62, 1.30, 6.27), (0.16, 0.22, 0.43, 0.88, 2.02, 6.51)
-    ),
-    "us-east-1d": ZoneSpells(
-        0.447, (0.16, 0.24, 0.41, 0.69, 1.34, 7.12), (0.16, 0.27, 0.47, 1.01, 2.12, 8.29)
-    ),
-    "us-east-1f": ZoneSpells(
-        0.591, (0.16, 0.19, 0.42, 0.77, 2.12, 10.04), (0.16, 0.18, 0.32, 0.63, 1.53, 6.65)
-    ),
-    "us-east-2a": ZoneSpells(
-        0.759, (0.17, 0.31, 0.67, 1.74, 5.00, 26.63), (0.16, 0.23, 0.37, 0.68, 2.19, 7.31)
-    ),
-    "us-east-2b": ZoneSpells(
-        0.682, (0.18, 0.33, 0.71, 1.91, 4.79, 17.76), (0.16, 0.26, 0.47, 1.14, 2.87, 7.05)
-    ),
-    "us-west-2a": ZoneSpells(
-        0.883, (0.16, 0.33, 0.69, 1.87, 4.67, 29.32), (0.17, 0.30, 0.35, 0.46, 0.84, 2.77)
-    ),
-    "us-west-2b": ZoneSpells(
-        0.905, (0.16, 0.26, 0.81, 2.41, 7.62, 53.86), (0.16, 0.30, 0.37, 0.62, 1.36, 4.02)
-    ),
-    "us-west-2c": ZoneSpells(
-        0.891, (0.16, 0.31, 0.67, 1.80, 4.41, 34.64), (0.16, 0.23, 0.34, 0.46, 0.82, 3.08)
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiveForecast:
-    """Forecast of a job that may move from Spot to on-demand.
-
-    Dollars include storage and transfer. Hours include waits for capacity.
+    A job on Spot falls back to an on-demand pool in time for the deadline. Without a deadline it
+    stays on Spot.
     """
 
-    mean_usd: float
-    p10_usd: float
-    p50_usd: float
-    p90_usd: float
-    mean_hours: float
-    p90_hours: float
-    on_demand_share: float  # share of the simulated runs that ended on demand
-    # share of the simulated runs that met deadline and budget; None without a deadline
-    deadline_probability: float | None
+    def __init__(self, config: RunConfig, sources: PlanInputs, pools: Sequence[Candidate]) -> None:
+        self._config = config
+        self._now_utc = sources.now_utc
+        self._hours_left = sources.hours_left(config)
+        budget = config.cost.budget_usd
+        if budget is None:
+            self._usd_left = math.inf
+        else:
+            self._usd_left = budget - sources.progress.spent_usd
+        resorts = sorted(last_resorts(pools), key=lambda pool: pool.expected_usd)
+        # As `cost.capacity.decision` chooses: a faster pool may cost a little more
+        self._resorts = [
+            pool for pool in resorts if pool.expected_usd <= DEARER * resorts[0].expected_usd
+        ]
+
+    def simulate(self, pool: Candidate) -> Candidate:
+        """Return the pool with the forecast of a job that begins in it.
+
+        Its hours become the median of the forecast, since waits for Spot have a long tail, and its
+        dollars and interruptions the means.
+        """
+        if pool.market == "spot":
+            spot = pool
+            last = self._last_resort(pool)
+        else:
+            spot = None
+            last = pool
+        ahead = forecast_live(
+            self._config,
+            spot,
+            last,
+            hours_left=self._hours_until(last),
+            usd_left=self._usd_left,
+        )
+        if pool.expected_usd:
+            usd_per_step = pool.usd_per_step * ahead.mean_usd / pool.expected_usd
+        else:
+            usd_per_step = 0.0
+        return replace(
+            pool,
+            outlook=ahead,
+            interruptions=ahead.interruptions if spot else pool.interruptions,
+            expected_hours=ahead.p50_hours,
+            compute_usd=ahead.compute_usd,
+            expected_usd=ahead.mean_usd,
+            usd_per_step=usd_per_step,
+        )
+
+    def _last_resort(self, spot: Candidate) -> Candidate | None:
+        """Return the on-demand pool that takes over from a Spot pool: the cheapest one with which a
+        start on Spot is safe, or else the cheapest one; None if there is none.
+        """
+        for pool in self._resorts:
+            left = self._hours_until(pool)
+            if (
+                left is None
+                or min(
+                    spare_hours(self._config, spot, pool, left) - DECIDE_HOURS,
+                    spare_usd(self._config, spot, pool, self._usd_left),
+                )
+                >= 0
+            ):
+                return pool
+        return next(iter(self._resorts), None)
+
+    def _hours_until(self, last_resort: Candidate | None) -> float | None:
+        """Return the hours until the deadline or the end of the last resort; None without a
+        deadline.
+        """
+        if self._hours_left is None or last_resort is None:
+            return self._hours_left
+        return min(self._hours_left, hours_until_end(last_resort, self._now_utc))
 
 
 class LiveRuns:
     """Simulated runs of one job.
 
-    The arrays `work`, `hours`, `usd` and `done` have one value per run, [draws]: the remaining
-    hours of work, the hours and dollars so far, and whether the run is done.
+    The arrays have one value per run, [draws]: the remaining hours of work (`work`), the hours and
+    dollars so far (`hours`, `usd`), the number of losses of the machines (`losses`), and whether
+    the run is done on Spot (`done`).
     """
 
     def __init__(self, pool: Candidate) -> None:
@@ -121,94 +140,137 @@ class LiveRuns:
 
         self.chance = numpy.random.default_rng(_SEED)
         deviation = pool.case.speed_log_deviation
-        speeds = self.chance.standard_normal(DRAWS)
-        self.slower = numpy.exp(deviation * speeds - deviation**2 / 2)
-        self.work = pool.case.work_hours * self.slower
+        normal = NormalDist()
+        strata = [normal.inv_cdf((index + 0.5) / DRAWS) for index in range(DRAWS)]
+        slower = numpy.exp(deviation * self.chance.permutation(strata))
+        # Divided by its mean, the factor keeps the expected hours of the plan
+        self.work = pool.case.work_hours * slower / slower.mean()
         self.hours = numpy.zeros(DRAWS)
         self.usd = numpy.zeros(DRAWS)
+        self.losses = numpy.zeros(DRAWS)
         self.done = numpy.zeros(DRAWS, dtype=bool)
-        self.waits = numpy.ones(DRAWS, dtype=bool)
 
     def run_on_spot(
         self,
         spot: Candidate,
         zones: Mapping[str, ZoneSpells],
-        spare: Callable[[LiveRuns], numpy.ndarray],
+        spare: Callable[[numpy.ndarray], numpy.ndarray],
     ) -> None:
         """Simulate the part of each run on Spot.
 
         This part ends when the work is done, or when a wait for capacity would exceed the longest
-        safe wait, which `spare` returns.
+        safe wait, which `spare` returns for the runs with the given indices.
         """
         import numpy
 
-        known = list(zones.values())
-        table = numpy.array([[zone.down_hours, zone.up_hours] for zone in known])
-        runs = numpy.arange(DRAWS)
-        zone = self.chance.choice(len(known), DRAWS, p=_weights(spot, known))
-        scale = self._zone_factors(table)
-        spells = table[zone] * scale[..., numpy.newaxis]
-        odds = (
-            numpy.array([recorded.share_up / (1 - recorded.share_up) for recorded in known])[zone]
-            * scale[:, 1]
-            / scale[:, 0]
-        )
-        # A placement score, where there is one, says more of this moment than the recorded zones.
-        if spot.case.start_chance is None:
-            now = odds / (1 + odds)
-        else:
-            now = spot.case.start_chance
-        up = self.chance.random(DRAWS) < now
-        # A run starts at a random moment, so it more often starts within a long spell, at any point
-        # of it.
-        groups = spells[runs, up.astype(int)].cumsum(axis=1)
-        first = (groups < groups[:, -1:] * self.chance.random((DRAWS, 1))).sum(axis=1)
-        rest = spells[runs, up.astype(int), first] * self.chance.random(DRAWS)
+        belief = believe(spot.case.evidence or NOTHING_SEEN, zones)
+        particles = self.chance.choice(len(belief.weights), DRAWS, p=belief.weights)
+        spells = belief.spells[particles]
+        total = self.work.copy()
+        groups = spells.shape[2]
+        up, rest = self._begin(spells, spot.case.start_chance)
         start = start_hours(spot)
-        interval = spot.case.interval_hours
         price = spot.gang_usd_per_hour
+        runs = numpy.arange(DRAWS)
         for _ in range(_MOST_ATTEMPTS):
-            active = self.waits & ~self.done
-            if not active.any():
-                break
-            longest = spare(self)
-            wait = numpy.where(up, 0.0, rest)
-            given_up = active & ((longest < DECIDE_HOURS) | (wait > longest))
-            self.hours += given_up * numpy.where(up, 0.0, numpy.clip(longest, 0.0, wait))
-            self.waits &= ~given_up
-            active &= ~given_up
-            drawn = spells[runs, 1, self.chance.integers(spells.shape[2], size=DRAWS)]
-            stay = numpy.where(up, rest, drawn)
-            needed = start + self.work
-            ends = active & (needed <= stay)
+            longest = spare(runs)
+            wait = numpy.where(up[runs], 0.0, rest[runs])
+            given_up = (longest < DECIDE_HOURS) | (wait > longest)
+            left = runs[given_up]
+            self.hours[left] += numpy.clip(longest[given_up], 0.0, wait[given_up])
+            runs = runs[~given_up]
+            if not len(runs):
+                return
+            drawn = spells[runs, 1, self.chance.integers(groups, size=len(runs))]
+            stay = numpy.where(up[runs], rest[runs], drawn)
+            needed = start + self.work[runs]
+            ends = needed <= stay
             held = numpy.minimum(needed, stay)
-            self.hours += active * (wait + held)
-            self.usd += active * held * price
-            kept = numpy.maximum(0.0, stay - start - interval * self.chance.random(DRAWS))
-            self.work = numpy.where(
-                active & ~ends, numpy.maximum(self.work - kept, 1e-6), self.work
-            )
-            self.done |= ends
-            up = numpy.zeros(DRAWS, dtype=bool)
-            rest = spells[runs, 0, self.chance.integers(spells.shape[2], size=DRAWS)]
+            self.hours[runs] += wait[~given_up] + held
+            self.usd[runs] += held * price
+            redone = spot.case.interval_hours * self.chance.random(len(runs))
+            kept = numpy.maximum(0.0, stay - start - redone)
+            self.done[runs[ends]] = True
+            self.work[runs[ends]] = 0.0
+            lost = runs[~ends]
+            self.losses[lost] += 1
+            self.work[lost] = numpy.maximum(self.work[lost] - kept[~ends], 1e-6)
+            runs = lost
+            if not len(runs):
+                return
+            up[runs] = False
+            rest[runs] = spells[runs, 0, self.chance.integers(groups, size=len(runs))]
+        self._go_on(runs, total)
 
-    def _zone_factors(self, table: numpy.ndarray) -> numpy.ndarray:
-        """Draw the random factors between the periods of the actual zone and those of a recorded
-        zone.
-
-        Returns one factor per run for periods without capacity and one for periods with capacity,
-        [draws, 2].
+    def finish_on_demand(self, last_resort: Candidate, config: RunConfig, work: float) -> None:
+        """Simulate the rest of each run that is not done.
 
         Args:
-            table: Hours of the recorded periods, [zones, 2, groups], first without capacity, then
-                with capacity.
+            work: Hours of the whole work at the pace of `self.work`.
         """
         import numpy
 
-        deviation = numpy.log(table.sum(axis=2)).std(axis=0) * ZONE_DEVIATIONS
-        # One draw for both: where capacity is missing for long, it stays for short (their logs
-        # correlate by -0.79).
-        return numpy.exp(self.chance.standard_normal((DRAWS, 1)) * deviation * [1.0, -1.0])
+        case = last_resort.case
+        # Starts and repeated work. A run that was on Spot restores its commit.
+        overhead = numpy.where(
+            self.hours > 0,
+            max(start_hours(last_resort), last_resort.paid_hours - case.work_hours),
+            last_resort.paid_hours - case.work_hours,
+        )
+        paid = overhead + self.work / work * case.work_hours
+        delay = self.chance.uniform(0, delay_hours(config), DRAWS)
+        delay += numpy.maximum(case.wait_hours - self.hours, 0)
+        self.hours += ~self.done * (delay + paid)
+        self.usd += ~self.done * paid * last_resort.gang_usd_per_hour
+
+    def _begin(
+        self, spells: numpy.ndarray, start_chance: float | None
+    ) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Draw the moment at which each run begins.
+
+        A run begins at a random moment, so it more often begins within a long spell, at any point
+        of it.
+
+        Args:
+            spells: [draws, 2, groups], as in `SpotBelief.spells`.
+            start_chance: As in `ForecastInputs`.
+
+        Returns:
+            Whether there is capacity, and the hours until this changes; both [draws].
+        """
+        import numpy
+
+        lengths = spells.sum(axis=2)
+        if start_chance is None:
+            now = lengths[:, 1] / lengths.sum(axis=1)
+        else:
+            now = numpy.full(DRAWS, start_chance)
+        up = self.chance.random(DRAWS) < now
+        runs = numpy.arange(DRAWS)
+        ends = spells[runs, up.astype(int)].cumsum(axis=1)
+        group = (ends < ends[:, -1:] * self.chance.random((DRAWS, 1))).sum(axis=1)
+        return up, spells[runs, up.astype(int), group] * self.chance.random(DRAWS)
+
+    def _go_on(self, runs: numpy.ndarray, total: numpy.ndarray) -> None:
+        """Let the runs with these indices go on at their pace so far until their work is done."""
+        import numpy
+
+        done = numpy.maximum(total[runs] - self.work[runs], _LEAST_PACE * self.hours[runs])
+        more = self.work[runs] / done
+        self.hours[runs] *= 1 + more
+        self.usd[runs] *= 1 + more
+        self.losses[runs] *= 1 + more
+        self.work[runs] = 0.0
+        self.done[runs] = True
+
+
+def chance_in_time(pool: Candidate) -> float:
+    """Return the simulated probability that the job meets its deadline and budget; 1 without a
+    deadline or a forecast.
+    """
+    if pool.outlook is None or pool.outlook.deadline_probability is None:
+        return 1.0
+    return pool.outlook.deadline_probability
 
 
 def simulate_live(
@@ -221,6 +283,8 @@ def simulate_live(
     zones: Mapping[str, ZoneSpells] = ZONE_SPELLS,
 ) -> LiveRuns:
     """Simulate `DRAWS` runs of the job. Equal inputs give equal results.
+
+    The dollars are those of machines alone.
 
     Args:
         spot, last_resort: Spot and on-demand pool. One of them may be None: the job has no pool of
@@ -240,37 +304,29 @@ def simulate_live(
     else:
         left = hours_left
 
-    def spare(now: LiveRuns) -> numpy.ndarray:
+    def spare(indices: numpy.ndarray) -> numpy.ndarray:
         """Return the longest safe wait of each run in hours, given the run's remaining work and
         spending.
         """
         if last_resort is None or hours_left is None or spot is None:
-            return numpy.full(DRAWS, math.inf)
-        slower = now.work / pool.case.work_hours - 1
+            return numpy.full(len(indices), math.inf)
+        slower = runs.work[indices] / pool.case.work_hours - 1
         # A wait for a reservation becomes shorter
-        begins = numpy.minimum(now.hours, last_resort.case.wait_hours)
+        begins = numpy.minimum(runs.hours[indices], last_resort.case.wait_hours)
         hours = (
             spare_hours(config, spot, last_resort, left)
             + begins
-            - now.hours
+            - runs.hours[indices]
             - slower * _work_hours(last_resort)
         )
-        usd = spare_usd(config, spot, last_resort, usd_left) - now.usd
+        usd = spare_usd(config, spot, last_resort, usd_left) - runs.usd[indices]
         usd = usd - slower * _work_hours(last_resort) * last_resort.gang_usd_per_hour
         return numpy.where(usd >= 0, hours, -1.0)
 
     if spot is not None:
         runs.run_on_spot(spot, zones, spare)
-    on_demand = ~runs.done
     if last_resort is not None:
-        paid = start_hours(last_resort) + runs.work / pool.case.work_hours * _work_hours(
-            last_resort
-        )
-        delay = runs.chance.uniform(0, delay_hours(config), DRAWS)
-        delay += numpy.maximum(last_resort.case.wait_hours - runs.hours, 0)
-        runs.hours += on_demand * (delay + paid)
-        runs.usd += on_demand * paid * last_resort.gang_usd_per_hour
-    runs.usd += pool.storage_usd + pool.transfer_usd
+        runs.finish_on_demand(last_resort, config, pool.case.work_hours)
     return runs
 
 
@@ -281,38 +337,33 @@ def forecast_live(
     *,
     hours_left: float | None,
     usd_left: float,
-) -> LiveForecast:
+) -> Outlook:
     """Simulate the job with `simulate_live`, which explains the arguments, and summarize the runs."""
     import numpy
 
     runs = simulate_live(config, spot, last_resort, hours_left=hours_left, usd_left=usd_left)
+    pool = spot or last_resort
+    assert pool is not None
+    compute_usd = float(runs.usd.mean())
+    other_usd = pool.storage_usd + pool.transfer_usd
+    runs.usd += other_usd
     met = (runs.hours <= (math.inf if hours_left is None else hours_left)) & (runs.usd <= usd_left)
-    low, middle, high = numpy.quantile(runs.usd, [0.1, 0.5, 0.9])
-    return LiveForecast(
-        mean_usd=float(runs.usd.mean()),
-        p10_usd=float(low),
-        p50_usd=float(middle),
-        p90_usd=float(high),
+    low_usd, middle_usd, high_usd = numpy.quantile(runs.usd, [0.1, 0.5, 0.9])
+    low, middle, high = numpy.quantile(runs.hours, [0.1, 0.5, 0.9])
+    return Outlook(
+        compute_usd=compute_usd,
+        mean_usd=compute_usd + other_usd,
+        p10_usd=float(low_usd),
+        p50_usd=float(middle_usd),
+        p90_usd=float(high_usd),
         mean_hours=float(runs.hours.mean()),
-        p90_hours=float(numpy.quantile(runs.hours, 0.9)),
+        p10_hours=float(low),
+        p50_hours=float(middle),
+        p90_hours=float(high),
+        interruptions=float(runs.losses.mean()),
         on_demand_share=float((~runs.done).mean()),
         deadline_probability=None if hours_left is None else float(met.mean()),
     )
-
-
-def _weights(spot: Candidate, zones: Sequence[ZoneSpells]) -> numpy.ndarray:
-    """Return the posterior probability of each zone given the user's Spot losses (Poisson, equal
-    priors).
-    """
-    import numpy
-
-    known = spot.case.reclaims
-    logs = numpy.zeros(len(zones))
-    if known is not None and known.shape != PRIOR_WEIGHT:
-        rates = numpy.array([zone.losses_per_hour for zone in zones])
-        logs = known.shape * numpy.log(rates) - known.hours * rates
-    likely = numpy.exp(logs - logs.max())
-    return likely / likely.sum()
 
 
 def _work_hours(last_resort: Candidate) -> float:

@@ -11,7 +11,6 @@ number of nodes, and priced as if it ran in the chosen pool (`simulated`).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -32,16 +31,17 @@ from ebbflow.cost.plan.candidates import (
     judge_blocks,
     judge_pools,
 )
-from ebbflow.cost.plan.forecast import DRAWS, forecast_quantiles
-from ebbflow.cost.plan.guarantee import hours_until_end, last_resorts
-from ebbflow.cost.plan.live_forecast import LiveForecast, forecast_live
+from ebbflow.cost.plan.forecast import Outlook
+from ebbflow.cost.plan.live_forecast import DRAWS, Forecaster, chance_in_time
 from ebbflow.cost.plan.pools import Candidate, Rejection, short_queue_name
 from ebbflow.cost.plan.refusal import (
     PlanRefusal,
     find_refusal,
     needed_usd,
+    refuse_unlikely,
     reserve_usd,
     split_by_budget,
+    warn_unlikely,
 )
 from ebbflow.cost.plan.throughput import speed_fingerprint
 from ebbflow.cost.prices.quote import PriceSource, StaticPrices, warn_of_age
@@ -55,8 +55,8 @@ SCHEMA = 3
 # Ranked pools in the event and the artifact of a plan; the job's plan.json has all pools.
 KEPT_POOLS = 12
 _KEPT_BLOCKS = 5
-# Ranked pools with a Monte Carlo forecast.
-LOOKED_AHEAD = 100
+# Ranked pools that are simulated.
+LOOKED_AHEAD = 24
 # Key of `Plan.counts` for pools that can run the job.
 RANKED = "ranked"
 
@@ -75,7 +75,6 @@ _KINDS = {
         "estimated",
     ),
     "outlook": "simulated",
-    "live": "simulated",
 }
 
 
@@ -118,9 +117,6 @@ class Plan:
     # on-demand dollars per hour of each instance type in the chosen pool's region. They are needed
     # if AWS starts another type than planned.
     on_demand: dict[str, str] = field(default_factory=dict)
-    # forecast that includes moves from Spot to on-demand; None without a pool, or for a run on this
-    # machine
-    live: LiveForecast | None = None
     # Capacity Blocks for sale that can run the job, cheapest first; none of them is chosen
     blocks: tuple[Candidate, ...] = ()
     reserve_seconds: float = 0.0
@@ -135,6 +131,15 @@ class Plan:
         if self.ranked:
             return self.ranked[0]
         return None
+
+    @property
+    def live(self) -> Outlook | None:
+        """The forecast of the job, of which the plan's hours, dollars and P(in time) are; None
+        without a pool, for a job without work, or if the plan is refused for its budget.
+        """
+        if self.chosen is None:
+            return None
+        return self.chosen.outlook
 
     def terms(self, *, spent_usd: float = 0.0, last_notified_threshold: float = 0.0) -> Terms:
         """Return the price, budget and deadline that apply to training.
@@ -211,13 +216,9 @@ class Plan:
             )
         refusal = data["refusal"]
         # Missing in plans of earlier versions
-        late = ("on_demand", "live", "blocks", "reserve_seconds")
+        late = ("on_demand", "blocks", "reserve_seconds")
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
-        if data.get("live"):
-            fields["live"] = LiveForecast(**data["live"])
-        else:
-            fields["live"] = None
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         if fields["ranked"]:
@@ -282,14 +283,10 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
             f"rank: pools with {likely}, by dollars; then the others by dollars / P(in time)"
         )
     if config.cluster.market != "on_demand":
-        waits = (
-            "waits after a reclaim as recorded of V100, 2023; the first start is taken to be "
-            "granted at once"
-        )
-        lines.append(f"p50, p90 and P(deadline): simulated, staying in the pool; {waits}")
         lines.append(
-            "as placed: simulated, with capacity as recorded of V100, 2023, until own jobs ran "
-            "in the pool"
+            "hours, dollars and P(in time): simulated with Spot capacity as recorded in nine zones "
+            "(V100, 2023) and twice their spread, until own jobs ran in the pool; other GPUs, gangs "
+            "and years may differ"
         )
     if sources.shape.kind == "unknown":
         lines.append(
@@ -363,7 +360,9 @@ def make_plan(  # noqa: PLR0913
         simulated=simulated or config.cluster.plan_for == "local",
         evidence=open_evidence(config, network=False) if evidence is None else evidence,
     )
-    ranked, rejected = _divided(config, sources)
+    judged, rejected = _divided(config, sources)
+    forecaster = Forecaster(config, sources, judged)
+    ranked = _forecast_best(config, sources, judged, forecaster)
     cost = config.cost
     steps = sources.steps_left(config)
     return Plan(
@@ -385,107 +384,67 @@ def make_plan(  # noqa: PLR0913
         prices=sources.prices.describe(
             now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours
         ),
-        notes=plan_notes(config, sources),
+        notes=(
+            *filter(None, [warn_unlikely(config, sources, ranked)]),
+            *plan_notes(config, sources),
+        ),
         ranked=tuple(ranked),
         rejected=rejected,
         counts={RANKED: len(ranked), **Counter(rejection.kind for rejection in rejected)},
-        refusal=find_refusal(config, sources, ranked, rejected),
+        refusal=find_refusal(config, sources, judged, rejected)
+        or refuse_unlikely(config, sources, ranked),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
-        live=_live(config, sources, ranked),
         blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
-
-
-def with_outlook(pool: Candidate, hours_left: float | None) -> Candidate:
-    """Return a copy of the pool with a forecast of the hours and dollars of the job."""
-    other = pool.storage_usd + pool.transfer_usd
-    ahead = forecast_quantiles(
-        pool.case, gang_usd_per_hour=pool.gang_usd_per_hour, other_usd=other, hours_left=hours_left
-    )
-    return replace(pool, outlook=ahead)
-
-
-def _live(config: RunConfig, sources: PlanInputs, ranked: list[Candidate]) -> LiveForecast | None:
-    # No step is left, as after a lost launcher
-    if sources.simulated or not ranked or not ranked[0].case.work_hours:
-        return None
-    able = [candidate for candidate in ranked if candidate.market == "spot"] + last_resorts(ranked)
-    best = {pool.market: pool for pool in reversed([ranked[0]] if ranked[0].reservation else able)}
-    budget = config.cost.budget_usd
-    left = sources.hours_left(config)
-    if budget is None:
-        usd_left = math.inf
-    else:
-        usd_left = budget - sources.progress.spent_usd
-    spot = best.get("spot")
-    last = best.get("on_demand")
-    if left is not None and last is not None:
-        left = min(left, hours_until_end(last, sources.now_utc))
-    return forecast_live(config, spot, last, hours_left=left, usd_left=usd_left)
 
 
 def _divided(
     config: RunConfig, sources: PlanInputs
 ) -> tuple[list[Candidate], tuple[Rejection, ...]]:
-    """Return the ranked pools, best first, and the rejected pools.
-
-    Forecasts are computed only for the best pools.
-    """
+    """Return the pools within the budget, cheapest first by their means, and the rejected pools."""
     found = list(judge_pools(config, sources))
     ranked = sorted((pool for pool in found if isinstance(pool, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
-    left = sources.hours_left(config)
-    budget = config.cost.budget_usd
-    if budget is not None and ranked and needed_usd(config, sources, ranked[0]) > budget:
-        # Refused: smallest budget first
-        ranked[:LOOKED_AHEAD] = [with_outlook(pool, left) for pool in ranked[:LOOKED_AHEAD]]
-    else:
-        ranked = _rank_by_confidence(ranked, left, config.cost.confidence)
     return ranked, (*(pool for pool in found if isinstance(pool, Rejection)), *over)
 
 
-def _rank_by_confidence(
-    ranked: list[Candidate], hours_left: float | None, confidence: float
+def _forecast_best(
+    config: RunConfig, sources: PlanInputs, judged: list[Candidate], forecaster: Forecaster
 ) -> list[Candidate]:
-    """Rank pools by expected dollars and by the probability of meeting the deadline.
+    """Simulate the best pools, and rank them by dollars and by the probability of meeting the
+    deadline.
 
-    Forecasts are computed for the cheapest pools. If none of these meets the deadline with a
-    probability of at least `confidence`, forecasts are computed for the fastest pools too. Pools
-    that meet the deadline with this probability come first, by expected dollars. The other pools
-    with a forecast follow, by expected dollars / P(in time). Pools without a forecast come last.
+    The cheapest pools are simulated. If none of these meets the deadline with a probability of at
+    least `cost.confidence`, the fastest pools are simulated too. Pools that meet the deadline with
+    this probability come first, by expected dollars. The other simulated pools follow, by expected
+    dollars / P(in time). All other pools come last.
+
+    Nothing is simulated if no step is left, or if every pool exceeds the budget.
 
     Args:
-        ranked: Pools, cheapest first.
-        hours_left: Hours until the deadline; None without one.
+        judged: Pools, cheapest first.
     """
-    ahead = [with_outlook(candidate, hours_left) for candidate in ranked[:LOOKED_AHEAD]]
-    rest = ranked[LOOKED_AHEAD:]
-    if hours_left is None:
-        return ahead + rest
-    if rest and not any(_chance(pool) >= confidence for pool in ahead):
+    budget = config.cost.budget_usd
+    confidence = config.cost.confidence
+    over = budget is not None and judged and needed_usd(config, sources, judged[0]) > budget
+    if over or not judged or not judged[0].case.work_hours:
+        return judged
+    ahead = [forecaster.simulate(pool) for pool in judged[:LOOKED_AHEAD]]
+    rest = judged[LOOKED_AHEAD:]
+    if rest and not any(chance_in_time(pool) >= confidence for pool in ahead):
         fastest = {
             id(pool) for pool in sorted(rest, key=lambda pool: pool.expected_hours)[:LOOKED_AHEAD]
         }
-        ahead += [with_outlook(pool, hours_left) for pool in rest if id(pool) in fastest]
+        ahead += [forecaster.simulate(pool) for pool in rest if id(pool) in fastest]
         rest = [pool for pool in rest if id(pool) not in fastest]
 
-    def key(pool: Candidate) -> tuple[bool, float]:
-        unlikely = _chance(pool) < confidence
-        return unlikely, pool.expected_usd / max(
-            _chance(pool), 0.5 / DRAWS
-        ) if unlikely else pool.expected_usd
+    def key(pool: Candidate) -> tuple[bool, float, tuple[float, int, str, str]]:
+        chance = chance_in_time(pool)
+        if chance >= confidence:
+            return False, pool.expected_usd, _rank(pool)
+        return True, pool.expected_usd / max(chance, 0.5 / DRAWS), _rank(pool)
 
     return sorted(ahead, key=key) + rest
-
-
-def _chance(pool: Candidate) -> float:
-    if pool.outlook is None:
-        known = None
-    else:
-        known = pool.outlook.deadline_probability
-    if known is None:
-        return 1.0
-    return known
 
 
 def _on_demand(config: RunConfig, sources: PlanInputs, region: str | None) -> dict[str, str]:

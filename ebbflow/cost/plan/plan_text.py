@@ -19,7 +19,6 @@ from ebbflow.cost.amounts import (
     format_percent,
     format_usd,
 )
-from ebbflow.cost.catalogue import advisor_recorded
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate
 from ebbflow.cost.plan.throughput import gib_text
@@ -71,21 +70,18 @@ def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
             where = " (simulated: this run stays on this machine)"
         else:
             where = ""
-        ahead = best.outlook
-        live = plan.live
+        ahead = plan.live
         dollars = format_usd(best.expected_usd)
         hours = f"{format_number(best.expected_hours, 3)} h"
         chance = None
-        if live is not None:
-            dollars = (
-                f"{format_usd(live.mean_usd)} (p10 {format_usd(live.p10_usd)}, p90 "
-                f"{format_usd(live.p90_usd)})"
+        if ahead is not None:
+            dollars += (
+                f" expected (p10 {format_usd(ahead.p10_usd)}, p90 {format_usd(ahead.p90_usd)})"
             )
-            hours = f"{format_number(live.mean_hours, 3)} h with waits"
-            chance = live.deadline_probability
-        elif ahead is not None:
-            dollars += f" (p50 {format_usd(ahead.p50_usd)}, p90 {format_usd(ahead.p90_usd)})"
-            hours += f" (p90 {format_number(ahead.p90_hours, 3)})"
+            hours += (
+                f" median (p10 {format_number(ahead.p10_hours, 3)}, p90 "
+                f"{format_number(ahead.p90_hours, 3)})"
+            )
             chance = ahead.deadline_probability
         if plan.budget_usd is None:
             limit = ""
@@ -167,7 +163,8 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         ("gang", "; ".join(filter(None, [gpus, used]))),
         ("memory", f"{best.fit.render()} of {gib_text(best.gpu_memory_bytes)} per GPU (e)"),
         ("speed", f"{speed} ({one_line(best.speed_kind)})"),
-        ("hours", _hours(best)),
+        *_chance(plan),
+        ("hours", _hours(plan, best)),
         ("dollars", _dollars(plan, best)),
         (
             "interruptions",
@@ -181,8 +178,8 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         *_limits(plan, best),
     ]
     width = max(len(name) for name, _ in items)
-    cheapest = all(best.expected_usd <= pool.expected_usd for pool in plan.ranked)
-    if cheapest:
+    alike = [pool for pool in plan.ranked if (pool.outlook is None) is (best.outlook is None)]
+    if all(best.expected_usd <= pool.expected_usd for pool in alike):
         likely = "the cheapest pool that can run this job"
     else:
         likely = "cheaper pools would probably miss the deadline"
@@ -192,16 +189,30 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
     return lines
 
 
-def _hours(best: Candidate) -> str:
+def _chance(plan: Plan) -> list[tuple[str, str]]:
+    """Return the plan's line on the probability to meet deadline and budget; none without a
+    deadline.
+    """
+    ahead = plan.live
+    if ahead is None or ahead.deadline_probability is None or plan.deadline_hours is None:
+        return []
+    chance = f"{format_percent(ahead.deadline_probability)} within {plan.deadline_hours:g} h (s)"
+    if ahead.on_demand_share and plan.chosen is not None and plan.chosen.market == "spot":
+        chance += f"; {format_percent(ahead.on_demand_share)} of the runs end on demand"
+    return [("P(in time)", chance)]
+
+
+def _hours(plan: Plan, best: Candidate) -> str:
+    """Return the hours from now to the end, waits for capacity included."""
     hours = (
-        f"{format_number(best.expected_hours)} h ({format_duration(best.expected_hours * 3600)}) "
-        "with one start (e)"
+        f"{format_number(best.expected_hours)} h ({format_duration(best.expected_hours * 3600)})"
     )
-    ahead = best.outlook
+    ahead = plan.live
     if ahead is None:
-        return hours
+        return f"{hours} (e)"
     return (
-        f"{hours}; p50 {format_number(ahead.p50_hours)}, p90 {format_number(ahead.p90_hours)} h (s)"
+        f"{hours} median, p10 {format_number(ahead.p10_hours)}, p90 "
+        f"{format_number(ahead.p90_hours)} h (s)"
     )
 
 
@@ -211,43 +222,22 @@ def _dollars(plan: Plan, best: Candidate) -> str:
         parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
     per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
     reserve = f"reserve for the last save {format_usd(plan.reserve_usd, 4)} (e)"
-    text = f"{format_usd(best.expected_usd, 4)} = {parts}; {per_step}; {reserve}"
-    ahead = best.outlook
+    usd = format_usd(best.expected_usd, 4)
+    ahead = plan.live
     if ahead is None:
-        return text
-    return f"{text}; p50 {format_usd(ahead.p50_usd, 4)}, p90 {format_usd(ahead.p90_usd, 4)} (s)"
+        return f"{usd} (e) = {parts}; {per_step}; {reserve}"
+    return (
+        f"{usd} expected, p10 {format_usd(ahead.p10_usd, 4)}, p90 {format_usd(ahead.p90_usd, 4)} "
+        f"(s) = {parts}; {per_step}; {reserve}"
+    )
 
 
 def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     limits = []
-    ahead = plan.live
-    if ahead is not None:
-        dollars = (
-            f"{format_usd(ahead.mean_usd, 4)} expected, p10 {format_usd(ahead.p10_usd, 4)}, p90 "
-        )
-        dollars += f"{format_usd(ahead.p90_usd, 4)}; {format_number(ahead.mean_hours)} h with waits"
-        share = f"ends on demand with {format_percent(ahead.on_demand_share)}"
-        chance = ahead.deadline_probability
-        if chance is None:
-            in_time = ""
-        else:
-            in_time = f"; P(in time, with fall-back to on-demand) {format_percent(chance)}"
-        limits.append(("as placed", f"{dollars}; {share}{in_time} (s)"))
     if plan.deadline_hours is not None:
         left = plan.deadline_hours - (plan.made_utc - plan.started_utc) / 3600
-        if best.outlook:
-            in_time = best.outlook.deadline_probability
-        else:
-            in_time = None
-        if in_time is None:
-            chance = ""
-        else:
-            chance = f"; P(in time, staying in this pool) {format_percent(in_time)} (s)"
         limits.append(
-            (
-                "slack",
-                f"{format_number(left - best.expected_hours, 2)} h to the deadline (e){chance}",
-            )
+            ("slack", f"{format_number(left - best.expected_hours, 2)} h to the deadline (e)")
         )
     if plan.budget_usd is not None:
         share = format_percent(
@@ -402,10 +392,7 @@ def _kinds(plan: Plan) -> list[str]:
         stale = " !: older than cost.max_price_age_hours."
     else:
         stale = ""
-    marks = (
-        "l: live. r: recorded. e: estimated. s: simulated. Hazards: spot advisor of "
-        f"{advisor_recorded()}.{stale}"
-    )
+    marks = f"l: live. r: recorded. e: estimated. s: simulated.{stale}"
     return [*said, *_wrapped(marks)]
 
 

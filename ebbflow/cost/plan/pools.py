@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.cost.catalogue import Catalogue
-from ebbflow.cost.plan.forecast import ForecastInputs, ForecastQuantiles
+from ebbflow.cost.plan.forecast import ForecastInputs, Outlook
 from ebbflow.cost.plan.throughput import MemoryFit
 from ebbflow.cost.prices.quote import PoolPrice
 from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES, accepts_type, most_vcpus
@@ -95,9 +95,10 @@ class Candidate(Pool):
     transfer_usd: float
     expected_usd: float  # `compute_usd` + `storage_usd` + `transfer_usd`
     usd_per_step: float
-    case: ForecastInputs  # inputs of the Monte Carlo forecast
-    # Quantiles of the Monte Carlo forecast; None except for the best pools
-    outlook: ForecastQuantiles | None = None
+    case: ForecastInputs  # inputs of the simulation
+    # Result of the simulation; None except for the best pools. Where there is one, the expected
+    # hours of this pool are its median, and its dollars and interruptions are its means.
+    outlook: Outlook | None = None
     # Unix time at which the reservation ends; None if it has no end, or if the pool is not a
     # reservation
     ends_utc: float | None = None
@@ -121,15 +122,11 @@ class Candidate(Pool):
         plain = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         for name in parts:
             plain.pop(name, None)
-        if data["outlook"]:
-            outlook = ForecastQuantiles(**data["outlook"])
-        else:
-            outlook = None
         return cls(
             price=PoolPrice.from_json(data),
             fit=MemoryFit(**data["fit"]),
             case=ForecastInputs.from_json(data["case"]),
-            outlook=outlook,
+            outlook=Outlook.from_json(data["outlook"]),
             **plain,
         )
 

@@ -12,7 +12,6 @@ from ebbflow.cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
 from ebbflow.cost.plan.candidates import (
     AUTO_NODES,
     ELSEWHERE,
-    HAZARD_UNKNOWN,
     MISSES_DEADLINE,
     NO_ON_DEMAND_PRICE,
     NO_QUEUE,
@@ -22,12 +21,17 @@ from ebbflow.cost.plan.candidates import (
     feasible_pools,
 )
 from ebbflow.cost.plan.guarantee import guaranteed_hours, refuse_unguaranteed
+from ebbflow.cost.plan.live_forecast import Forecaster, chance_in_time
 from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
 from ebbflow.cost.prices.quote import refresh_command
 
 # Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost
 # the same with fewer.
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
+# Longer deadlines to try, relative to the configured one.
+_LONGER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+# Cheapest pools whose probability to meet a longer deadline is simulated.
+_TRIED_POOLS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +247,98 @@ def find_refusal(
     )
 
 
+def refuse_unlikely(
+    config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
+) -> PlanRefusal | None:
+    """Refuse a new job that has Spot alone, and meets the deadline with a probability below
+    `cost.confidence`; None if it may start.
+
+    With an on-demand pool to fall back to, the guarantee of that pool decides (`guarantee`), and
+    `warn_unlikely` says what the probability is. A job that has started, or that runs on this
+    machine, is never refused.
+    """
+    started = sources.progress.started_utc is not None
+    if started or sources.simulated or not _is_unlikely(config, ranked) or _falls_back(ranked):
+        return None
+    deadline = config.cost.deadline_hours
+    chance = chance_in_time(ranked[0])
+    message = (
+        f"{ranked[0]} meets the deadline of {deadline:g} h with {chance:.1%}, without on-demand "
+        f"capacity to fall back to; cost.confidence asks for {config.cost.confidence:.1%}"
+    )
+    ways = []
+    if config.cluster.market == "spot":
+        free = config.changed("cluster", market="auto")
+        if _best_chance(free, sources) >= config.cost.confidence:
+            ways.append("set cluster.market to auto, so that on-demand takes over in time")
+    elif sources.queues is not None:
+        ways.append("add a queue of on-demand machines to batch.queues")
+    enough = _likely_hours(config, sources)
+    if enough is not None:
+        ways.append(later_deadline_hint(enough))
+    accepted = math.floor(chance * 100) / 100
+    if accepted > 0:
+        ways.append(f"set cost.confidence to {accepted:g} to accept this chance")
+    hint = ", or ".join(ways) or "use faster or more machines (cluster.nodes)"
+    return PlanRefusal(outcome=Outcome.DEADLINE, message=message, hint=hint, enough=enough)
+
+
+def warn_unlikely(
+    config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
+) -> str | None:
+    """Return a warning if a job that may fall back to on-demand meets its deadline with a
+    probability below `cost.confidence`; None if it does not.
+    """
+    if not _is_unlikely(config, ranked) or not _falls_back(ranked):
+        return None
+    best = ranked[0]
+    enough = _likely_hours(config, sources)
+    if enough is None:
+        hint = ""
+    else:
+        hint = f"; fix: {later_deadline_hint(enough)}"
+    return (
+        f"! P(in time) {chance_in_time(best):.1%} is below cost.confidence, "
+        f"{config.cost.confidence:.1%}: on-demand takes over in time at the planned speed, which is "
+        f"uncertain ({best.speed_kind}){hint}"
+    )
+
+
+def _is_unlikely(config: RunConfig, ranked: Sequence[Candidate]) -> bool:
+    if config.cost.deadline_hours is None or not ranked or ranked[0].outlook is None:
+        return False
+    return chance_in_time(ranked[0]) < config.cost.confidence
+
+
+def _falls_back(ranked: Sequence[Candidate]) -> bool:
+    return any(pool.market == "on_demand" for pool in ranked)
+
+
+def _likely_hours(config: RunConfig, sources: PlanInputs) -> float | None:
+    """Return a `cost.deadline_hours` that the job meets with a probability of `cost.confidence`;
+    None if none of those tried is enough.
+    """
+    for factor in _LONGER:
+        hours = math.ceil((config.cost.deadline_hours or 0.0) * factor * 100) / 100
+        longer = config.changed("cost", deadline_hours=hours)
+        if _best_chance(longer, sources) >= config.cost.confidence:
+            return hours
+    return None
+
+
+def _best_chance(config: RunConfig, sources: PlanInputs) -> float:
+    """Return the highest simulated probability to meet the deadline among the cheapest and the
+    fastest pools; 0 if no pool can run the job or guarantee the deadline.
+    """
+    pools = sorted(feasible_pools(config, sources), key=lambda pool: pool.expected_usd)
+    pools = split_by_budget(config, sources, pools)[0]
+    if not pools or _unguaranteed(config, sources, pools, ()) is not None:
+        return 0.0
+    forecaster = Forecaster(config, sources, pools)
+    tried = [*pools[:_TRIED_POOLS], min(pools, key=lambda pool: pool.expected_hours)]
+    return max(chance_in_time(forecaster.simulate(pool)) for pool in tried)
+
+
 def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejection:
     budget = config.cost.budget_usd or 0.0
     spent = sources.progress.spent_usd
@@ -412,7 +508,6 @@ def _distance(rejection: Rejection) -> tuple[int, float]:
     """
     wanting = (
         NO_QUEUE,
-        HAZARD_UNKNOWN,
         NO_SPOT_PRICE,
         NO_ON_DEMAND_PRICE,
         ELSEWHERE,
