@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -59,7 +60,7 @@ NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 Stat
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n2_port} CPUs=2 State=UNKNOWN
 PartitionName=spot Nodes=n[1-2] PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_seconds} MaxTime=60 State=UP Default=YES
 PartitionName=safe Nodes=n[1-2] PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
-PartitionName=short Nodes=n[1-2] PriorityTier=1 PreemptMode=OFF MaxTime=1 State=UP
+PartitionName=short Nodes=n[1-2] PriorityTier=1 PreemptMode=OFF MaxTime=2 State=UP
 PartitionName=closed Nodes=n[1-2] PriorityTier=1 PreemptMode=OFF State=DOWN
 """
 Seen = TypeVar("Seen")
@@ -162,6 +163,20 @@ class SlurmCluster:
         """Kill slurmctld or a node's slurmd with SIGKILL."""
         self._daemons[daemon].kill()
         self._daemons[daemon].wait()
+
+    def kill_step(self, node: str) -> None:
+        """Kill with SIGKILL the slurmstepd of a job's tasks on a node; its batch shell has another."""
+        spool = str(self.folder / f"spool-{node}").encode()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if not re.fullmatch(
+                    rb"slurmstepd: \[\d+\.\d+\]\s*", path.read_bytes().strip(b"\0 ")
+                ):
+                    continue
+                if spool in (path.parent / "environ").read_bytes():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    return
+        raise AssertionError(f"no step runs on {node}")
 
     def logs(self) -> str:
         texts = []

@@ -91,7 +91,7 @@ def main(words: list[str]) -> int:
         prog="ebbflow run",
         description="Run a script's ranks on this machine.",
         epilog=(
-            "--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, "
+            "--nodes N or --with local|batch|kubernetes|slurm sends it through the flow: preflight, "
             "plan, report. --profile FIRST:LAST profiles these steps."
         ),
     )
