@@ -13,7 +13,7 @@ PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint types coverage mutants compat docs pictures recording observe bench soak soak-batch batch-demo kubernetes-demo soak-kubernetes metaflow-releases audit clean
+.PHONY: help run check test lint types coverage mutants compat docs pictures recording observe bench soak soak-batch batch-demo kubernetes-demo slurm-demo soak-kubernetes metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -80,6 +80,9 @@ metaflow-releases: $(VENV)/dev.stamp  ## the flow here and in a local AWS Batch 
 
 kubernetes-demo: $(VENV)/dev.stamp  ## a run of two Spot nodes on a local Kubernetes cluster, one node lost on the way
 	$(BIN)/python -m tests.support.kubernetes.demo $(ARGS)
+
+slurm-demo: $(VENV)/dev.stamp  ## a run of two nodes on a real Slurm cluster of this machine, preempted on the way (needs Debian's packages, and root)
+	$(BIN)/python -m tests.support.slurm_demo
 
 batch-demo: $(VENV)/dev.stamp  ## a run on a local AWS Batch, its Spot machine taken away on the way (ARGS="--with cloud")
 	$(BIN)/python -m tests.support.batch.demo $(ARGS)

@@ -6,7 +6,7 @@ In a training script:
     for batch in job.batches(loader, epochs=4):
         …  # forward, backward, optimizer.step()
 
-Start it with `ebbflow run train.py`, plain `python` or torchrun. The job saves without stopping the
+Start it with `ebbflow run train.py`, plain `python`, torchrun or Slurm's `srun`. The job saves without stopping the
 step, resumes where it was interrupted, and reports what it cost. `use_records()` lets a notebook
 read the runs of this machine through Metaflow's Client. On the command line, `ebbflow --help` lists
 everything else.
@@ -15,6 +15,8 @@ everything else.
 # Everything is imported as `ebbflow.…`, in a checkout, in an installation and in Metaflow's code
 # package alike. The links at the top of the repository serve paths, not imports.
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from ebbflow.core.renamed_modules import install_old_names
@@ -28,6 +30,26 @@ if TYPE_CHECKING:
 __all__ = ["AttachedJob", "attach", "use_records"]
 
 install_old_names()
+
+
+def _adopt_slurm() -> None:
+    """Give a script under `srun` torchrun's variables, which `init_process_group` reads."""
+    from ebbflow.infra.slurm.environment import (
+        SlurmEnvironmentError,
+        adopt_slurm_environment,
+        is_own_program,
+    )
+
+    if is_own_program(sys.orig_argv):
+        return
+    try:
+        adopt_slurm_environment(os.environ)
+    except SlurmEnvironmentError:
+        return  # `attach` reports it in one line
+
+
+if "SLURM_PROCID" in os.environ:
+    _adopt_slurm()
 
 
 def __dir__() -> list[str]:

@@ -152,7 +152,7 @@ COMMANDS: dict[str, Command] = {
         Home.INFRA, Group.CLOUD, "check whether a Kubernetes cluster can run a job"
     ),
     "export": Command(
-        Home.EXPORT, Group.CLOUD, "write a job as a task of SkyPilot: export skypilot CONFIG"
+        Home.EXPORT, Group.CLOUD, "write a job for SkyPilot or Slurm: export slurm CONFIG"
     ),
     "certify": Command(Home.TRYOUT, Group.PROVE, "prove that a configuration resumes exactly"),
     "compare": Command(

@@ -695,6 +695,26 @@ class BatchAttemptPayload(Payload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJobPayload(Payload):
+    """Slurm job that was submitted, adopted from a former launcher, or has ended.
+
+    Times are Unix seconds by Slurm's clock.
+    """
+
+    job_id: RequiredText
+    does: AnyText = None  # "submitted", "adopted" or "ended"
+    partition: AnyText = None
+    nodes: Integer = None
+    # Of an ended job
+    state: AnyText = None  # Slurm's word, such as NODE_FAIL
+    cause: AnyText = None  # value of `ebbflow.infra.slurm.commands.Cause`
+    reason: AnyText = None
+    started_utc: Number = None
+    stopped_utc: Number = None
+    commits: Integer = None  # number of the job's commits at that time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPayload(Payload):
     """Share of the budget that was reached."""
 

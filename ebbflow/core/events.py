@@ -95,6 +95,7 @@ OUTCOME = "outcome"
 PLACED = "placed"
 BATCH_SUBMITTED = "batch_submitted"
 BATCH_ATTEMPT = "batch_attempt"
+SLURM_JOB = "slurm_job"
 # Written by the supervisor after each run of the flow
 SUPERVISED = "supervised"
 
@@ -136,6 +137,7 @@ PAYLOADS: dict[str, type[Payload]] = {
     PLACED: payloads.PlacedPayload,
     BATCH_SUBMITTED: payloads.BatchSubmittedPayload,
     BATCH_ATTEMPT: payloads.BatchAttemptPayload,
+    SLURM_JOB: payloads.SlurmJobPayload,
     SUPERVISED: payloads.SupervisedPayload,
 }
 # Their `step` is the name of a step of the flow

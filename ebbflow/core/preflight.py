@@ -18,7 +18,7 @@ from typing import Any, Literal
 from ebbflow.core.config.schema import RunConfig
 
 Severity = Literal["error", "warning"]  # effect of a failed check: error stops the job
-Target = Literal["local", "batch", "kubernetes"]  # where a run's steps are sent
+Target = Literal["local", "batch", "kubernetes", "slurm"]  # where a run's steps are sent
 Tier = Literal["quick", "full"]  # quick: local, well under a second, imports no torch
 Status = Literal["passed", "failed", "warning", "skipped"]
 

@@ -45,6 +45,7 @@ class OwnProgram(StrEnum):
     COMMAND = "ebbflow"  # `ebbflow COMMAND`
     RANK = "ebbflow.training"
     AGENT = "ebbflow.training.launch.agent"
+    SLURM_NODE = "ebbflow.training.launch.slurm_node"
     OBSERVER = "ebbflow.observe.observer"
     UPLOADER = "ebbflow.training.checkpoint.uploader"
     PART_READER = "ebbflow.training.checkpoint.reader"

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 # Checks that need a network and still run before anything is submitted to AWS Batch.
 _BEFORE_A_SUBMIT = ("aws-queues", "aws-metaflow", "aws-metadata", "aws-clock")
 # Prefixes of the ids of a backend's checks
-_OF_BACKENDS = {"aws-": "batch", "kubernetes-": "kubernetes"}
+_OF_BACKENDS = {"aws-": "batch", "kubernetes-": "kubernetes", "slurm-": "slurm"}
+# Checks of pools of a cloud, none of which a job on Slurm needs
+_OF_POOLS = ("planned-memory", "budget-deadline")
 
 
 def all_checks() -> list[Check]:
@@ -100,6 +102,8 @@ def run_all_checks(
     checks = [
         replace(check, tier="quick") if check.id in at_once else check for check in all_checks()
     ]
+    if target == "slurm":
+        checks = [check for check in checks if check.id not in _OF_POOLS]
     if target is not None:
         others = tuple(prefix for prefix, backend in _OF_BACKENDS.items() if backend != target)
         checks = [check for check in checks if not check.id.startswith(others)]

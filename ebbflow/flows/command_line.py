@@ -87,6 +87,14 @@ class CommandLine:
         """Return whether the command is `BACKEND step`, which submits an attempt to a backend."""
         return self.command == backend and self.arguments[:1] == ["step"]
 
+    def without_backend(self, name: str) -> CommandLine:
+        """Return the command line without `--with NAME`."""
+        return replace(
+            self,
+            options=_without_value(self.options, "--with", name),
+            arguments=_without_value(self.arguments, "--with", name),
+        )
+
     def with_arguments(self, arguments: Sequence[str]) -> CommandLine:
         return replace(self, arguments=list(arguments))
 
@@ -149,3 +157,14 @@ def reorder_words(words: Sequence[str]) -> list[str]:
         )
         sys.exit(Outcome.CONFIG.exit_code)
     return [*before, *rest[:1], *moved, *rest[1:]]
+
+
+def _without_value(words: Sequence[str], option: str, value: str) -> list[str]:
+    """Return the words without an option that has this value, in either of its two forms."""
+    kept: list[str] = []
+    for word in words:
+        if word == value and kept[-1:] == [option]:
+            kept.pop()
+        elif word != f"{option}={value}":
+            kept.append(word)
+    return kept

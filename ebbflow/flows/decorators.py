@@ -107,7 +107,11 @@ def _decorator_names(mutable_step: MutableStep) -> set[str]:
 
 
 def training_backend(flow: TrainArtifacts) -> Target | None:
-    """Return the backend of the training steps: "batch", "kubernetes", or None for this machine."""
+    """Return the backend of the training steps: "batch", "kubernetes", "slurm", or None for this
+    machine.
+    """
+    if os.environ.get(CLOUD_VARIABLE) == "slurm":
+        return "slurm"
     for step in (flow.train, flow.train_node):
         for decorator in step.decorators:
             if decorator.name in REMOTE:

@@ -30,6 +30,7 @@ from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job, TrainArtifacts
 from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
+from ebbflow.infra.slurm.script import gpus_per_node
 
 if TYPE_CHECKING:
     from ebbflow.flows.attempts.order import AttemptOrder
@@ -116,7 +117,10 @@ def gang_shape(flow: TrainArtifacts, order: AttemptOrder | None = None) -> GangS
         nodes = cluster.nodes
     processes = cluster.processes_per_node
     if processes == "auto":
-        if training_backend(flow) is None:
+        backend = training_backend(flow)
+        if backend == "slurm":
+            here = gpus_per_node(job.config.slurm)
+        elif backend is None:
             here = ranks_of_local_gpus(job.config, nodes)
         else:
             here = None
@@ -181,9 +185,10 @@ def end_stopped_tasks(
 
 def initial_branch(flow: TrainArtifacts) -> str:
     """Return the flow's branch after `prepare`: "node" (`train_node`) for a single node in AWS
-    Batch, else "gang".
+    Batch and for any number of nodes on Slurm, else "gang".
     """
-    if training_backend(flow) == "batch" and flow.num_nodes == 1:
+    backend = training_backend(flow)
+    if backend == "slurm" or (backend == "batch" and flow.num_nodes == 1):
         return "node"
     return "gang"
 
@@ -197,6 +202,10 @@ def train_node(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]:
     a failure that may not occur in a new attempt.
     """
     flow.rounds += 1
+    if training_backend(flow) == "slurm":
+        from ebbflow.flows.slurm.attempt import run_attempt
+
+        return run_attempt(flow, _slurm_spec(flow, this), number=flow.rounds)
     order = _order(flow, this)
     if order is not None and order.does in ("gang", "again"):
         flow.num_nodes = order.nodes
@@ -286,7 +295,7 @@ def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
     # Late, since the flow file, which every card refresh imports, imports this module
     from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 
-    if training_backend(flow) is None:
+    if training_backend(flow) in (None, "slurm"):
         return None
     trouble = os.environ.get(UNPLACED_VARIABLE)
     if trouble:
@@ -338,9 +347,18 @@ def _gang_spec(
     )
 
 
-def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms:
+def _slurm_spec(flow: TrainArtifacts, this: CurrentTask) -> GangSpec:
+    """Return the specification of node 0 of this round's Slurm job, which adds its address."""
+    from ebbflow.training.launch.transport import control_ports
+
+    spec = _gang_spec(flow, this, None, node=0, main_address="")
+    attempt = flow.rounds - 1  # each round is one attempt
+    return replace(spec, attempt=attempt, candidate_ports=control_ports(spec.run, attempt))
+
+
+def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms | None:
     """Return the attempt's cost terms: price per rank-second, the job's limits, and the job's costs
-    so far.
+    so far. None if the plan has no pool.
     """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
@@ -350,6 +368,8 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms:
         plan = Plan.from_json(flow.capacity)
     else:
         plan = order.plan
+    if plan.chosen is None:  # on Slurm, no pool of a cloud need fit
+        return None
     events = read_events(job.store)
     try:
         spent = compute_spent_usd(events)

@@ -6,6 +6,7 @@ The launcher exits with the job's exit code. Metaflow alone would exit with 1 af
 import atexit
 import contextlib
 import getpass
+import importlib.metadata
 import os
 import signal
 import sys
@@ -136,7 +137,9 @@ def _prepare_run(launch: Launch) -> None:
     # Late, since importing the options imports the checks of all packages
     from ebbflow.flows.options import check_resume, check_run_options
 
-    os.environ.pop(RUN_CLAIM_VARIABLE, None)  # set if a task of another job starts this launcher
+    # Set if a task of another job starts this launcher
+    for name in (RUN_CLAIM_VARIABLE, remote.CLOUD_VARIABLE):
+        os.environ.pop(name, None)
     launch.listen()
     if launch.line.command == "run":
         checked = check_run_options(launch.line)
@@ -144,7 +147,24 @@ def _prepare_run(launch: Launch) -> None:
         checked = check_resume(launch.line)
     if checked.config is not None:
         launch.claim_job(checked.job, checked.config, launch.line.command, checked.permits)
-    launch.line = _with_run_id_file(launch.line.with_arguments(checked.arguments))
+    line = launch.line.with_arguments(checked.arguments)
+    launch.line = _with_run_id_file(_without_slurm(line))
+
+
+def _without_slurm(line: CommandLine) -> CommandLine:
+    """Return the command line without `--with slurm`, since Metaflow runs all steps here.
+
+    The extension metaflow-slurm has a decorator of that name, which would send each step away.
+    """
+    if "slurm" not in option_values(line.argv, "--with"):
+        return line
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("metaflow-slurm")
+        print(
+            f"--with slurm: Ebbflow's own, not the decorator of metaflow-slurm {version}",
+            flush=True,
+        )
+    return line.without_backend("slurm")
 
 
 def _with_run_id_file(line: CommandLine) -> CommandLine:

@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 # Seconds for which the Batch job of a step around training may wait for capacity
 # (`attempts/submission.py`).
 RUNNABLE_VARIABLE = "EBBFLOW_RUNNABLE_SECONDS"
-# Backend of `--with cloud`, for the tasks that the launcher starts.
+# Backend of `--with cloud` and `--with slurm`, for the tasks that the launcher starts.
 CLOUD_VARIABLE = "EBBFLOW_CLOUD"
 
 # Why an attempt has no placement. Its step then runs on the scheduler's machine and fails with this
 # message.
 UNPLACED_VARIABLE = "EBBFLOW_UNPLACED"
 
-_BACKENDS: dict[str, Target] = {"batch": "batch", "cloud": "batch", "kubernetes": "kubernetes"}
+_BACKENDS: dict[str, Target] = {
+    "batch": "batch",
+    "cloud": "batch",
+    "kubernetes": "kubernetes",
+    "slurm": "slurm",
+}
 
 
 def in_container() -> bool:
@@ -59,8 +64,11 @@ def set_environment(config: RunConfig, backend: str) -> None:
     """Set Metaflow's environment variables for a run on the backend.
 
     Values in the configuration take precedence, then existing variables and Metaflow settings, then
-    values derived from the store.
+    values derived from the store. On Slurm, Metaflow runs every step on this machine.
     """
+    if backend == "slurm":
+        os.environ[CLOUD_VARIABLE] = backend
+        return
     batch = config.batch
     configured = {
         "METAFLOW_BATCH_JOB_QUEUE": batch.light_queue,
@@ -121,7 +129,7 @@ def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] 
 
     `words` is the command line.
     """
-    if backend is not None and "://" not in config.store:
+    if backend not in (None, "slurm") and "://" not in config.store:
         return (
             f"--with {backend}: store {config.store} is a folder of this machine, which "
             "containers cannot read\n  fix: store: s3://bucket/prefix"

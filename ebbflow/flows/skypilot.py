@@ -30,6 +30,7 @@ from ebbflow.core.program import IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.source import open_prices
+from ebbflow.flows.slurm.export import export_slurm
 
 MOUNT = "/ebbflow"
 _INSTALL = "-r requirements.txt -e ." if PROJECT_ROOT == IMPORT_ROOT else f"ebbflow=={__version__}"
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="ebbflow export", description="Write a job for another launcher."
     )
     parser.add_argument(
-        "launcher", choices=["skypilot"], help="a managed job of SkyPilot, printed as YAML"
+        "launcher",
+        choices=["skypilot", "slurm"],
+        help="a managed job of SkyPilot as YAML, or a batch script for sbatch, printed",
     )
     parser.add_argument("config", metavar="CONFIG", help="a YAML file below the project's folder")
     parser.add_argument(
@@ -71,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--job", default="", metavar="NAME", help="name of the job (default: the file's name)"
     )
     options = parser.parse_args(list(sys.argv[1:] if arguments is None else arguments)[1:])
+    if options.launcher == "slurm":
+        return run_command(lambda: export_slurm(options))
     return run_command(lambda: _export(options))
 
 

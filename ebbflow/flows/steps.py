@@ -13,6 +13,7 @@ import functools
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from metaflow import current
@@ -63,10 +64,10 @@ def current_job(flow: TrainArtifacts) -> Job:
 
 
 def is_local(flow: TrainArtifacts) -> bool:
-    """Return whether the ranks run on this machine, where nothing is paid for and prices are
-    simulated.
+    """Return whether prices are simulated, since the ranks run on this machine, where nothing is
+    paid for, or on Slurm, whose prices are unknown.
     """
-    return training_backend(flow) is None
+    return training_backend(flow) in (None, "slurm")
 
 
 def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
@@ -89,6 +90,15 @@ def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
             flush=True,
         )
     return there
+
+
+def without_cloud_limits(config: RunConfig) -> RunConfig:
+    """Return the configuration without budget and deadline, which must not judge a job on Slurm by
+    the simulated prices and speeds of a cloud.
+    """
+    if config.cost.budget_usd is not None:
+        say("cost.budget_usd does not limit this job, since Slurm tells no prices")
+    return config.changed("cost", budget_usd=None, deadline_hours=None)
 
 
 def available_queues(flow: TrainArtifacts, config: RunConfig) -> dict[str, QueueState] | None:
@@ -219,6 +229,9 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
     else:
         now = ClockReading.of(job.store).utc
     config = with_queue_region(flow, job.config)
+    on_slurm = training_backend(flow) == "slurm"
+    if on_slurm:
+        config = without_cloud_limits(config)
     plan = make_plan(
         config,
         now_utc=now,
@@ -230,6 +243,8 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
         queues=available_queues(flow, config),
         evidence=open_evidence(config),
     )
+    if on_slurm:  # the job needs none of these pools, and the deadline is that of Slurm's clock
+        plan = replace(plan, refusal=None, deadline_hours=job.config.cost.deadline_hours)
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
     plan = plan.brief()

@@ -5,6 +5,7 @@ training loop.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from statistics import median
 
 from ebbflow.core.errors import Outcome
 from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
+from ebbflow.infra.slurm.environment import stop_signals
 from ebbflow.training.launch.messages import OrderRecord
 
 # The deadline of a workload's `prepare`, which may download and convert data
@@ -89,10 +91,13 @@ class Limits:
         }
 
     def watch_signals(self) -> None:
-        """Install a SIGTERM handler that requests a drain. Call this in the main thread."""
-        signal.signal(
-            signal.SIGTERM, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS)
-        )
+        """Install handlers that request a drain, of SIGTERM and of Slurm's signal before the time
+        limit. Call this in the main thread.
+        """
+        for number in stop_signals(os.environ):
+            signal.signal(
+                number, lambda *_: self.request_drain(self._stop_seconds - _LEAVING_SECONDS)
+            )
 
     def request_drain(self, seconds: float) -> None:
         """Request a stop after this step, with at most `seconds` left for a last save."""

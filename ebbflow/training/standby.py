@@ -24,7 +24,8 @@ from typing import Any
 from ebbflow.core.process import die_with_parent
 
 _PR_SET_NAME = 15  # <linux/prctl.h>
-_LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM)  # the agent decides how its ranks end
+# The agent decides how its ranks end. Slurm sends its signals to every process of a task.
+_LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def serve(agent_pid: int) -> None:

@@ -29,6 +29,7 @@ from ebbflow.core.layout import check_job_name, generation_name, job_prefix
 from ebbflow.core.process import tie_forked_children
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.infra.slurm.environment import adopt_slurm_environment
 from ebbflow.training.attach import standalone
 from ebbflow.training.attach.guards import CLOSE, EXACT
 from ebbflow.training.checkpoint.rollback import add_permits, requested_permits
@@ -133,7 +134,7 @@ def main(arguments: list[str], try_workload: TryWorkload | None = None) -> NoRet
     """
     spec = WorkerSpec.from_environment()
     try:
-        task = spec or parse_arguments(arguments)
+        task = spec or _read_request(arguments)
     except InfraError as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
@@ -257,6 +258,12 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
     if spec.result_path:
         standalone.write_result(Path(spec.result_path), ending)
     return ending
+
+
+def _read_request(arguments: list[str]) -> Request:
+    """Read the task of a rank that torchrun, Slurm or a user started. Raises InfraError."""
+    adopt_slurm_environment(os.environ)
+    return parse_arguments(arguments)
 
 
 def _is_user_failure(error: BaseException) -> bool:

@@ -104,6 +104,43 @@ class KubernetesConfig(Section):
     )
 
 
+class PartitionConfig(Section):
+    """A partition of a Slurm cluster, as a pool in which attempts can be placed."""
+
+    name: str = key(..., "the partition's name, as in sinfo")
+    preemptible: bool = key(False, "jobs in it are preempted by those of other partitions")
+    usd_per_node_hour: float | None = key(
+        None, "price of one node; null: unknown, the job then has no dollars", ge=0
+    )
+    gres: str | None = key(
+        None, "devices of each node for sbatch --gres, such as gpu:8; null: none"
+    )
+    constraint: str | None = key(None, "features of the nodes for --constraint; null: any")
+    qos: str | None = key(None, "quality of service for --qos; null: the default")
+    account: str | None = key(None, "account for --account; null: the default")
+    max_hours: float | None = key(
+        None, "time limit of each Slurm job in hours; null: the partition's default", gt=0
+    )
+
+
+class SlurmConfig(Section):
+    """Slurm, for `--with slurm` and `ebbflow export slurm`."""
+
+    partitions: list[PartitionConfig] = key(
+        [], "partitions for training, the preferred one first; empty: the cluster's default"
+    )
+    activate: str | None = key(
+        None, "shell line before the job, such as source /path/venv/bin/activate; null: none"
+    )
+    container_image: str | None = key(
+        None, "image for srun --container-image, where the site has pyxis; null: no container"
+    )
+    options: list[str] = key([], "further options of sbatch, such as --reservation=course")
+    queue_minutes: float = key(
+        1440.0, "longest wait in the queue before a Slurm job is cancelled", gt=0
+    )
+
+
 class ModelConfig(Section):
     """Shape of the causal language model. docs/your-model.md has the settings of Llama and Qwen
     models.
@@ -341,10 +378,11 @@ class ClusterConfig(Section):
     )
     instance_types: list[str] = key([], "candidates by name or prefix (g5, p4d); empty: all")
     market: Literal["auto", "spot", "on_demand"] = key("auto", "markets that the plan may choose")
-    plan_for: Literal["local", "batch", "kubernetes"] = key(
+    plan_for: Literal["local", "batch", "kubernetes", "slurm"] = key(
         "batch",
         "backend whose prices and limits the plan uses, wherever the run is; AWS Batch runs "
-        "several nodes on-demand only, Kubernetes on Spot too; local: simulated",
+        "several nodes on-demand only, Kubernetes on Spot too; slurm: slurm.partitions; local: "
+        "simulated",
     )
     expected_start_seconds: float = key(
         240.0, "expected time from requesting a node to its first step: boot, image, model", gt=0
@@ -678,6 +716,7 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     batch: BatchConfig = BatchConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
+    slurm: SlurmConfig = SlurmConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cost: CostConfig = CostConfig()
     metrics: MetricsConfig = MetricsConfig()

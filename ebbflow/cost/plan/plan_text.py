@@ -67,7 +67,7 @@ def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
     best = plan.chosen
     if best is not None:
         if plan.simulated:
-            where = " (simulated: this run stays on this machine)"
+            where = f" (simulated: this run {_place(plan)})"
         else:
             where = ""
         ahead = plan.live
@@ -130,10 +130,17 @@ def _header(plan: Plan) -> list[str]:
         )
     if plan.simulated:
         lines += _wrapped(
-            "simulated: this run stays on this machine. The pool is what it would run on in the "
+            f"simulated: this run {_place(plan)}. The pool is what it would run on in the "
             "cloud, and the run is priced as if it did."
         )
     return lines
+
+
+def _place(plan: Plan) -> str:
+    """Render where a run with simulated prices trains."""
+    if plan.backend == "slurm":
+        return "goes to Slurm"
+    return "stays on this machine"
 
 
 def _chosen(plan: Plan, best: Candidate) -> list[str]:

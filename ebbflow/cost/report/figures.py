@@ -39,6 +39,7 @@ from ebbflow.cost.ledger.pricing import (
     select_plans,
 )
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
+from ebbflow.cost.report.slurm_jobs import summarize_slurm_jobs
 
 _WORK = (
     LedgerClass.USEFUL_STEP,
@@ -280,6 +281,7 @@ def compute_money_figures(
         - thresholds: Shares of the budget (0 to 1) that were reached and notified.
         - prices: Nodes and dollars by pool and kind of price.
         - attempts: Planned and actual figures of the attempts on AWS Batch.
+        - slurm_jobs: Slurm jobs, as `SlurmJobRow`.
         - light_steps_away: Whether the Metaflow steps before and after training also ran on other
           machines. The ledger does not meter these machines.
     """
@@ -318,6 +320,7 @@ def compute_money_figures(
         "price_changes": sum(node.started_wall < at < node.ended_wall for node, at in changes),
         "prices": _sum_by_price(ledger),
         "attempts": _compute_attempt_figures(events, ledger),
+        "slurm_jobs": summarize_slurm_jobs(events),
         "light_steps_away": any(
             event.payload.sent_away for event in select_events(events, PreflightPayload)
         ),

@@ -40,6 +40,8 @@ from ebbflow.cost.report.render_text import (
     suggest_next_step,
 )
 from ebbflow.cost.report.report import RunReport, find_deciding_failure
+from ebbflow.cost.report.slurm_jobs import HEADER as SLURM_HEADER
+from ebbflow.cost.report.slurm_jobs import format_slurm_rows
 from ebbflow.cost.report.verdict import (
     Tile,
     describe_slowest_rank,
@@ -262,6 +264,7 @@ def render_parts(report: RunReport, *, earlier: Sequence[RunReport]) -> tuple[st
             _plan_rows(report),
         ),
         _attempts(report),
+        _slurm_jobs(report),
         _table_section(
             "generations",
             "Generations",
@@ -752,6 +755,13 @@ def _attempts(report: RunReport) -> str:
         figures
         + render_html_table(figure_text.PLACE_HEADER, figure_text.format_placement_rows(attempts)),
     )
+
+
+def _slurm_jobs(report: RunReport) -> str:
+    rows = format_slurm_rows(report.money.get("slurm_jobs") or [])
+    if not rows:
+        return ""
+    return _section("slurm-jobs", "Slurm jobs", render_html_table(SLURM_HEADER, rows))
 
 
 def _table_section(

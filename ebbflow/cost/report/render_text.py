@@ -13,6 +13,8 @@ from ebbflow.core.untrusted_text import one_line, wrap_line
 from ebbflow.cost.amounts import format_number, format_percent, format_usd, usd_decimals
 from ebbflow.cost.report import figure_text
 from ebbflow.cost.report.report import RunReport
+from ebbflow.cost.report.slurm_jobs import HEADER as SLURM_HEADER
+from ebbflow.cost.report.slurm_jobs import format_slurm_rows
 from ebbflow.cost.report.verdict import describe_slowest_rank, render_verdict, script_command
 
 PROGRAM = "ebbflow"  # the console command
@@ -103,8 +105,9 @@ def suggest_next_step(report: RunReport, *, program: str = PROGRAM) -> NextStep 
     own = script_command(report, "--job", report.job)
     if own is not None:  # it ran here, without the flow
         return NextStep(explanation, own.replace("ebbflow", program, 1))
-    # On AWS Batch a new run plans the next placement
-    if settings is None and report.money.get("attempts"):
+    # On AWS Batch and Slurm a new run places the next attempt
+    on_slurm = (report.plan or {}).get("backend") == "slurm"
+    if settings is None and (report.money.get("attempts") or on_slurm):
         explanation = f"{explanation} {_SAME_REMOTE_OPTIONS}"
         settings = []
     run = one_line(report.events.get("run") or "")
@@ -146,13 +149,7 @@ def render(report: RunReport, *, program: str = PROGRAM) -> str:
     compared = figure_text.format_comparison_rows(report)
     if compared:
         sections.append(format_table(compared, figure_text.get_comparison_header(report)))
-    attempts = (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]
-    if attempts:
-        sections.append(
-            format_table(figure_text.format_attempt_rows(attempts), figure_text.ATTEMPT_HEADER)
-        )
-        placed = map(": ".join, figure_text.format_placement_rows(attempts))
-        sections.append(["where each attempt was placed, and why:", *_wrapped([*placed])])
+    sections += _attempts(report)
     started = figure_text.format_generation_rows(report)
     if started:
         sections.append(_generations(started))
@@ -453,6 +450,22 @@ def _decisive(report: RunReport) -> dict[str, Any]:
     return {
         row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)
     }
+
+
+def _attempts(report: RunReport) -> list[list[str]]:
+    """Render the attempts on AWS Batch or Slurm, if there are any."""
+    sections = []
+    attempts = (report.money.get("attempts") or [])[-_LISTED_ATTEMPTS:]
+    if attempts:
+        sections.append(
+            format_table(figure_text.format_attempt_rows(attempts), figure_text.ATTEMPT_HEADER)
+        )
+        placed = map(": ".join, figure_text.format_placement_rows(attempts))
+        sections.append(["where each attempt was placed, and why:", *_wrapped([*placed])])
+    slurm_jobs = (report.money.get("slurm_jobs") or [])[-_LISTED_ATTEMPTS:]
+    if slurm_jobs:
+        sections.append(format_table(format_slurm_rows(slurm_jobs), SLURM_HEADER))
+    return sections
 
 
 def _generations(rows: Sequence[Sequence[str]]) -> list[str]:

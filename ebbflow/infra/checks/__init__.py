@@ -4,6 +4,7 @@ from ebbflow.core.preflight import Check
 from ebbflow.infra.checks import batch, gpu, machine, store
 from ebbflow.infra.checks import environment as env
 from ebbflow.infra.kubernetes.checks import CHECKS as KUBERNETES_CHECKS
+from ebbflow.infra.slurm.checks import CHECKS as SLURM_CHECKS
 
 # Boto3 is imported and its service descriptions are read as well
 _AWS_SECONDS = batch.ANSWER_SECONDS + 3.0
@@ -302,4 +303,5 @@ CHECKS: list[Check] = [
         batch.check_batch_clock,
     ),
     *KUBERNETES_CHECKS,
+    *SLURM_CHECKS,
 ]

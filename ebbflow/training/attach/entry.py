@@ -19,6 +19,7 @@ from ebbflow.core.config.load import load_config
 from ebbflow.core.errors import InfraError
 from ebbflow.core.layout import job_of_script, job_prefix
 from ebbflow.core.store import Store
+from ebbflow.infra.slurm.environment import SlurmTask
 from ebbflow.training.attach import loop as attached_loop
 from ebbflow.training.attach.capture import VALUES, ScriptState, Stateful
 from ebbflow.training.attach.folder import FolderJob
@@ -227,7 +228,8 @@ def _check_arguments(
 
 
 def _join_gang() -> Gang:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    task = SlurmTask.from_environment(os.environ)
+    world_size = int(os.environ.get("WORLD_SIZE") or (1 if task is None else task.world_size))
     if not (dist.is_available() and dist.is_initialized()):
         if world_size > 1:
             raise AttachError(

@@ -27,6 +27,7 @@ from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_jo
 from ebbflow.core.observer_process import (
     describe_start,
     describe_unwatched_limits,
+    shows_live_page,
     start_script_observer,
 )
 from ebbflow.core.program import PROJECT_ROOT
@@ -169,6 +170,8 @@ def main(words: list[str]) -> int:
             )
         ending = run_gang(spec)
         print(f"ebbflow: job {job}: {ending.outcome}{_describe_end(ending)}", flush=True)
+        if not shows_live_page():  # otherwise the observer writes the report
+            print(f"report: ebbflow report {job}", flush=True)
         return Outcome(ending.outcome).exit_code
     finally:
         claim.release()
@@ -223,7 +226,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="ebbflow run",
         description="Run a script's ranks on this machine.",
         epilog=(
-            "--nodes N or --with local|batch|kubernetes sends it through the flow: preflight, "
+            "--nodes N or --with local|batch|kubernetes|slurm sends it through the flow: preflight, "
             "plan, report. --profile FIRST:LAST profiles these steps."
         ),
     )

@@ -17,9 +17,9 @@ command per line from stdin. These are the commands and their fields:
 
 It writes one JSON line per event to stdout: uploaded, committed, failed, superseded or warning.
 
-The kernel kills the process when its parent dies. The process ignores SIGINT, SIGTERM and SIGHUP,
-because Ctrl-C and a drain send them to the whole process group, just when the trainer needs its
-last checkpoint uploaded.
+The kernel kills the process when its parent dies. The process ignores SIGINT, SIGTERM, SIGHUP and
+SIGUSR1, because Ctrl-C, a drain and Slurm's notices send them to the whole process group, just when
+the trainer needs its last checkpoint uploaded.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def main(argv: list[str]) -> int:
     """Execute commands from stdin until "finish" or end of input."""
     parent_pid, rank, store_uri, *buffers = argv
     die_with_parent(int(parent_pid))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)  # training has priority
     commands = CommandQueue()

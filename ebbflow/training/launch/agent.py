@@ -22,6 +22,7 @@ from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.process import OwnProgram, die_with_parent, own_program_line
 from ebbflow.core.program import begin_program, python_path
 from ebbflow.core.untrusted_text import guard_terminal
+from ebbflow.infra.slurm.environment import stop_signals
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch import messages
@@ -237,7 +238,7 @@ def _wait_out_notice(
 
 @contextmanager
 def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
-    """Call `asked_to_leave` on SIGTERM and Ctrl-C.
+    """Call `asked_to_leave` on SIGTERM, Ctrl-C, and under Slurm on SIGUSR1.
 
     Raise KeyboardInterrupt if Ctrl-C follows such a signal.
     """
@@ -249,7 +250,8 @@ def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
         asked_to_leave()
 
     asked: list[int] = []
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    handled = (*stop_signals(os.environ), signal.SIGINT)
+    before = {number: signal.signal(number, ask) for number in handled}
     try:
         yield
     finally:

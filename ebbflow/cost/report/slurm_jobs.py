@@ -1,0 +1,67 @@
+"""Slurm jobs of a training job, as rows of its report: where each ran, for how long, and why it
+ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from ebbflow.core.event_payloads import SlurmJobPayload
+from ebbflow.core.events import Event, select_events
+from ebbflow.core.untrusted_text import one_line
+
+HEADER = ("Slurm job", "partition", "nodes", "node-hours", "ended", "by Slurm")
+_UNKNOWN = "unknown"
+
+
+class SlurmJobRow(TypedDict):
+    """One Slurm job, as JSON in the report."""
+
+    job_id: str
+    partition: str | None
+    nodes: int | None
+    node_hours: float | None  # None before its end, or without a start
+    cause: str | None  # why it ended; None if its end is not recorded
+    state: str | None  # Slurm's word
+    reason: str | None
+
+
+def summarize_slurm_jobs(events: Sequence[Event]) -> list[SlurmJobRow]:
+    """Return the job's Slurm jobs in the order of their submission."""
+    newest: dict[str, SlurmJobPayload] = {}
+    for event in select_events(events, SlurmJobPayload):
+        known = newest.get(event.payload.job_id)
+        if known is None or known.does != "ended":
+            newest[event.payload.job_id] = event.payload
+    return [_make_row(payload) for payload in newest.values()]
+
+
+def format_slurm_rows(rows: Sequence[SlurmJobRow]) -> list[tuple[str, ...]]:
+    """Format the Slurm jobs as rows with the columns of `HEADER`."""
+    return [
+        (
+            one_line(row["job_id"]),
+            one_line(row["partition"] or "default"),
+            str(row["nodes"] or _UNKNOWN),
+            _UNKNOWN if row["node_hours"] is None else f"{row['node_hours']:.4f}",
+            one_line(row["cause"] or _UNKNOWN),
+            one_line(row["reason"] or row["state"] or ""),
+        )
+        for row in rows
+    ]
+
+
+def _make_row(payload: SlurmJobPayload) -> SlurmJobRow:
+    hours = None
+    if payload.nodes and payload.started_utc and payload.stopped_utc:
+        hours = payload.nodes * max(0.0, payload.stopped_utc - payload.started_utc) / 3600
+    return {
+        "job_id": payload.job_id,
+        "partition": payload.partition,
+        "nodes": payload.nodes,
+        "node_hours": hours,
+        "cause": payload.cause,
+        "state": payload.state,
+        "reason": payload.reason,
+    }

@@ -1,0 +1,1 @@
+"""Jobs on Slurm: exported batch scripts, and attempts that the flow submits."""

@@ -1,0 +1,513 @@
+"""One attempt of a training step on Slurm: submit a Slurm job, wait for it, and judge its end.
+
+The step runs where the launcher runs and trains in a Slurm job of N nodes, with one agent per node.
+The order to the agents is in the job's store before the job is submitted, and the Slurm job's
+comment names the order. A launcher that finds a live Slurm job of its job, which a killed launcher
+has left, waits for that one and submits no second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from ebbflow.core.errors import InfraError, ObjectNotFound, Outcome
+from ebbflow.core.event_payloads import SlurmJobPayload
+from ebbflow.core.events import COMMIT, SLURM_JOB, Event, read_events, select_events
+from ebbflow.core.launchers import CLAIM_VARIABLE, RUN_CLAIM_VARIABLE
+from ebbflow.core.process import OwnProgram
+from ebbflow.core.program import PROJECT_ROOT, own_command, python_path
+from ebbflow.cost.plan.candidates import read_progress
+from ebbflow.flows.job import ClockReading, Job, TrainArtifacts
+from ebbflow.flows.slurm.placement import (
+    PartitionChoice,
+    choose_partition,
+    measure_hours_needed,
+    refused_partitions,
+)
+from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
+from ebbflow.infra.slurm.commands import (
+    Cause,
+    LiveJob,
+    SlurmJob,
+    SlurmUnavailable,
+    cancel,
+    find_live_jobs,
+    look_up,
+    submit,
+)
+from ebbflow.infra.slurm.script import (
+    BatchScript,
+    activation_lines,
+    partition_options,
+    srun_line,
+    warning_seconds,
+)
+from ebbflow.training.launch.slurm_node import NodeResult, SlurmOrder, order_key, result_key
+
+if TYPE_CHECKING:
+    from ebbflow.core.config.schema import PartitionConfig, RunConfig
+    from ebbflow.training.launch.messages import GangSpec
+
+_LOOK_SECONDS = 1.0
+_LONGEST_LOOK_SECONDS = 10.0  # each look is a request to the controller, which all users share
+_SUBMIT_SECONDS = 300.0  # for which an unanswered sbatch is looked for and repeated
+# After all agents have written their results; a dead slurmd keeps its job COMPLETING for minutes
+_COMPLETING_SECONDS = 60.0
+_LEAVE_SECONDS = 10.0  # beyond the last save, before a Slurm job that was asked to leave is killed
+_MOST_IN_VAIN = 3  # Slurm jobs in a row without a commit, whose end nothing outside explains
+_MOST_TAKEN = 20  # the same, if they were preempted or lost a node
+_TAKEN = (Cause.PREEMPTED, Cause.NODE_FAILED, Cause.REQUEUED)
+_PREFIX = "ebbflow"
+# Variables of the launcher's processes, which mean nothing on another machine
+_OF_LAUNCHER = ("EBBFLOW_PARENT_PID", CLAIM_VARIABLE, RUN_CLAIM_VARIABLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmittedJob:
+    """A Slurm job of this training job, and the order that it follows."""
+
+    job_id: str
+    key: str  # of the order in the job's store
+    order: SlurmOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How a Slurm job ended, by Slurm and by its node 0."""
+
+    slurm: SlurmJob
+    result: NodeResult | None  # None: node 0 wrote none
+    asked: bool  # whether this launcher was asked to leave
+    queue_expired: bool = False  # whether it was cancelled after `slurm.queue_minutes`
+
+    @property
+    def cause(self) -> Cause:
+        """Why it ended. The gang leaves before the time limit, which Slurm then never sees."""
+        if self.queue_expired:
+            return Cause.REFUSED
+        if self.slurm.restarts:
+            return Cause.REQUEUED
+        drained = self.result is not None and self.result.outcome is Outcome.INTERRUPTED
+        if drained and self.slurm.cause in (Cause.FAILED, Cause.COMPLETED):
+            return Cause.TIME_LIMIT
+        return self.slurm.cause
+
+
+@dataclass
+class StopRequest:
+    """Whether SIGTERM has asked this process to leave."""
+
+    received: bool = False
+
+
+def run_attempt(flow: TrainArtifacts, spec: GangSpec, *, number: int) -> tuple[dict, str]:
+    """Train in one Slurm job.
+
+    Args:
+        spec: specification of node 0, without its address.
+        number: number of the attempt within the run, from 1.
+
+    Returns:
+        The outcome as JSON, and the flow's next branch: "again" or "done".
+
+    Raises:
+        StepFailed: this launcher was asked to leave.
+    """
+    job = current_job(flow)
+    try:
+        with _listen() as stop:
+            submitted = adopt(job, spec.config) or _submit_order(job, spec, number)
+            end = await_end(job, submitted, stop)
+    except InfraError as error:
+        record_outcome(flow, error.outcome, str(error))
+        return _outcome(error.outcome), "done"
+    return _judge(flow, job, submitted, end)
+
+
+def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
+    """Return the live Slurm job of this training job, which a former launcher has left; None if
+    there is none.
+
+    A second one, or one with another configuration, is asked to save and leave first.
+
+    Raises:
+        InfraError: Slurm or the store does not answer.
+    """
+    adopted = None
+    for live in _find_jobs(f"{_PREFIX}:{_token(job)}:"):
+        _, _, run, number = live.comment.split(":")
+        key = order_key(run, int(number))
+        order = _read_order(job, key)
+        if adopted is None and order is not None and order.spec().config == config:
+            adopted = SubmittedJob(job_id=live.job_id, key=key, order=order)
+            say(f"slurm: job {live.job_id} of run {run} still {live.state.lower()}: adopted")
+            _record(job, adopted, does="adopted")
+            continue
+        say(f"slurm: job {live.job_id} of run {run} has other settings: asked to save and leave")
+        _drain(live.job_id, config)
+    return adopted
+
+
+def await_end(job: Job, submitted: SubmittedJob, stop: StopRequest) -> JobEnd:
+    """Wait until a Slurm job has ended.
+
+    If `stop` is set, the job saves and leaves first. A job that waits in the queue for longer than
+    `slurm.queue_minutes` is cancelled.
+    """
+    config = job.config
+    queued_until = time.monotonic() + 60 * config.slurm.queue_minutes
+    kill_at: float | None = None
+    completing_since: float | None = None
+    expired = False
+    shown = ""
+    pause = _LOOK_SECONDS
+    seen = SlurmJob(job_id=submitted.job_id, state="PENDING")
+    while True:
+        try:
+            seen = look_up(submitted.job_id)
+            text = _describe_progress(seen)
+        except SlurmUnavailable as error:
+            text = f"no answer, and the job goes on without it: {error}"
+        if text != shown:
+            say(f"slurm: job {submitted.job_id} {text}")
+            shown = text
+            pause = _LOOK_SECONDS
+        if seen.ended:
+            break
+        if seen.state == "COMPLETING":
+            completing_since = completing_since or time.monotonic()
+            results = _has_results(job, submitted)
+            if results and time.monotonic() - completing_since > _COMPLETING_SECONDS:
+                break
+        if stop.received and kill_at is None:
+            kill_at = time.monotonic() + config.checkpoint.stop_seconds + _LEAVE_SECONDS
+            _ask_to_leave(seen)
+        if seen.waits and seen.restarts:
+            _try_cancel(submitted.job_id)  # another Slurm job continues, from the last commit
+        elif seen.waits and time.monotonic() > queued_until and not expired:
+            expired = True
+            _try_cancel(submitted.job_id)
+        if kill_at is not None and time.monotonic() > kill_at:
+            _try_cancel(submitted.job_id)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LOOK_SECONDS if stop.received else _LONGEST_LOOK_SECONDS)
+    return JobEnd(
+        slurm=seen,
+        result=_read_result(job, submitted),
+        asked=stop.received,
+        queue_expired=expired,
+    )
+
+
+def make_batch_script(
+    job: Job, spec: GangSpec, partition: PartitionConfig | None, key: str, comment: str
+) -> BatchScript:
+    """Build the script of one Slurm job, whose tasks are the nodes' agents."""
+    config = spec.config
+    slurm = config.slurm
+    options = [
+        f"--job-name={job.name}",
+        f"--comment={comment}",
+        *partition_options(partition),
+        f"--nodes={spec.nodes}",
+        "--ntasks-per-node=1",
+        "--no-requeue",
+        f"--signal=B:USR1@{warning_seconds(config)}",
+        f"--output={log_folder(job)}/%j.log",
+        "--open-mode=append",
+        *slurm.options,
+    ]
+    if config.cluster.min_nodes is not None:
+        options.append("--no-kill")  # a lost node does not end the others
+    python = "python" if slurm.activate or slurm.container_image else sys.executable
+    words = [python, "-m", OwnProgram.SLURM_NODE.value, job.store.uri, key]
+    lines = [
+        "# --signal reaches this shell only; the agents save and leave as at a preemption",
+        """trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1""",
+        "trap : TERM",
+        *activation_lines(slurm),
+        srun_line(slurm, words, options=["--kill-on-bad-exit=0", "--wait=0"]) + " &",
+        "agents=$!",
+        "code=1",
+        # A trap interrupts `wait`, which then returns another code
+        'while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done',
+        'exit "$code"',
+    ]
+    return BatchScript(options=options, lines=lines)
+
+
+def ended_jobs(events: Sequence[Event], run: str) -> list[SlurmJobPayload]:
+    """Return the ends of a run's Slurm jobs, oldest first."""
+    return [
+        event.payload
+        for event in select_events(events, SlurmJobPayload)
+        if event.run == run and event.payload.does == "ended"
+    ]
+
+
+def log_folder(job: Job) -> Path:
+    """Return the folder of the Slurm jobs' output, which must be on a disk that the nodes share."""
+    shared = job.store.local_path("slurm")
+    folder = job.folder / "slurm" if shared is None else shared
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _submit_order(job: Job, spec: GangSpec, number: int) -> SubmittedJob:
+    """Write the order into the store, then submit the Slurm job that follows it."""
+    key = order_key(job.run, number)
+    choice = _choose(job)
+    partition = choice.partition
+    order = SlurmOrder(
+        gang=spec.to_json(), partition=None if partition is None else partition.name, round=number
+    )
+    job.store.put(key, order.model_dump_json().encode())
+    comment = f"{_PREFIX}:{_token(job)}:{job.run}:{number}"
+    script = make_batch_script(job, spec, partition, key, comment).render()
+    job_id = _submit_once(script, comment)
+    submitted = SubmittedJob(job_id=job_id, key=key, order=order)
+    where = "the default partition" if partition is None else f"partition {partition.name}"
+    say(f"slurm: attempt {number} is job {job_id} in {where} ({choice.reason}), {spec.nodes} nodes")
+    _record(job, submitted, does="submitted")
+    return submitted
+
+
+def _choose(job: Job) -> PartitionChoice:
+    events = read_events(job.store)
+    deadline = job.config.cost.deadline_hours
+    started = read_progress(events, run=job.run).started_utc
+    if deadline is None or started is None:
+        hours_left = deadline
+    else:
+        hours_left = deadline - (ClockReading.of(job.store).utc - started) / 3600
+    return choose_partition(
+        job.config,
+        ended_jobs(events, job.run),
+        hours_left=hours_left,
+        hours_needed=measure_hours_needed(events, job.config.training.max_steps),
+    )
+
+
+def _submit_once(script: str, comment: str) -> str:
+    """Submit a script, and return the id of its job.
+
+    If the answer is lost, the job may exist: it is looked for by its comment before the next try.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHER}
+    environment |= {"PYTHONPATH": python_path(), "EBBFLOW_PROJECT": str(PROJECT_ROOT)}
+    limit = time.monotonic() + _SUBMIT_SECONDS
+    while True:
+        try:
+            return submit(script, environment)
+        except SlurmUnavailable as error:
+            if time.monotonic() > limit:
+                raise
+            say(f"slurm: {error}; trying again")
+        time.sleep(_LOOK_SECONDS)
+        with contextlib.suppress(SlurmUnavailable):
+            for live in find_live_jobs(comment):
+                return live.job_id
+
+
+def _judge(
+    flow: TrainArtifacts, job: Job, submitted: SubmittedJob, end: JobEnd
+) -> tuple[dict, str]:
+    """Record how the Slurm job ended, and return the outcome and the flow's next branch."""
+    _record(job, submitted, does="ended", end=end)
+    result = end.result
+    told = f"Slurm job {submitted.job_id} ended: {end.slurm.describe()}"
+    if result is not None and not result.error and result.outcome is not Outcome.INTERRUPTED:
+        values = {"step": result.step, "weights_sha256": result.weights_sha256}
+        return _outcome(result.outcome) | values, "done"
+    if end.asked:
+        raise StepFailed(Outcome.INTERRUPTED, told)
+    if result is not None and result.error and not result.curable:
+        return _outcome(result.outcome), "done"  # node 0 has recorded it
+    return _follow_up(flow, job, submitted, end)
+
+
+def _follow_up(
+    flow: TrainArtifacts, job: Job, submitted: SubmittedJob, end: JobEnd
+) -> tuple[dict, str]:
+    """Decide whether another attempt follows a Slurm job that did not complete the training."""
+    told = f"Slurm job {submitted.job_id} ended: {end.slurm.describe()}"
+    events = read_events(job.store)
+    ends = ended_jobs(events, job.run)
+    if end.queue_expired:
+        refused = refused_partitions(ends)
+        if len(refused) < len(job.config.slurm.partitions):
+            say(f"slurm: {told}; another partition follows")
+            return _outcome(Outcome.INTERRUPTED), "again"
+        message = (
+            f"{told}: {' and '.join(refused)} did not grant {submitted.order.spec().nodes} nodes "
+            f"within {job.config.slurm.queue_minutes:g} min; fix: raise slurm.queue_minutes, or "
+            "name another partition"
+        )
+        return _stop(flow, Outcome.NO_CAPACITY, message)
+    if end.cause is Cause.CANCELLED:
+        again = f"{own_command()} run --with slurm --job {job.name}"
+        return _stop(flow, Outcome.INTERRUPTED, f"{told}; to go on: {again} and its configuration")
+    reason = _give_up_reason(ends, commits=sum(event.name == COMMIT for event in events))
+    if reason:
+        return _stop(flow, Outcome.FAILED, f"{reason}; output: {log_folder(job)}")
+    result = end.result
+    saved = "" if result is None or result.step is None else f", saved at step {result.step}"
+    say(f"slurm: {told}{saved} ({end.cause}); another attempt follows")
+    return _outcome(Outcome.INTERRUPTED), "again"
+
+
+def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
+    """Return why another attempt would not help, or "".
+
+    The attempts of this run since its last commit are counted.
+    """
+    vain = list(itertools.takewhile(lambda end: end.commits == commits, reversed(ends)))
+    failed = [end for end in vain if end.cause not in _TAKEN]
+    if len(failed) < _MOST_IN_VAIN and len(vain) < _MOST_TAKEN:
+        return ""
+    causes = ", ".join(sorted({f"{end.state}: {end.cause}" for end in vain}))
+    last = f"; the last one: {vain[0].reason}" if vain[0].reason else ""
+    return f"{len(vain)} Slurm jobs in a row ended without a commit ({causes}){last}"
+
+
+def _stop(flow: TrainArtifacts, outcome: Outcome, message: str) -> tuple[dict, str]:
+    say(f"slurm: {message}")
+    record_outcome(flow, outcome, message)
+    return _outcome(outcome), "done"
+
+
+def _outcome(outcome: Outcome) -> dict:
+    return {"outcome": outcome.value, "step": None, "weights_sha256": None}
+
+
+def _record(job: Job, submitted: SubmittedJob, *, does: str, end: JobEnd | None = None) -> None:
+    spec = submitted.order.spec()
+    with job.events(f"slurm-{submitted.job_id}-{does}") as log:
+        log.origin = replace(log.origin, attempt=spec.attempt)
+        if end is None:
+            log.emit(
+                SLURM_JOB,
+                does=does,
+                job_id=submitted.job_id,
+                partition=submitted.order.partition,
+                nodes=spec.nodes,
+            )
+            return
+        log.emit(
+            SLURM_JOB,
+            does=does,
+            job_id=submitted.job_id,
+            partition=end.slurm.partition or submitted.order.partition,
+            nodes=spec.nodes,
+            state=end.slurm.state,
+            cause=end.cause.value,
+            reason=end.result.error if end.result and end.result.error else end.slurm.describe(),
+            started_utc=end.slurm.started_utc,
+            stopped_utc=end.slurm.ended_utc,
+            commits=sum(event.name == COMMIT for event in read_events(job.store)),
+        )
+
+
+def _find_jobs(comment: str) -> list[LiveJob]:
+    """Return the live jobs of a comment. A controller that restarts is waited for.
+
+    Raises:
+        SlurmUnavailable: no answer for several minutes.
+    """
+    limit = time.monotonic() + _SUBMIT_SECONDS
+    while True:
+        try:
+            return find_live_jobs(comment)
+        except SlurmUnavailable as error:
+            if time.monotonic() > limit:
+                raise
+            say(f"slurm: {error}; trying again")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _read_order(job: Job, key: str) -> SlurmOrder | None:
+    """Return an order; None if the store has lost it, or if another version wrote it."""
+    try:
+        return SlurmOrder.model_validate_json(job.store.get(key))
+    except (ObjectNotFound, ValidationError):
+        return None
+
+
+def _drain(job_id: str, config: RunConfig) -> None:
+    """Let a Slurm job save and leave, and wait until it has ended."""
+    cancel_at = time.monotonic() + config.checkpoint.stop_seconds + _LEAVE_SECONDS
+    seen = SlurmJob(job_id=job_id, state="RUNNING")
+    with contextlib.suppress(SlurmUnavailable):
+        seen = look_up(job_id)
+    _ask_to_leave(seen)
+    while not seen.ended:
+        time.sleep(_LOOK_SECONDS)
+        if time.monotonic() > cancel_at:
+            _try_cancel(job_id)
+        with contextlib.suppress(SlurmUnavailable):
+            seen = look_up(job_id)
+
+
+def _ask_to_leave(seen: SlurmJob) -> None:
+    _try_cancel(seen.job_id, signal_name=None if seen.waits else "TERM")
+
+
+def _try_cancel(job_id: str, *, signal_name: str | None = None) -> None:
+    """Cancel a job or send it a signal. The caller's next look shows whether that worked."""
+    with contextlib.suppress(SlurmUnavailable):
+        cancel(job_id, signal_name=signal_name)
+
+
+def _describe_progress(seen: SlurmJob) -> str:
+    if seen.waits:
+        reason = f" ({seen.reason})" if seen.reason else ""
+        return f"waits in the queue{reason}"
+    if seen.state == "RUNNING":
+        return f"runs on {seen.nodes}"
+    if seen.state == "COMPLETING":
+        return "ends"
+    return seen.describe()
+
+
+def _has_results(job: Job, submitted: SubmittedJob) -> bool:
+    return _read_result(job, submitted) is not None
+
+
+def _read_result(job: Job, submitted: SubmittedJob) -> NodeResult | None:
+    """Return node 0's result; None if it wrote none."""
+    key = result_key(submitted.key, 0)
+    if job.store.head(key) is None:
+        return None
+    return NodeResult.model_validate_json(job.store.get(key))
+
+
+def _token(job: Job) -> str:
+    """Return a short hash that identifies the job among all jobs of all stores."""
+    return hashlib.sha256(job.store.uri.encode()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _listen() -> Iterator[StopRequest]:
+    """Take SIGTERM, with which the launcher asks its tasks to leave, as a request."""
+    stop = StopRequest()
+
+    def receive(_number: int, _frame: object) -> None:
+        stop.received = True
+
+    before = signal.signal(signal.SIGTERM, receive)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,324 @@
+"""Preflight checks of whether a Slurm cluster can run the job."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ebbflow.core.config.schema import PartitionConfig, RunConfig
+from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.infra.slurm.commands import SlurmRejected, SlurmUnavailable, call_slurm
+from ebbflow.infra.slurm.script import partition_options, warning_seconds
+
+_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+_SECONDS = 35.0
+_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "(null)", "")
+# Kinds of file systems that several hosts usually share (statfs, /proc/mounts)
+_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "wekafs", "orangefs", "pvfs", "9p")
+_CONTROLLER_FIX = "scontrol ping; start the command on a login node, and check munge and SLURM_CONF"
+
+
+def _for_slurm(check: Callable[[PreflightContext], CheckFinding]) -> Callable[..., CheckFinding]:
+    def run(context: PreflightContext) -> CheckFinding:
+        planned = context.config.cluster.plan_for == "slurm"
+        if context.target != "slurm" and (context.target is not None or not planned):
+            return skipped("the job does not run on Slurm")
+        try:
+            return check(context)
+        except (SlurmRejected, SlurmUnavailable) as error:
+            text, _, fix = str(error).partition("; fix: ")
+            return failed(text, fix or _CONTROLLER_FIX)
+
+    run.__doc__ = check.__doc__
+    return run
+
+
+@_for_slurm
+def check_commands(_context: PreflightContext) -> CheckFinding:
+    """Check that Slurm's commands are on PATH, and that the controller answers."""
+    absent = [name for name in _COMMANDS if shutil.which(name) is None]
+    if absent:
+        return failed(
+            f"not on PATH: {', '.join(absent)}", "start the command on a login node of the cluster"
+        )
+    version = call_slurm(["scontrol", "--version"]).strip()
+    answers = call_slurm(["scontrol", "ping"])
+    if "is UP" not in answers:
+        return failed(" ".join(answers.split()), _CONTROLLER_FIX)
+    return passed(f"{version}, the controller answers")
+
+
+@_for_slurm
+def check_partitions(context: PreflightContext) -> CheckFinding:
+    """Check that each partition exists, is up, and has enough nodes with the required devices."""
+    config = context.config
+    if config.cluster.nodes == "auto":
+        return failed("cluster.nodes is auto, and Slurm needs a number", "--set cluster.nodes=N")
+    known = _read_partitions()
+    problems = []
+    for partition in config.slurm.partitions:
+        problem = _find_partition_problem(config, partition, known)
+        if problem:
+            problems.append(problem)
+    if problems:
+        return failed(
+            "; ".join(problems),
+            f"slurm.partitions: partitions of this cluster are {', '.join(sorted(known))}",
+        )
+    if not config.slurm.partitions:
+        default = [name for name, fields in known.items() if fields.get("Default") == "YES"]
+        if not default:
+            return failed("the cluster has no default partition", "name one in slurm.partitions")
+        return passed(f"the default partition {default[0]}")
+    names = [partition.name for partition in config.slurm.partitions]
+    return passed(f"{', '.join(names)}: up, with at least {config.cluster.nodes} nodes")
+
+
+@_for_slurm
+def check_limits(context: PreflightContext) -> CheckFinding:
+    """Check with `sbatch --test-only` that limits, account and quality of service allow the job."""
+    config = context.config
+    nodes = config.cluster.nodes
+    if not isinstance(nodes, int):
+        return skipped("cluster.nodes is auto")
+    refused = []
+    accepted = []
+    for partition in config.slurm.partitions or [None]:
+        name = "the default partition" if partition is None else partition.name
+        options = [f"--nodes={nodes}", "--ntasks-per-node=1", *partition_options(partition)]
+        command = ["sbatch", "--test-only", *options, *config.slurm.options, "--wrap=true"]
+        try:
+            call_slurm(command)
+        except SlurmRejected as error:
+            refused.append(f"{name}: {error}")
+        else:
+            accepted.append(name)
+    if refused:
+        return failed(
+            "; ".join(refused),
+            "correct gres, constraint, account, qos and max_hours of slurm.partitions, "
+            "slurm.options, or cluster.nodes",
+        )
+    return passed(f"accepted in {', '.join(accepted)}")
+
+
+@_for_slurm
+def check_time(context: PreflightContext) -> CheckFinding:
+    """Check that a Slurm job's time limit leaves time to train and save, and compare it with the
+    deadline.
+    """
+    config = context.config
+    known = _read_partitions()
+    warning = warning_seconds(config) / 60
+    notes = []
+    for name, partition in _named_partitions(config, known):
+        fields = known.get(name, {})
+        most = _minutes(fields.get("MaxTime", ""))
+        limit = _limit_minutes(partition, fields)
+        if limit is not None and most is not None and limit > most:
+            return failed(
+                f"{name}: max_hours is {limit / 60:.4g}, and MaxTime {most / 60:.4g} h: its jobs "
+                "would wait for ever",
+                f"slurm.partitions: max_hours: {most / 60:.4g}",
+            )
+        if limit is None:
+            notes.append(f"{name}: no limit")
+            continue
+        if limit < 1.5 * warning:
+            return failed(
+                f"{name}: a time limit of {limit:g} min, and saving begins {warning:.1f} min "
+                "before it",
+                "another partition, slurm.partitions: max_hours, or a smaller checkpoint.stop_seconds",
+            )
+        note = f"{name}: {limit / 60:.4g} h per Slurm job"
+        if config.cost.deadline_hours is not None:
+            note += f", so up to {config.cost.deadline_hours * 60 / limit:.3g} until the deadline"
+        notes.append(note)
+    return passed("; ".join(notes))
+
+
+@_for_slurm
+def check_grace(context: PreflightContext) -> CheckFinding:
+    """Check that a preempted job has time to save: GraceTime of a preemptible partition against
+    `checkpoint.stop_seconds`.
+    """
+    config = context.config
+    known = _read_partitions()
+    stop = config.checkpoint.stop_seconds
+    notes = []
+    for name, partition in _named_partitions(config, known):
+        if partition is not None and not partition.preemptible:
+            continue
+        fields = known.get(name, {})
+        if fields.get("PreemptMode", "OFF").startswith("OFF"):
+            continue
+        grace = float(fields.get("GraceTime", "0"))
+        if grace < stop:
+            return failed(
+                f"{name}: GraceTime is {grace:g} s, checkpoint.stop_seconds {stop:g} s: Slurm "
+                "kills a preempted job before its last save may end",
+                f"--set checkpoint.stop_seconds={max(1, grace):g}, or a larger GraceTime",
+            )
+        notes.append(f"{name}: GraceTime {grace:g} s")
+    if not notes:
+        return skipped("no partition is preemptible")
+    return passed(f"{'; '.join(notes)}; checkpoint.stop_seconds {stop:g} s")
+
+
+@_for_slurm
+def check_store_is_shared(context: PreflightContext) -> CheckFinding:
+    """Check that a store that is a folder is on a file system that compute nodes share."""
+    store = context.config.store
+    if "://" in store:
+        return passed(f"{store} is no folder")
+    kind, mount = _find_mount(Path(store).absolute())
+    if kind.startswith(_SHARED):
+        return passed(f"{store} is on {mount} ({kind})")
+    return failed(
+        f"{store} is on {mount} ({kind}), which is probably this host's own disk",
+        "a folder that all nodes mount, or a bucket; ignore this if the nodes see the folder",
+    )
+
+
+def _named_partitions(
+    config: RunConfig, known: dict[str, dict[str, str]]
+) -> list[tuple[str, PartitionConfig | None]]:
+    """Return the partitions that the job may use: those of the configuration, or the default."""
+    if config.slurm.partitions:
+        return [(partition.name, partition) for partition in config.slurm.partitions]
+    return [(name, None) for name, fields in known.items() if fields.get("Default") == "YES"]
+
+
+def _find_partition_problem(
+    config: RunConfig, partition: PartitionConfig, known: dict[str, dict[str, str]]
+) -> str:
+    """Return why a partition cannot run the job, or ""."""
+    name = partition.name
+    fields = known.get(name)
+    if fields is None:
+        return f"there is no partition {name}"
+    state = fields.get("State", "")
+    if state != "UP":
+        return f"{name} is {state}"
+    nodes = config.cluster.nodes
+    most = fields.get("MaxNodes", "")
+    limit = int(most) if most.isdigit() else int(fields.get("TotalNodes", "0"))
+    if isinstance(nodes, int) and nodes > limit:
+        return f"{name} allows {limit} nodes, cluster.nodes is {nodes}"
+    return _find_device_problem(config, partition)
+
+
+def _find_device_problem(config: RunConfig, partition: PartitionConfig) -> str:
+    """Return why a partition lacks the job's devices, or ""."""
+    name = partition.name
+    if partition.gres is None:
+        if config.cluster.device == "cuda":
+            return f"{name} names no gres, and cluster.device is cuda"
+        return ""
+    offered = call_slurm(["sinfo", "-h", "-p", name, "-o", "%G"]).split()
+    kind = partition.gres.partition(":")[0].removeprefix("gres/")
+    if not any(kind in text for text in offered):
+        return f"{name} has {' and '.join(offered) or 'no devices'}, and no {partition.gres}"
+    return ""
+
+
+def _read_partitions() -> dict[str, dict[str, str]]:
+    """Return the fields of all partitions by name, from `scontrol`."""
+    partitions = {}
+    for line in call_slurm(["scontrol", "show", "partition", "-o"]).splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "PartitionName" in fields:
+            partitions[fields["PartitionName"]] = fields
+    return partitions
+
+
+def _limit_minutes(partition: PartitionConfig | None, fields: dict[str, str]) -> float | None:
+    """Return the time limit of a job in minutes; None without one."""
+    if partition is not None and partition.max_hours is not None:
+        return partition.max_hours * 60
+    default = _minutes(fields.get("DefaultTime", ""))
+    return _minutes(fields.get("MaxTime", "")) if default is None else default
+
+
+def _minutes(text: str) -> float | None:
+    """Return the minutes of a time such as 1-12:00:00; None if it is unlimited."""
+    if text in _UNLIMITED:
+        return None
+    days, separator, clock = text.rpartition("-")
+    hours, minutes, seconds = ([0.0] * 3 + [float(part) for part in clock.split(":")])[-3:]
+    whole_days = float(days) if separator else 0.0
+    return whole_days * 1440 + hours * 60 + minutes + seconds / 60
+
+
+def _find_mount(folder: Path) -> tuple[str, str]:
+    """Return kind and path of the file system that holds a folder, from /proc/mounts."""
+    best = ("unknown", "/")
+    try:
+        lines = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return best
+    for line in lines:
+        _, mount, kind, *_ = line.split()
+        # The last mount of a path hides those before it
+        if folder.is_relative_to(mount) and len(mount) >= len(best[1]):
+            best = (kind, mount)
+    return best
+
+
+CHECKS: list[Check] = [
+    Check(
+        "slurm-commands",
+        "Slurm's commands work",
+        "error",
+        "quick",
+        _SECONDS,
+        ("A18", "A19"),
+        check_commands,
+    ),
+    Check(
+        "slurm-partitions",
+        "partitions can run the job",
+        "error",
+        "quick",
+        _SECONDS,
+        ("A04", "I04"),
+        check_partitions,
+    ),
+    Check(
+        "slurm-limits",
+        "limits and account allow the job",
+        "error",
+        "full",
+        2 * _SECONDS,
+        ("I04",),
+        check_limits,
+    ),
+    Check(
+        "slurm-time",
+        "time limits leave time to save",
+        "error",
+        "full",
+        _SECONDS,
+        ("I04",),
+        check_time,
+    ),
+    Check(
+        "slurm-grace",
+        "GraceTime suffices for a save",
+        "warning",
+        "full",
+        _SECONDS,
+        ("I01",),
+        check_grace,
+    ),
+    Check(
+        "slurm-store",
+        "nodes share the store",
+        "warning",
+        "quick",
+        10.0,
+        ("A18", "H10"),
+        check_store_is_shared,
+    ),
+]

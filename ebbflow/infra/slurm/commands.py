@@ -1,0 +1,292 @@
+"""Slurm's commands, as calls with a deadline and typed answers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from ebbflow.core.errors import InfraError, Outcome
+
+_SECONDS = 30.0  # for a controller under load; its own timeout of a message is 10 s
+_COMMENT = "%i|%T|%k"
+_NONE = ("", "None", "N/A", "(null)", "Unknown")
+# Words of errors that pass when the controller is back
+_PASSING = re.compile(
+    r"contact slurm controller|Connection (refused|timed out)|Socket timed out|try again|"
+    r"Zero Bytes were transmitted|Unexpected message received",
+    re.IGNORECASE,
+)
+_UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
+_NO_MUNGE = re.compile(r"munge|auth\w* (plugin|credential)", re.IGNORECASE)
+
+
+class SlurmUnavailable(InfraError):
+    """Error: Slurm does not answer. A later call may succeed."""
+
+
+class SlurmRejected(InfraError, outcome=Outcome.PREFLIGHT):
+    """Error: Slurm refused a request, such as a job that exceeds a limit."""
+
+
+class Cause(StrEnum):
+    """Why a Slurm job ended."""
+
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time limit"
+    CANCELLED = "cancelled"
+    NODE_FAILED = "node failed"
+    OUT_OF_MEMORY = "out of memory"
+    FAILED = "failed"
+    REQUEUED = "requeued"  # by an administrator, although the launcher continues the job itself
+    REFUSED = "no nodes in time"  # cancelled by the launcher after `slurm.queue_minutes`
+    UNKNOWN = "unknown"
+
+
+_CAUSES = {
+    "COMPLETED": Cause.COMPLETED,
+    "PREEMPTED": Cause.PREEMPTED,
+    "TIMEOUT": Cause.TIME_LIMIT,
+    "DEADLINE": Cause.TIME_LIMIT,
+    "CANCELLED": Cause.CANCELLED,
+    "NODE_FAIL": Cause.NODE_FAILED,
+    "BOOT_FAIL": Cause.NODE_FAILED,
+    "OUT_OF_MEMORY": Cause.OUT_OF_MEMORY,
+    "FAILED": Cause.FAILED,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A Slurm job, as `scontrol` or `sacct` describes it."""
+
+    job_id: str
+    state: str  # such as PENDING; "" if Slurm does not know the job any more
+    reason: str = ""  # why it waits, or how it ended
+    partition: str = ""
+    nodes: str = ""  # node list; "" before the start
+    restarts: int = 0
+    preempted: bool = False  # whether Slurm has asked it to leave for another job
+    # Unix seconds; None before the start or the end
+    started_utc: float | None = None
+    ended_utc: float | None = None
+    cancelled_by: str = ""  # uid of the user who cancelled it; "" if nobody did, or if unknown
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+
+    @property
+    def ended(self) -> bool:
+        return not self.waits and self.state not in (
+            "RUNNING",
+            "COMPLETING",
+            "SUSPENDED",
+            "STOPPED",
+            "SIGNALING",
+            "STAGE_OUT",
+        )
+
+    @property
+    def cause(self) -> Cause:
+        """Why the job ended. A preempted job that leaves in time ends with an exit code."""
+        if self.preempted and self.state != "COMPLETED":
+            return Cause.PREEMPTED
+        return _CAUSES.get(self.state, Cause.UNKNOWN)
+
+    def describe(self) -> str:
+        """Render how the job ended, such as "CANCELLED by uid 1000"."""
+        if not self.state:
+            return "not known to Slurm any more"
+        text = self.state
+        if self.cancelled_by:
+            text += f" by uid {self.cancelled_by}"
+        elif self.preempted:
+            text += ", preempted"
+        elif self.reason:
+            text += f" ({self.reason})"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveJob:
+    """A Slurm job that waits or runs, with the comment of its submission."""
+
+    job_id: str
+    state: str
+    comment: str
+
+
+def submit(script: str, environment: Mapping[str, str]) -> str:
+    """Submit a batch script, and return the id of its job.
+
+    Args:
+        environment: variables of this process and of the job.
+
+    Raises:
+        SlurmRejected: Slurm refused the job.
+        SlurmUnavailable: no answer; the job may exist.
+    """
+    answer = call_slurm(["sbatch", "--parsable"], script=script, environment=environment)
+    return answer.strip().partition(";")[0]  # a cluster's name may follow
+
+
+def find_live_jobs(comment: str) -> list[LiveJob]:
+    """Return this user's jobs whose comment begins with `comment`, oldest first.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    listed = call_slurm(["squeue", "-h", f"--user={os.getuid()}", "-o", _COMMENT])
+    jobs = []
+    for line in listed.splitlines():
+        job_id, state, noted = line.split("|", 2)
+        if noted.startswith(comment):
+            jobs.append(LiveJob(job_id=job_id, state=state, comment=noted))
+    return sorted(jobs, key=lambda job: int(job.job_id.partition("_")[0]))
+
+
+def look_up(job_id: str) -> SlurmJob:
+    """Return a job's state from the controller, else from accounting.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    try:
+        shown = call_slurm(["scontrol", "show", "job", "-o", job_id])
+    except SlurmRejected as error:
+        if _UNKNOWN_JOB.search(str(error)) is None:
+            raise
+        return look_up_in_accounting(job_id) or SlurmJob(job_id=job_id, state="")
+    job = parse_job(job_id, shown)
+    if job.cause is not Cause.CANCELLED:
+        return job
+    recorded = look_up_in_accounting(job_id)  # the controller does not say who cancelled it
+    return job if recorded is None or not recorded.cancelled_by else recorded
+
+
+def look_up_in_accounting(job_id: str) -> SlurmJob | None:
+    """Return a job's record in Slurm's accounting; None without one, as where slurmdbd is missing."""
+    fields = "State,Reason,Partition,NodeList,Start,End"
+    try:
+        shown = call_slurm(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", fields])
+    except (SlurmRejected, SlurmUnavailable):
+        return None
+    lines = shown.splitlines()
+    if not lines or lines[-1].count("|") != fields.count(","):
+        return None
+    state, reason, partition, nodes, started, ended = lines[-1].split("|")
+    name, _, canceller = state.partition(" by ")
+    return SlurmJob(
+        job_id=job_id,
+        state=name.strip("+"),
+        reason="" if reason in _NONE else reason,
+        partition=partition,
+        nodes="" if nodes in _NONE or nodes.startswith("None") else nodes,
+        preempted=name == "PREEMPTED",
+        started_utc=_time(started),
+        ended_utc=_time(ended),
+        cancelled_by=canceller,
+    )
+
+
+def parse_job(job_id: str, shown: str) -> SlurmJob:
+    """Parse the line of `scontrol show job -o`."""
+    fields: dict[str, str] = {}
+    for word in shown.split():
+        name, separator, value = word.partition("=")
+        if separator:
+            fields.setdefault(name, value)
+    reason = fields.get("Reason", "")
+    nodes = fields.get("NodeList", "")
+    return SlurmJob(
+        job_id=job_id,
+        state=fields.get("JobState", ""),
+        reason="" if reason in _NONE else reason,
+        partition=fields.get("Partition", ""),
+        nodes="" if nodes in _NONE else nodes,
+        restarts=int(fields.get("Restarts", "0")),
+        preempted=fields.get("JobState") == "PREEMPTED"
+        or fields.get("PreemptTime", "None") not in _NONE,
+        started_utc=_time(fields.get("StartTime", "")),
+        ended_utc=_time(fields.get("EndTime", "")),
+    )
+
+
+def cancel(job_id: str, *, signal_name: str | None = None) -> None:
+    """Cancel a job, or only send a signal to its tasks.
+
+    A job that has ended already is no error.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    options = [] if signal_name is None else [f"--signal={signal_name}"]
+    try:
+        call_slurm(["scancel", *options, job_id])
+    except SlurmRejected:
+        return
+
+
+def call_slurm(
+    words: Sequence[str],
+    *,
+    script: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run a command of Slurm, and return its output.
+
+    Args:
+        script: standard input; None: none.
+        environment: variables; None: those of this process.
+
+    Raises:
+        SlurmRejected: the command is missing, or Slurm refused the request.
+        SlurmUnavailable: no answer. A later call may succeed.
+    """
+    variables = dict(os.environ if environment is None else environment)
+    variables["SLURM_TIME_FORMAT"] = "%Y-%m-%dT%H:%M:%S"
+    try:
+        done = subprocess.run(
+            list(words),
+            input=script,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            start_new_session=True,  # Ctrl-C is for the launcher
+            stdin=subprocess.DEVNULL if script is None else None,
+        )
+    except FileNotFoundError as error:
+        raise SlurmRejected(
+            f"{words[0]} is not on PATH; fix: start the command on a login node of the cluster"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmUnavailable(f"{words[0]} did not answer within {_SECONDS:g} s") from error
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    text = lines[-1] if lines else f"exit code {done.returncode}"
+    whole = " ".join(lines)
+    if _NO_MUNGE.search(whole):
+        raise SlurmUnavailable(
+            f"{words[0]}: {text}; fix: munge does not work on this host: systemctl status munge, "
+            "and the same key and clock on all nodes"
+        )
+    if _PASSING.search(whole):
+        raise SlurmUnavailable(f"{words[0]}: {text}")
+    raise SlurmRejected(f"{words[0]}: {text}")
+
+
+def _time(text: str) -> float | None:
+    """Return the Unix time of Slurm's local time."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,74 @@
+"""Batch scripts for `sbatch`, and the options that a partition adds to them."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ebbflow.core.config.schema import PartitionConfig, RunConfig, SlurmConfig
+
+# Between the end of the last save and the time limit: Slurm looks at limits twice a minute, and
+# processes need time to end.
+_LIMIT_MARGIN_SECONDS = 30.0
+_GPUS = re.compile(r"(?:gres/)?gpu(?::[\w.-]+?)?[:=](\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchScript:
+    """A batch script: options for `sbatch`, and the lines that run on the first node."""
+
+    options: Sequence[str]  # such as --nodes=2
+    lines: Sequence[str]
+
+    def render(self) -> str:
+        options = [f"#SBATCH {option}" for option in self.options]
+        return "\n".join(["#!/bin/bash", *options, "", *self.lines, ""])
+
+
+def warning_seconds(config: RunConfig) -> int:
+    """Return how long before the time limit Slurm must warn the job, so that it can save.
+
+    A drain takes at most `checkpoint.stop_seconds`.
+    """
+    return math.ceil(config.checkpoint.stop_seconds + _LIMIT_MARGIN_SECONDS)
+
+
+def partition_options(partition: PartitionConfig | None) -> list[str]:
+    """Return the options of `sbatch` that place a job in a partition; None is the cluster's default."""
+    if partition is None:
+        return []
+    options = [f"--partition={partition.name}"]
+    named = {
+        "gres": partition.gres,
+        "constraint": partition.constraint,
+        "qos": partition.qos,
+        "account": partition.account,
+    }
+    options += [f"--{name}={value}" for name, value in named.items() if value is not None]
+    if partition.max_hours is not None:
+        options.append(f"--time={max(1, math.floor(partition.max_hours * 60))}")
+    return options
+
+
+def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str] = ()) -> str:
+    """Return the line that starts one process for each task of the job."""
+    command = ["srun", *options]
+    if slurm.container_image is not None:
+        command.append(f"--container-image={slurm.container_image}")
+    return shlex.join([*command, *words])
+
+
+def activation_lines(slurm: SlurmConfig) -> list[str]:
+    if slurm.activate is None:
+        return []
+    return [slurm.activate]
+
+
+def gpus_per_node(slurm: SlurmConfig) -> int:
+    """Return the GPUs that each node of the first partition gives a job (`gres`), 1 without any."""
+    gres = (slurm.partitions[0].gres or "") if slurm.partitions else ""
+    counts = [int(count) for count in _GPUS.findall(gres)]
+    return sum(counts) or 1

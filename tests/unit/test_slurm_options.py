@@ -1,0 +1,40 @@
+"""`--with slurm` on the command line: whose backend it is, and what Metaflow gets to see."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbflow.core.config.schema import CostConfig, RunConfig
+from ebbflow.flows.command_line import CommandLine
+from ebbflow.flows.remote import refusal_reason, requested_backend
+from ebbflow.flows.steps import without_cloud_limits
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["flow.py", "run", "--with", "slurm", "--job", "slurm"],
+        ["flow.py", "run", "--with=slurm", "--job", "slurm"],
+        ["flow.py", "--with", "slurm", "run", "--job", "slurm"],
+    ],
+)
+def test_metaflow_does_not_see_the_backend_and_keeps_a_job_of_that_name(words: list[str]) -> None:
+    assert requested_backend(words) == "slurm"
+    line = CommandLine.parse(words).without_backend("slurm")
+    assert line.argv == ["flow.py", "run", "--job", "slurm"]
+    assert requested_backend(line.argv) is None
+
+
+def test_a_folder_may_be_the_store_on_slurm_and_not_on_kubernetes() -> None:
+    config = RunConfig(store="/shared/runs")
+    assert refusal_reason(config, "slurm") is None
+    assert "containers cannot read" in str(refusal_reason(config, "kubernetes"))
+
+
+def test_a_budget_in_simulated_dollars_is_named_and_does_not_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = RunConfig(cost=CostConfig(budget_usd=5.0, deadline_hours=2.0))
+    free = without_cloud_limits(config)
+    assert (free.cost.budget_usd, free.cost.deadline_hours) == (None, None)
+    assert "does not limit this job" in capsys.readouterr().out
