@@ -92,3 +92,48 @@ def test_a_loop_in_the_step_and_a_configured_job_run_in_branches_and_the_loop_su
     assert len({killed["loop"].job, killed["job"].job, clean["loop"].job, clean["job"].job}) == 4
     [[names]] = flow.artifacts(done, "end", "names")
     assert names == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_a_gang_replaces_a_killed_rank_within_the_attempt_and_a_lost_node_by_a_retry(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "gang")
+    clean = flow.artifacts(flow.succeed("run"), "join", "models")[0][0]
+    assert clean[0] == clean[1]
+    assert (clean[0].steps, clean[0].interruptions) == (24, 0)
+
+    launcher = flow.start("run", STEP_SECONDS=SLOW)
+    flow.await_commit(4)
+    flow.kill_rank(1)
+    flow.await_commit(12)
+    flow.kill_task(launcher, "train", node=1)
+    done = flow.finish(launcher)
+    assert done.exit_code == 0, done.output
+    models = flow.artifacts(done, "join", "models")[0][0]
+    assert models[0] == models[1]
+    killed = models[0]
+    assert killed.job != clean[0].job
+    assert (killed.steps, killed.interruptions) == (24, 2)
+    assert killed.weights_sha256 == clean[0].weights_sha256
+    # Both nodes are paid for: $36 per hour are $0.01 per second
+    seconds = killed.report["paid_rank_seconds"]
+    assert killed.usd == pytest.approx(seconds / 100, rel=0.01)
+    assert {lane["node"] for lane in killed.report["charts"]["lanes"]} == {0, 1}
+
+
+def test_each_trial_of_a_nested_foreach_is_a_job_and_a_killed_one_continues(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "trials", STEP_SECONDS=SLOW)
+    launcher = flow.start("run", "--max-workers", "2")
+    flow.await_commit(4, job="-train-1-1")
+    flow.kill_launcher(launcher)
+    done = flow.succeed("resume", "--max-workers", "2")
+    models = flow.artifacts(done, "best", "models")[0][0]
+    trials = [models[rate][steps] for rate in (0.02, 0.002) for steps in (8, 12)]
+    assert [trial.steps for trial in trials] == [8, 12, 8, 12]
+    assert [trial.job.partition("-train-")[2] for trial in trials] == ["0-0", "0-1", "1-0", "1-1"]
+    assert len({trial.weights_sha256 for trial in trials}) == 4
+    assert len(flow.jobs) == 4
+    assert trials[3].interruptions == 1
+    assert min(trial.usd for trial in trials) > 0

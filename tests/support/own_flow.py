@@ -16,6 +16,7 @@ from typing import Any
 from ebbflow.core.layout import parse_commit_key
 from ebbflow.core.process import children, read_system_file
 from ebbflow.flows.own_flow.trained_model import TrainedModel
+from ebbflow.training.launch.heartbeat import Heartbeat
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent / "own_flows"
@@ -114,6 +115,12 @@ class OwnFlow:
         if node > 0:
             task = [pid for pid in children(task) if _is_task(pid, step)][node - 1]
         os.kill(task, signal.SIGKILL)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill a rank of this run's only job."""
+        [job] = [name for name in self.jobs if name not in self._former]
+        newest = max((self.folder / "runs" / job / "logs").glob(f"*/rank-{rank}.heartbeat"))
+        os.kill(Heartbeat(newest).read().pid, signal.SIGKILL)
 
     def kill_launcher(self, launcher: subprocess.Popen[bytes]) -> None:
         """Kill the launcher with its tasks, as the loss of the machine does."""
