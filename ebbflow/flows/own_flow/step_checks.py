@@ -40,6 +40,18 @@ class OwnFlowError(MetaflowException):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingCall:
+    """A call of `current.ebbflow.run` or `.train` in a step's source, whose file is a plain text."""
+
+    kind: str  # run or train
+    file: str
+    line: int
+    arguments: tuple[str, ...]  # names of the keyword arguments
+    # the argument `set` of a training, such as {"training.max_steps": 400}; None if it is computed
+    overrides: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckedStep:
     """A step with `@ebbflow` whose options are valid."""
 
@@ -49,6 +61,8 @@ class CheckedStep:
     store: str  # address of the store of all jobs
     flow_folder: Path  # folder of the flow's file
     is_gang: bool  # whether it is called with num_parallel
+    nodes: int | None  # number of nodes; None if it is computed
+    calls: tuple[TrainingCall, ...]
     files: tuple[Path, ...]  # scripts and configurations that the source names
 
     def find_file(self, name: str) -> Path | None:
@@ -71,7 +85,7 @@ def check_step(
     where = f"{place}: @ebbflow of step {step_name}"
     options = _parse_options(attributes, where)
     folder = file.resolve().parent
-    calls = list(_find_calls(getattr(type(flow), step_name)))
+    calls = tuple(_find_calls(getattr(type(flow), step_name)))
     is_remote = any(decorator.name in REMOTE for decorator in decorators)
     store = _choose_store(options, datastore, folder, where)
     if is_remote and "://" not in store:
@@ -98,6 +112,8 @@ def check_step(
         store=store,
         flow_folder=folder,
         is_gang=node.parallel_step,
+        nodes=_find_nodes(graph, step_name),
+        calls=calls,
         files=files,
     )
 
@@ -119,16 +135,6 @@ def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
         if path.suffix != ".py" and path.is_relative_to(step.flow_folder):
             packed.append((str(path), str(path.relative_to(step.flow_folder))))
     return packed
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainingCall:
-    """A call of `current.ebbflow.run` or `.train` in a step's source."""
-
-    kind: str  # run or train
-    file: str
-    line: int
-    arguments: tuple[str, ...]  # names of the keyword arguments
 
 
 def _parse_options(attributes: Mapping[str, object], where: str) -> StepOptions:
@@ -185,7 +191,7 @@ def _check_names(graph: FlowGraph, step_name: str, options: StepOptions, where: 
                 )
 
 
-def _check_call(call: _TrainingCall, folder: Path, where: str, *, is_remote: bool) -> Path:
+def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool) -> Path:
     """Return the file that a call names. Raises OwnFlowError."""
     path = _find_file(call.file, folder)
     if path is None:
@@ -198,6 +204,12 @@ def _check_call(call: _TrainingCall, folder: Path, where: str, *, is_remote: boo
             f"{where}: {path} is outside {folder}, whose files Metaflow copies to other machines; "
             "fix: move it beside the flow"
         )
+    if call.kind == "train":
+        unknown_names = set(call.arguments) - {"set"}
+        if unknown_names:
+            raise OwnFlowError(
+                f"{where}: train has no argument {min(unknown_names)}; fix: set={{KEY: VALUE}}"
+            )
     if call.kind == "run":
         options = ScriptOptions.read(path)
         unknown = options.find_unknown(dict.fromkeys(call.arguments))
@@ -217,7 +229,7 @@ def _find_file(name: str, folder: Path) -> Path | None:
     return None
 
 
-def _find_calls(function: object) -> Iterator[_TrainingCall]:
+def _find_calls(function: object) -> Iterator[TrainingCall]:
     """Yield the calls in a step's source whose first argument is a plain text."""
     try:
         lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
@@ -231,5 +243,31 @@ def _find_calls(function: object) -> Iterator[_TrainingCall]:
         file = node.args[0]
         if kind in ("run", "train") and isinstance(file, ast.Constant):
             names = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
-            line = first + node.lineno - 1
-            yield _TrainingCall(kind=kind, file=str(file.value), line=line, arguments=names)
+            yield TrainingCall(
+                kind=kind,
+                file=str(file.value),
+                line=first + node.lineno - 1,
+                arguments=names,
+                overrides=_read_overrides(node),
+            )
+
+
+def _read_overrides(call: ast.Call) -> Mapping[str, object] | None:
+    for keyword in call.keywords:
+        if keyword.arg == "set":
+            try:
+                value = ast.literal_eval(keyword.value)
+            except ValueError:
+                return None
+            if isinstance(value, dict):
+                return value
+            return None
+    return {}
+
+
+def _find_nodes(graph: FlowGraph, step_name: str) -> int | None:
+    """Return the number of nodes of a step; None if the source computes it."""
+    numbers: list[int | None] = [
+        node.num_parallel for node in graph if node.parallel_foreach and step_name in node.out_funcs
+    ]
+    return numbers[0] if numbers else 1

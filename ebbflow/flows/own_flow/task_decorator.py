@@ -52,6 +52,11 @@ class EbbflowTaskDecorator(StepDecorator):
         self._checked = check_step(
             self.attributes, flow, graph, step_name, decorators, flow_datastore
         )
+        # Not in each task, since reading a configuration takes a third of a second
+        if "step" not in sys.argv and self._checked.calls:
+            from ebbflow.flows.own_flow.training_settings import check_configurations
+
+            check_configurations(self._checked)
 
     def add_to_package(self) -> list[tuple[str, str]]:
         from ebbflow.flows.own_flow.step_checks import list_package_files

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,11 +83,10 @@ class TaskJob:
         Raises:
             OwnFlowError: The training did not complete.
         """
-        from ebbflow.flows.options import parse_overrides
-        from ebbflow.flows.own_flow.training_settings import make_settings
+        from ebbflow.flows.own_flow.training_settings import as_overrides, make_settings
 
         path = self._find(config, "train")
-        overrides = parse_overrides(json.dumps(dict(set or {})))
+        overrides = as_overrides(set or {})
         settings = make_settings(
             self._step, nodes=_find_place().nodes, file=path, overrides=overrides
         )

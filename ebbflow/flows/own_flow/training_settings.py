@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.config.load import LoadedConfig, load_config
-from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.config.load import LoadedConfig, load_config, read_given_values
+from ebbflow.core.config.problems import ConfigError
+from ebbflow.core.config.schema import RunConfig, TrainingConfig
 from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.checks.gpu import visible_gpus
 
-_DEFAULT = "default"  # source of a key that the user did not set
 _SOURCE = "@ebbflow"
+GivenValues = dict[str, tuple[object, str]]  # (value, source) by key
 # Settings that decide which weights a training ends with
 _DECISIVE = (
     "script",
@@ -78,13 +79,13 @@ def make_settings(
         ConfigError: The configuration has problems.
         OwnFlowError: It contradicts the flow or the options of `@ebbflow`.
     """
-    given = _load(step, file, overrides)
+    given = _read_given(step, file, overrides)
     _check_contradictions(step, given, nodes)
-    own = {
-        "store": step.store,
-        "cluster.nodes": str(nodes),
-        "cluster.processes_per_node": str(_choose_ranks(step, given, nodes, is_own_loop)),
-    }
+    own = {"store": step.store, "cluster.nodes": str(nodes)}
+    if step.options.ranks is not None:
+        own["cluster.processes_per_node"] = str(step.options.ranks)
+    elif _value(given, "cluster.processes_per_node", "auto") == "auto":
+        own["cluster.processes_per_node"] = str(_fit_ranks(given, nodes, is_own_loop=is_own_loop))
     if step.options.budget is not None:
         own["cost.budget_usd"] = repr(step.options.budget)
     if step.options.deadline is not None:
@@ -113,19 +114,49 @@ def make_settings(
     )
 
 
+def as_overrides(settings: Mapping[str, object]) -> list[str]:
+    """Return settings by key as values of --set."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def check_configurations(step: CheckedStep) -> None:
+    """Check the configuration files that a step's source names, as far as it is no computation.
+
+    Raises OwnFlowError.
+    """
+    for call in step.calls:
+        file = step.find_file(call.file)
+        if call.kind != "train" or call.overrides is None or file is None or step.nodes is None:
+            continue
+        try:
+            make_settings(step, nodes=step.nodes, file=file, overrides=as_overrides(call.overrides))
+        except ConfigError as error:
+            raise OwnFlowError(str(error)) from error
+
+
 def _load(step: CheckedStep, file: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     folder = step.flow_folder
     return load_config(file, overrides, project_root=folder, cwd=folder)
 
 
-def _check_contradictions(step: CheckedStep, given: LoadedConfig, nodes: int) -> None:
-    cluster = given.config.cluster
-    source = given.sources["cluster.nodes"]
-    if source != _DEFAULT and cluster.nodes not in ("auto", nodes):
+def _read_given(step: CheckedStep, file: Path | None, overrides: Sequence[str]) -> GivenValues:
+    folder = step.flow_folder
+    return read_given_values(file, overrides, project_root=folder, cwd=folder)
+
+
+def _value(given: GivenValues, key: str, default: object) -> object:
+    if key in given:
+        return given[key][0]
+    return default
+
+
+def _check_contradictions(step: CheckedStep, given: GivenValues, nodes: int) -> None:
+    key = "cluster.nodes"
+    if _value(given, key, "auto") not in ("auto", nodes):
+        (value, source) = given[key]
         raise OwnFlowError(
             f"{step.place}: step {step.name} runs on {nodes} nodes (num_parallel), and {source} "
-            f"has cluster.nodes {cluster.nodes}; fix: num_parallel={cluster.nodes} before the "
-            "step, or leave out cluster.nodes"
+            f"has {key} {value}; fix: num_parallel={value} before the step, or leave out {key}"
         )
     _check_equal(step, given, "cost.budget_usd", "budget", step.options.budget)
     _check_equal(step, given, "cost.deadline_hours", "deadline", step.options.deadline)
@@ -133,34 +164,34 @@ def _check_contradictions(step: CheckedStep, given: LoadedConfig, nodes: int) ->
 
 
 def _check_equal(
-    step: CheckedStep, given: LoadedConfig, key: str, name: str, option: float | None
+    step: CheckedStep, given: GivenValues, key: str, name: str, option: float | None
 ) -> None:
-    section, _, field = key.partition(".")
-    value = getattr(getattr(given.config, section), field)
-    source = given.sources[key]
-    if option is not None and source != _DEFAULT and value not in (None, "auto", option):
-        raise OwnFlowError(
-            f"{step.place}: @ebbflow has {name}={option:g}, and {source} has {key} {value}; fix: "
-            "give one of them"
-        )
+    if option is None or _value(given, key, None) in (None, "auto", option):
+        return
+    (value, source) = given[key]
+    raise OwnFlowError(
+        f"{step.place}: @ebbflow has {name}={option:g}, and {source} has {key} {value}; fix: give "
+        "one of them"
+    )
 
 
-def _choose_ranks(step: CheckedStep, given: LoadedConfig, nodes: int, is_own_loop: bool) -> int:
-    """Return the ranks per node: as chosen, else one per GPU, as far as they divide the batch."""
-    cluster = given.config.cluster
-    if step.options.ranks is not None:
-        return step.options.ranks
-    chosen = cluster.processes_per_node
-    if isinstance(chosen, int) and given.sources["cluster.processes_per_node"] != _DEFAULT:
-        return chosen
-    if cluster.device == "cpu":
+def _fit_ranks(given: GivenValues, nodes: int, *, is_own_loop: bool) -> int:
+    """Return the ranks per node: one per GPU, as far as they divide the batch, else one."""
+    if _value(given, "cluster.device", "auto") == "cpu":
         return 1
     gpus = visible_gpus()
     if not in_container():
         gpus = gpus // nodes  # all nodes are on this machine
-    training = given.config.training
-    parts = training.gradient_accumulation_steps * nodes
+    defaults = TrainingConfig()
+    batch = _value(given, "training.batch_size", defaults.batch_size)
+    parts = _value(
+        given,
+        "training.gradient_accumulation_steps",
+        defaults.gradient_accumulation_steps,
+    )
+    if is_own_loop or not isinstance(batch, int) or not isinstance(parts, int):
+        return max(1, gpus)
     for ranks in range(gpus, 1, -1):
-        if is_own_loop or training.batch_size % (parts * ranks) == 0:
+        if batch % (parts * nodes * ranks) == 0:
             return ranks
     return 1
