@@ -15,6 +15,7 @@
                    overrides/<generation>-<rank>-<what>.json  instructions from guards for later starts of the gang
                    permits/<what>/<generation>.json           permissions that a user gave for a start
                    orders/<run>-<step>-<task>-<attempt>.json  instructions for an attempt on another machine
+                   gangs/<run>-<attempt>-<start or end>.json  what node 0 of a gang tells the others, in flows of users
                    secrets/<run>-<attempt>    shared secret of a start's agents; deleted once all have joined
                    launchers/<number>.json    claims on the job, one per launcher; the highest number holds it
                    clock/<random>             written and deleted to read the store's clock
@@ -200,6 +201,10 @@ def permit_key(what: str, generation: int) -> str:
 
 def order_key(run: str, step: str, task: str, attempt: int) -> str:
     return f"orders/{run}-{step}-{task}-{attempt}.json"
+
+
+def gang_key(run: str, attempt: int, what: str) -> str:
+    return f"gangs/{run}-{attempt}-{what}.json"
 
 
 def secret_key(run: str, attempt: int) -> str:

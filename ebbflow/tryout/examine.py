@@ -109,7 +109,7 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
     if not script.is_file():
         raise WorkloadError(f"script {script}: no such file; fix: give the path of a Python file")
     measured, problem = _measure_script(script, config.script_args)
-    shape = _shape(measured, config)
+    shape = script_shape(measured, config)
     if problem:
         text = f"{script.name}: not measured, because its first two steps were not seen: {problem}"
     else:
@@ -119,6 +119,31 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
             f"all ranks, {shape.steps or 'unknown'} steps: measured on the CPU"
         )
     return Examination(text=text, shape=shape, prepared=prepared)
+
+
+def script_shape(measured: Mapping[str, Any], config: RunConfig) -> ModelShape:
+    """Return a script's `ModelShape`, computed from the measurements of
+    `ebbflow.training.attach.guards.Probe`.
+    """
+    gang = local_gang(config)
+    ranks = 1 if gang is None else gang.ranks
+    samples = measured.get("samples", 1.0)
+    steps = measured.get("steps") or config.training.max_steps
+    if measured.get("divided"):
+        steps = math.ceil(steps / ranks)
+    return ModelShape(
+        parameters=measured.get("parameters", 0),
+        largest_unit_parameters=measured.get("parameters", 0),
+        activation_bytes_per_sample=0,
+        logits_bytes_per_sample=0,
+        flops_per_sample=measured.get("flops", 0.0) / samples,
+        tokens_per_sample=1,
+        units=1,
+        weight_unit="samples",
+        kind="measured" if measured else "unknown",
+        steps=max(1, steps),
+        samples_per_step=round(samples * ranks),
+    )
 
 
 def check_workload(context: PreflightContext) -> CheckFinding:
@@ -196,31 +221,6 @@ def _too_slow(name: str, seconds: float) -> str:
 
 def _last_lines(output: str) -> str:
     return " | ".join(output.splitlines()[-_LAST_LINES:])
-
-
-def _shape(measured: Mapping[str, Any], config: RunConfig) -> ModelShape:
-    """Return a script's `ModelShape`, computed from the measurements of
-    `ebbflow.training.attach.guards.Probe`.
-    """
-    gang = local_gang(config)
-    ranks = 1 if gang is None else gang.ranks
-    samples = measured.get("samples", 1.0)
-    steps = measured.get("steps") or config.training.max_steps
-    if measured.get("divided"):
-        steps = math.ceil(steps / ranks)
-    return ModelShape(
-        parameters=measured.get("parameters", 0),
-        largest_unit_parameters=measured.get("parameters", 0),
-        activation_bytes_per_sample=0,
-        logits_bytes_per_sample=0,
-        flops_per_sample=measured.get("flops", 0.0) / samples,
-        tokens_per_sample=1,
-        units=1,
-        weight_unit="samples",
-        kind="measured" if measured else "unknown",
-        steps=max(1, steps),
-        samples_per_step=round(samples * ranks),
-    )
 
 
 def _examine_here(config: RunConfig, *, prepare: bool) -> dict[str, Any]:

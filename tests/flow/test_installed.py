@@ -53,10 +53,18 @@ def names(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if not name.endswith("RECORD")}
 
 
-def test_the_wheel_is_small_and_holds_one_top_level_name(wheel: Path) -> None:
+def test_the_wheel_is_small_and_holds_our_package_and_its_registration_with_metaflow(
+    wheel: Path,
+) -> None:
     assert wheel.stat().st_size < _LARGEST_WHEEL
     top = {name.split("/")[0] for name in names(wheel)}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"ebbflow"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {
+        "ebbflow",
+        "metaflow_extensions",
+    }
+    registration = "metaflow_extensions/ebbflow/plugins/mfextinit_ebbflow.py"
+    # Metaflow's namespace package has files of other distributions too
+    assert [name for name in names(wheel) if name.startswith("metaflow_ext")] == [registration]
     assert {
         "ebbflow/configs/laptop.yaml",
         "ebbflow/py.typed",

@@ -468,7 +468,9 @@ def test_bad_input_is_one_line_with_the_fix(
     script = tmp_path / "bad.py"
     script.write_text(MODELS + code)
     finish(start(script, **environment), script, 2)
-    lines = [line for line in output(script).splitlines() if not line.startswith("job bad in ")]
+    lines = [
+        line for line in output(script).splitlines() if not line.startswith("ebbflow: job bad, ")
+    ]
     assert len(lines) == 1 and lines[0].startswith("ebbflow: ") and message in lines[0], lines
 
 
@@ -498,8 +500,9 @@ def test_a_script_without_attach_is_completed_and_its_time_is_booked(tmp_path: P
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(
-        "ebbflow: train.py does not call ebbflow.attach: watched and billed, nothing is saved\n"
+    assert done.stdout.startswith("ebbflow: job train, script train.py on 2 ranks, store ")
+    assert done.stdout.splitlines()[1] == (
+        "ebbflow: train.py does not call ebbflow.attach: watched and billed, nothing is saved"
     )
     assert "job train: completed" in done.stdout and "at step" not in done.stdout
     log = read_log(Store.open(str(tmp_path / "runs")).sub(job_prefix("train")))

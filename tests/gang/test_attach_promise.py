@@ -435,7 +435,7 @@ def test_a_script_that_does_not_attach_is_watched_and_billed_and_accused_of_noth
     done = command(tmp_path, "run", "train.py", "--set", f"store={tmp_path / 'runs'}")
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert said[0] == (
+    assert said[1] == (
         "ebbflow: train.py does not call ebbflow.attach: watched and billed, nothing is saved"
     )
     assert "trained" in said

@@ -123,29 +123,10 @@ def load_config(
         ConfigError: the configuration has problems; the error lists all of them.
     """
     cwd = Path.cwd() if cwd is None else Path(cwd)
-    is_inline = isinstance(path, str) and path.lstrip().startswith("{")
-    inline = str(path) if is_inline else None
-    file = cwd
-    if path is not None and not is_inline:
-        file = Path(os.path.abspath(cwd / Path(path).expanduser()))
-    given = Given()
+    variables = os.environ if environment is None else environment
+    given, file, readable = _collect(path, overrides, project_root, cwd, variables)
     entries = given.entries
     problems = given.problems
-    try:
-        if path is not None:
-            if inline:
-                where = "--config"
-            else:
-                where = _display(file, cwd)
-            source = SourceText(where, inline or _read(file, path, project_root, cwd))
-            given.add_section(parse(source), "", source, "file")
-    except ConfigError as error:
-        problems += error.problems
-    readable = all(problem.key for problem in problems)
-    variables = os.environ if environment is None else environment
-    given.add_environment(variables)
-    for override in overrides:
-        given.add_override(override)
     values = _convert(given)
     _expand_variables(values, given, variables)
     _resolve_paths(values, entries, project_root=project_root, cwd=cwd)
@@ -166,6 +147,23 @@ def load_config(
         default.key: f"{default.default} shortened for training.max_steps" for default in shortened
     }
     return LoadedConfig(config, sources, file)
+
+
+def read_given_values(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    project_root: Path,
+    cwd: Path,
+) -> dict[str, tuple[object, str]]:
+    """Return (value, source) by key of all values that are given, without defaults.
+
+    Rules are not checked, and values that cannot be read are left out. The arguments are those of
+    `load_config`.
+    """
+    given, _, _ = _collect(path, overrides, project_root, cwd, os.environ)
+    values = _convert(given)
+    return {key: (value, _source(given.entries[key])) for key, value in values.items()}
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
@@ -216,6 +214,37 @@ def value_text(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
     return json.dumps(value, ensure_ascii=False)
+
+
+def _collect(
+    path: Path | str | None,
+    overrides: Sequence[str],
+    project_root: Path,
+    cwd: Path,
+    variables: Mapping[str, str],
+) -> tuple[Given, Path, bool]:
+    """Return what is given, the configuration file, and whether all of the file could be read."""
+    is_inline = isinstance(path, str) and path.lstrip().startswith("{")
+    inline = str(path) if is_inline else None
+    file = cwd
+    if path is not None and not is_inline:
+        file = Path(os.path.abspath(cwd / Path(path).expanduser()))
+    given = Given()
+    try:
+        if path is not None:
+            if inline:
+                where = "--config"
+            else:
+                where = _display(file, cwd)
+            source = SourceText(where, inline or _read(file, path, project_root, cwd))
+            given.add_section(parse(source), "", source, "file")
+    except ConfigError as error:
+        given.problems.extend(error.problems)
+    readable = all(problem.key for problem in given.problems)
+    given.add_environment(variables)
+    for override in overrides:
+        given.add_override(override)
+    return given, file, readable
 
 
 def _convert(given: Given) -> dict[str, Any]:

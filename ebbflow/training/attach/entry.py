@@ -75,6 +75,23 @@ def attach(
     """
     if scheduler is not None:
         states["scheduler"] = scheduler
+
+    def open_spec() -> WorkerSpec:
+        return _open(store=store, name=name, config=config)
+
+    return attach_with(open_spec, model, optimizer, states)
+
+
+def attach_with(
+    open_spec: Callable[[], WorkerSpec],
+    model: nn.Module | dict[str, nn.Module],
+    optimizer: Optimizer | None,
+    states: dict[str, object],
+) -> AttachedJob:
+    """Attach this process to a job as `attach` does.
+
+    `open_spec` opens a generation. Rank 0 calls it if the process has no agent.
+    """
     try:
         if isinstance(model, dict):
             model = nn.ModuleDict(model)
@@ -88,7 +105,7 @@ def attach(
             state = _make_state(spec, gang, model, optimizer, adopted)
             return AttachedJob(AttachedLoop(spec, gang, state), state)
 
-        return open_attached(make, store=store, name=name, config=config)
+        return _open_with(open_spec, make)
     except (TrainingError, InfraError) as error:
         refuse(error)
 
@@ -126,6 +143,10 @@ def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path 
         AttachError: this process already has a job, or there are several ranks without a process
             group.
     """
+    return _open_with(lambda: _open(**wanted), make)
+
+
+def _open_with(open_spec: Callable[[], WorkerSpec], make: Callable[[WorkerSpec, Gang], Job]) -> Job:
     current = attached_loop.current
     if current is not None:
         raise AttachError(
@@ -134,9 +155,7 @@ def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path 
             "critic=critic)"
         )
     gang = _join_gang()
-    spec = WorkerSpec.from_environment() or share_from_rank_0(
-        gang, lambda: _open(**wanted), gang.group
-    )
+    spec = WorkerSpec.from_environment() or share_from_rank_0(gang, open_spec, gang.group)
     if isinstance(spec, int):
         sys.exit(spec)
     if gang.store is not None:  # a later job of this process has keys of its own

@@ -1,0 +1,1 @@
+"""`@ebbflow`: trainings in a step of the user's own flow."""

@@ -1,0 +1,232 @@
+"""One training on one node of the user's flow: node 0 opens the job, the other nodes follow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from ebbflow.core.errors import EbbflowError, InfraError, Outcome
+from ebbflow.core.events import OUTCOME, read_events
+from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, Claim, claim_job
+from ebbflow.core.process import die_with_parent
+from ebbflow.cost.ledger.generations import find_final_outcome
+from ebbflow.flows.gang import set_network_interface
+from ebbflow.flows.job import Job
+from ebbflow.flows.own_flow.gang_exchange import GangExchange, GangMessage
+from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
+from ebbflow.flows.own_flow.task_name import TaskName
+from ebbflow.flows.own_flow.trained_model import TrainedModel, describe_training
+from ebbflow.flows.own_flow.training_plan import PROCESS, describe_script, prepare_training
+from ebbflow.flows.own_flow.training_settings import TrainingSettings
+from ebbflow.flows.remote import in_container
+from ebbflow.training.errors import TrainingError
+from ebbflow.training.launch.agent import run_gang
+from ebbflow.training.launch.messages import GangOutcome, GangSpec
+from ebbflow.training.launch.transport import control_ports
+
+if TYPE_CHECKING:
+    from ebbflow.flows.own_flow.task_job import NodePlace
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRun:
+    """This node's part in one training."""
+
+    job: str  # name of the job
+    task: TaskName
+    step: CheckedStep
+    settings: TrainingSettings
+    place: NodePlace
+
+    def train(self) -> TrainedModel:
+        """Train until the job is complete. Raises OwnFlowError if it does not complete."""
+        if in_container() and self.place.main_address != _LOOPBACK:
+            set_network_interface(self.place.main_address)
+        if self.place.node == 0:
+            return self._lead()
+        if not in_container():
+            die_with_parent()  # the task of node 0
+        return self._follow()
+
+    def share_result(self) -> TrainedModel:
+        """Report a job that has run in the steps themselves, and return its result on every node."""
+        if self.place.node > 0:
+            end = self._exchange.await_end()
+            assert end.model is not None
+            return TrainedModel.from_json(end.model)
+        model = report_training(self.metaflow_job)
+        self._tell_end(GangMessage(model=asdict(model)))
+        return model
+
+    @property
+    def metaflow_job(self) -> Job:
+        return Job(name=self.job, run=self.task.run, config=self.settings.config)
+
+    @property
+    def _exchange(self) -> GangExchange:
+        return GangExchange(
+            store=self.metaflow_job.store,
+            job=self.job,
+            run=self.task.run,
+            attempt=self.task.attempt,
+            start_seconds=self.settings.config.cluster.start_deadline_seconds,
+        )
+
+    def _lead(self) -> TrainedModel:
+        """Claim the job, start the gang, and tell the other nodes of the start and the result."""
+        claim = _claim(self.metaflow_job)
+        os.environ[RUN_CLAIM_VARIABLE] = claim.launcher.id
+        try:
+            model = self._run_job()
+            self._tell_end(GangMessage(model=asdict(model)))
+        except (EbbflowError, OwnFlowError) as error:
+            self._tell_end(GangMessage(problem=str(error)))
+            raise
+        finally:
+            os.environ.pop(RUN_CLAIM_VARIABLE, None)
+            claim.release()
+        return model
+
+    def _tell_end(self, message: GangMessage) -> None:
+        if self.place.nodes == 1:
+            return
+        # One of the two is awaited
+        self._exchange.publish_end(message)
+        if message.problem:
+            self._exchange.publish_start(message)
+
+    def _run_job(self) -> TrainedModel:
+        job = self.metaflow_job
+        job.remember()
+        complete = self._find_complete(job)
+        if complete is not None:
+            if self.place.nodes > 1:
+                self._exchange.publish_start(GangMessage())
+            return complete
+        print(f"job {self.job}, store {job.store.uri}", flush=True)
+        prepared, terms = prepare_training(job, self.settings, self.step.options)
+        spec = GangSpec(
+            job=self.job,
+            run=self.task.run,
+            attempt=self.task.attempt,
+            node=0,
+            nodes=self.place.nodes,
+            processes_per_node=int(self.settings.config.cluster.processes_per_node),
+            main_address=self.place.main_address,
+            config=self.settings.config,
+            store_uri=self.settings.config.store,
+            prepared=prepared,
+            log_folder=str(job.folder / "logs"),
+            terms=terms,
+            candidate_ports=control_ports(f"{self.task.run}/{self.job}", self.task.attempt),
+        )
+        if self.place.nodes > 1:
+            self._exchange.publish_start(GangMessage(spec=replace(spec, terms=None).to_json()))
+        try:
+            self._run_gang(spec)
+        except OwnFlowError:
+            _try_report(job)
+            raise
+        return report_training(job)
+
+    def _follow(self) -> TrainedModel:
+        message = self._exchange.await_start()
+        if message.spec:
+            spec = GangSpec.from_json(message.spec)
+            prepared = spec.prepared
+            if self.settings.config.script is not None:
+                prepared = describe_script(self.settings.config)  # with this node's path
+            self._run_gang(
+                replace(
+                    spec,
+                    node=self.place.node,
+                    main_address=self.place.main_address,
+                    log_folder=str(self.metaflow_job.folder / "logs"),
+                    prepared=prepared,
+                )
+            )
+        end = self._exchange.await_end()
+        assert end.model is not None
+        return TrainedModel.from_json(end.model)
+
+    def _run_gang(self, spec: GangSpec) -> None:
+        """Run this node's ranks. Raises OwnFlowError if the job is not complete then."""
+        try:
+            ending = run_gang(spec)
+        except (TrainingError, InfraError) as error:
+            is_curable = isinstance(error, InfraError) or error.curable
+            if spec.node == 0 and not is_curable:
+                _record_outcome(self.metaflow_job, error.outcome, str(error))
+            raise OwnFlowError(f"{error.outcome}: {error}") from error
+        if ending.goes_on or ending.outcome == Outcome.COMPLETED:
+            return
+        raise OwnFlowError(_describe_stop(self.job, ending))
+
+    def _find_complete(self, job: Job) -> TrainedModel | None:
+        """Return the result of a job that is complete with these settings, else None."""
+        events = read_events(job.store)
+        final = find_final_outcome(events)
+        if final is None or final.payload.outcome is not Outcome.COMPLETED:
+            return None
+        changed = self.settings.find_changes(json.loads(job.store.get("config.json")))
+        if changed:
+            print(
+                f"job {self.job} was complete with other settings ({', '.join(changed)}): it "
+                "continues from its last commit",
+                flush=True,
+            )
+            return None
+        model = report_training(job)
+        print(
+            f"job {self.job} is complete at step {model.steps}: its result is returned, nothing is "
+            "trained; to train on, change an argument and resume; to train anew, start a new run",
+            flush=True,
+        )
+        return model
+
+
+def report_training(job: Job) -> TrainedModel:
+    """Write the job's report, and return the job's result.
+
+    Raises:
+        InfraError: The store does not answer, or its commits are damaged.
+        CostError: The events contradict each other.
+    """
+    # Not at module level, since it imports what draws charts
+    from ebbflow.flows.reporting import write_report
+
+    report, events = write_report(job)
+    return describe_training(job.name, job.store, job.config.store, report, events)
+
+
+def _claim(job: Job) -> Claim:
+    def leave() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    return claim_job(job.store, job.name, "metaflow step", on_fenced=leave)
+
+
+def _record_outcome(job: Job, outcome: Outcome, message: str) -> None:
+    try:
+        with job.events(PROCESS) as events:
+            events.emit(OUTCOME, outcome=outcome.value, message=message)
+    except InfraError as error:
+        print(f"the outcome was not recorded: {error}", flush=True)
+
+
+def _describe_stop(job: str, ending: GangOutcome) -> str:
+    message = ending.message or "the job has left"
+    return f"{ending.outcome}: job {job} at step {ending.step}: {message}"
+
+
+def _try_report(job: Job) -> None:
+    """Write the report of a training that did not complete, as far as this is possible."""
+    try:
+        report_training(job)
+    except EbbflowError as error:
+        print(f"no report: {error}", flush=True)

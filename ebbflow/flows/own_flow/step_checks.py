@@ -1,0 +1,273 @@
+"""Checks of a step with `@ebbflow` before anything runs, and the files that its tasks need."""
+
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metaflow.exception import MetaflowException
+
+from ebbflow.core.errors import InfraError
+from ebbflow.core.program import IMPORT_ROOT
+from ebbflow.core.store_address import resolve_address
+from ebbflow.flows.own_flow.script_arguments import ScriptOptions
+from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
+
+if TYPE_CHECKING:
+    from metaflow import FlowSpec
+    from metaflow.datastore import FlowDataStore
+    from metaflow.decorators import StepDecorator
+    from metaflow.graph import FlowGraph
+
+REMOTE = ("batch", "kubernetes")  # decorators that send a step to another machine
+STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
+_SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
+
+
+class OwnFlowError(MetaflowException):
+    """Error: a step with `@ebbflow` cannot train. The message names place and fix."""
+
+    headline = "@ebbflow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCall:
+    """A call of `current.ebbflow.run` or `.train` in a step's source, whose file is a plain text."""
+
+    kind: str  # run or train
+    file: str
+    line: int
+    arguments: tuple[str, ...]  # names of the keyword arguments
+    # the argument `set` of a training, such as {"training.max_steps": 400}; None if it is computed
+    overrides: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedStep:
+    """A step with `@ebbflow` whose options are valid."""
+
+    name: str
+    place: str  # file:line of the step
+    options: StepOptions
+    store: str  # address of the store of all jobs
+    flow_folder: Path  # folder of the flow's file
+    is_gang: bool  # whether it is called with num_parallel
+    nodes: int | None  # number of nodes; None if it is computed
+    calls: tuple[TrainingCall, ...]
+    files: tuple[Path, ...]  # scripts and configurations that the source names
+
+    def find_file(self, name: str) -> Path | None:
+        """Return a file by its path, which is relative to the flow's file or to the current folder."""
+        return _find_file(name, self.flow_folder)
+
+
+def check_step(
+    attributes: Mapping[str, object],
+    flow: FlowSpec,
+    graph: FlowGraph,
+    step_name: str,
+    decorators: Sequence[StepDecorator],
+    datastore: FlowDataStore,
+) -> CheckedStep:
+    """Check a step's options, store, files and arguments. Raises OwnFlowError."""
+    node = graph[step_name]
+    file = Path(inspect.getfile(type(flow)))
+    place = f"{file.name}:{node.func_lineno}"
+    where = f"{place}: @ebbflow of step {step_name}"
+    options = _parse_options(attributes, where)
+    folder = file.resolve().parent
+    calls = tuple(_find_calls(getattr(type(flow), step_name)))
+    is_remote = any(decorator.name in REMOTE for decorator in decorators)
+    store = _choose_store(options, datastore, folder, where)
+    if is_remote and "://" not in store:
+        raise OwnFlowError(
+            f"{where}: the store {store} is a folder, which the container does not keep; fix: "
+            "store='s3://bucket/prefix'"
+        )
+    _check_names(graph, step_name, options, where)
+    files = tuple(
+        _check_call(call, folder, f"{file.name}:{call.line}", is_remote=is_remote) for call in calls
+    )
+    if options.config is not None:
+        config = _find_file(options.config, folder)
+        if config is None:
+            raise OwnFlowError(
+                f"{where}: config={options.config!r} is no file in {folder}; fix: its path, "
+                "relative to the flow's file"
+            )
+        files = (*files, config)
+    return CheckedStep(
+        name=step_name,
+        place=place,
+        options=options,
+        store=store,
+        flow_folder=folder,
+        is_gang=node.parallel_step,
+        nodes=_find_nodes(graph, step_name),
+        calls=calls,
+        files=files,
+    )
+
+
+def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
+    """Return (path, name in the code package) of Ebbflow's own files, and of the configurations
+    that a step names.
+
+    Metaflow packs Python files beside the flow by itself.
+    """
+    packed: list[tuple[str, str]] = []
+    for parent, folders, names in os.walk(IMPORT_ROOT / "ebbflow"):
+        folders[:] = sorted(folder for folder in folders if folder != "__pycache__")
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path.suffix in _SUFFIXES or name == "py.typed":
+                packed.append((str(path), str(path.relative_to(IMPORT_ROOT))))
+    for path in step.files:
+        if path.suffix != ".py" and path.is_relative_to(step.flow_folder):
+            packed.append((str(path), str(path.relative_to(step.flow_folder))))
+    return packed
+
+
+def _parse_options(attributes: Mapping[str, object], where: str) -> StepOptions:
+    given = attributes.get("options") or {}
+    values = attributes.get("values") or []
+    assert isinstance(values, list)
+    if values:
+        raise OwnFlowError(
+            f"{where}: {values[0]!r} has no name; fix: write each option by name, such as "
+            "@ebbflow(budget=25)"
+        )
+    assert isinstance(given, Mapping)
+    try:
+        return StepOptions.parse(given)
+    except OptionError as error:
+        raise OwnFlowError(f"{where}: {error}") from error
+
+
+def _choose_store(options: StepOptions, datastore: FlowDataStore, folder: Path, where: str) -> str:
+    """Return the address of the store: the option, else a folder beside the flow's datastore."""
+    if options.store is not None:
+        try:
+            address = resolve_address(options.store)
+        except InfraError as error:
+            raise OwnFlowError(f"{where}: {error}") from error
+        if "://" in address:
+            return address
+        return str((folder / Path(address).expanduser()).resolve())
+    root = str(datastore.datastore_root)
+    if datastore.TYPE in ("local", "spin"):
+        return str(Path(root).resolve() / STORE_FOLDER)
+    if datastore.TYPE == "s3":
+        return f"{root.rstrip('/')}/{STORE_FOLDER}"
+    raise OwnFlowError(
+        f"{where}: the flow's datastore is {datastore.TYPE} ({root}), and commits are kept in a "
+        "folder or in S3; fix: store='s3://bucket/prefix'"
+    )
+
+
+def _check_names(graph: FlowGraph, step_name: str, options: StepOptions, where: str) -> None:
+    """Refuse a name that another step's jobs have, since the two would continue each other."""
+    label = options.name or step_name
+    for node in graph:
+        if node.name == step_name:
+            continue
+        for decorator in node.decorators:
+            if decorator.name != "ebbflow_task":
+                continue
+            other = (decorator.attributes.get("options") or {}).get("name") or node.name
+            if other == label:
+                raise OwnFlowError(
+                    f"{where}: step {node.name} (line {node.func_lineno}) has the job name "
+                    f"{label!r} too, so that one would continue the other; fix: another name="
+                )
+
+
+def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool) -> Path:
+    """Return the file that a call names. Raises OwnFlowError."""
+    path = _find_file(call.file, folder)
+    if path is None:
+        raise OwnFlowError(
+            f"{where}: {call.kind}({call.file!r}): no such file in {folder}; fix: its path, "
+            "relative to the flow's file"
+        )
+    if is_remote and not path.is_relative_to(folder):
+        raise OwnFlowError(
+            f"{where}: {path} is outside {folder}, whose files Metaflow copies to other machines; "
+            "fix: move it beside the flow"
+        )
+    if call.kind == "train":
+        unknown_names = set(call.arguments) - {"set"}
+        if unknown_names:
+            raise OwnFlowError(
+                f"{where}: train has no argument {min(unknown_names)}; fix: set={{KEY: VALUE}}"
+            )
+    if call.kind == "run":
+        options = ScriptOptions.read(path)
+        unknown = options.find_unknown(dict.fromkeys(call.arguments))
+        if unknown is not None:
+            known = ", ".join(option for option in options.actions if option.startswith("--"))
+            raise OwnFlowError(
+                f"{where}: {call.file} has no option for {unknown}=; fix: one of {known}"
+            )
+    return path
+
+
+def _find_file(name: str, folder: Path) -> Path | None:
+    for base in (folder, Path.cwd()):
+        path = (base / Path(name).expanduser()).resolve()
+        if path.is_file():
+            return path
+    return None
+
+
+def _find_calls(function: object) -> Iterator[TrainingCall]:
+    """Yield the calls in a step's source whose first argument is a plain text."""
+    try:
+        lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, TypeError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        kind = ast.unparse(node.func).rpartition("ebbflow.")[2]
+        file = node.args[0]
+        if kind in ("run", "train") and isinstance(file, ast.Constant):
+            names = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+            yield TrainingCall(
+                kind=kind,
+                file=str(file.value),
+                line=first + node.lineno - 1,
+                arguments=names,
+                overrides=_read_overrides(node),
+            )
+
+
+def _read_overrides(call: ast.Call) -> Mapping[str, object] | None:
+    for keyword in call.keywords:
+        if keyword.arg == "set":
+            try:
+                value = ast.literal_eval(keyword.value)
+            except ValueError:
+                return None
+            if isinstance(value, dict):
+                return value
+            return None
+    return {}
+
+
+def _find_nodes(graph: FlowGraph, step_name: str) -> int | None:
+    """Return the number of nodes of a step; None if the source computes it."""
+    numbers: list[int | None] = [
+        node.num_parallel for node in graph if node.parallel_foreach and step_name in node.out_funcs
+    ]
+    return numbers[0] if numbers else 1

@@ -1,0 +1,46 @@
+"""The decorator `@ebbflow`, which users write above a step of their own flow.
+
+Metaflow imports this module with every `import metaflow`, so it imports nothing but Metaflow.
+"""
+
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from metaflow.user_decorators.user_step_decorator import StepMutator
+
+if TYPE_CHECKING:
+    from metaflow import MutableStep
+
+
+class ebbflow(StepMutator):  # noqa: N801 - the name of the decorator
+    """Train in this step with commits, prices and a report: `current.ebbflow` starts the training.
+
+    The options are those of `ebbflow.flows.own_flow.step_options.StepOptions`. A step that
+    `self.next(…, num_parallel=N)` calls becomes a gang of N nodes. A mutator can see this before
+    Metaflow checks the graph; a step decorator cannot.
+    """
+
+    # Metaflow copies the modules of users' mutators into every flow's code package. This one is
+    # copied by the decorator below, so only into flows that use it.
+    _original_module = "metaflow_extensions.ebbflow"
+
+    def init(self, *args: object, **options: object) -> None:
+        self._values = args
+        self._options = options
+
+    def pre_mutate(self, mutable_step: MutableStep) -> None:
+        if _is_called_as_gang(mutable_step):
+            mutable_step.add_decorator("parallel")
+        attributes = {"values": list(self._values), "options": self._options}
+        mutable_step.add_decorator("ebbflow_task", deco_kwargs=attributes)
+
+
+def _is_called_as_gang(mutable_step: MutableStep) -> bool:
+    """Return whether a step of the flow calls this step with `num_parallel`."""
+    flow = mutable_step.flow._flow_cls
+    name = mutable_step._my_step.__name__
+    return any(node.parallel_foreach and name in node.out_funcs for node in flow._graph)

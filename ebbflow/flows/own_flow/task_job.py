@@ -1,0 +1,229 @@
+"""`current.ebbflow` in a task of the user's flow: trainings as jobs."""
+
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from metaflow import current
+
+from ebbflow.core.errors import EbbflowError, Outcome
+from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
+from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
+from ebbflow.flows.own_flow.task_name import TaskName, job_name
+from ebbflow.flows.own_flow.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from metaflow import FlowSpec
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from ebbflow.flows.own_flow.node_run import NodeRun
+    from ebbflow.flows.own_flow.training_settings import TrainingSettings
+    from ebbflow.training.attach.job import AttachedJob
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """Place of this task among the nodes of its gang."""
+
+    node: int
+    nodes: int
+    main_address: str  # address of node 0
+
+
+class TaskJob:
+    """The trainings of one task. `current.ebbflow` is an object of this class."""
+
+    def __init__(self, flow: FlowSpec, task: TaskName, step: CheckedStep) -> None:
+        self._flow = flow
+        self._task = task
+        self._step = step
+        self._calls = 0
+        # The job that `attach` has opened, until its result is known
+        self._run: NodeRun | None = None
+        self._attached: AttachedJob | None = None
+
+    def run(self, script: str, *words: object, **arguments: object) -> TrainedModel:
+        """Run a script's ranks on this node, or on all nodes of the gang, until its job is complete.
+
+        `run("train.py", lr=0.1)` gives the script `--lr 0.1`. A retry and `resume` continue the
+        job from its last commit.
+
+        Args:
+            script: Path of the script, relative to the flow's file.
+            words: Words for the command line, before the options.
+            arguments: Options of the script.
+
+        Raises:
+            OwnFlowError: The training did not complete.
+        """
+        path = self._find(script, "run")
+        try:
+            options = ScriptOptions.read(path).words(arguments)
+        except ArgumentError as error:
+            raise OwnFlowError(f"{self._step.place}: run({script!r}): {error}") from error
+        settings = self._make_settings(script=path, words=[*map(str, words), *options])
+        return self._make_run(settings).train()
+
+    def train(self, config: str, *, set: Mapping[str, object] | None = None) -> TrainedModel:
+        """Train the workload of a configuration file, as `ebbflow run --config` does.
+
+        Args:
+            config: Path of the YAML file, relative to the flow's file.
+            set: Settings by key, such as {"training.max_steps": 400}.
+
+        Raises:
+            OwnFlowError: The training did not complete.
+        """
+        from ebbflow.flows.own_flow.training_settings import as_overrides, make_settings
+
+        path = self._find(config, "train")
+        overrides = as_overrides(set or {})
+        settings = make_settings(
+            self._step, nodes=_find_place().nodes, file=path, overrides=overrides
+        )
+        return self._make_run(settings).train()
+
+    def attach(
+        self,
+        model: nn.Module | dict[str, nn.Module],
+        optimizer: Optimizer | None = None,
+        **states: object,
+    ) -> AttachedJob:
+        """Attach the loop in the step itself, as `ebbflow.attach` does in a script.
+
+        The process of the task is the only rank of its node, and no agent watches it: after a
+        failure the task ends, and a retry or `resume` continues the job.
+
+        Args:
+            model: The model that the loop calls; see `ebbflow.attach`.
+            states: Further objects to save, and `scheduler`.
+        """
+        from ebbflow.flows.own_flow.step_attach import attach_in_step
+
+        self._run = self._make_run(self._make_settings())
+        self._attached = attach_in_step(self._run, model, optimizer, states)
+        return self._attached
+
+    def result(self) -> TrainedModel:
+        """Return the result of the job that `attach` has opened, and end the job.
+
+        In a gang, call it on every node.
+
+        Raises:
+            OwnFlowError: `attach` was not called.
+        """
+        if self._run is None or self._attached is None:
+            raise OwnFlowError(
+                f"{self._step.place}: result() has no job; fix: call current.ebbflow.attach first; "
+                "run and train return their result"
+            )
+        run = self._run
+        self._attached.close_at_exit()
+        self._run = None
+        return run.share_result()
+
+    def begin_step(self) -> None:
+        """Let `torch.distributed.init_process_group` find the other nodes of a gang."""
+        place = _find_place()
+        if place.nodes > 1:
+            variables = {
+                "RANK": place.node,
+                "WORLD_SIZE": place.nodes,
+                "LOCAL_RANK": 0,
+                "LOCAL_WORLD_SIZE": 1,
+                "MASTER_ADDR": place.main_address,
+                "MASTER_PORT": self._task.rendezvous_port,
+            }
+            for name, value in variables.items():
+                os.environ.setdefault(name, str(value))
+
+    def end_step(self) -> None:
+        """Write the report of a job that `attach` has opened and whose result was not asked for."""
+        if self._run is not None:
+            self.result()
+
+    def _find(self, name: str, method: str) -> Path:
+        path = self._step.find_file(name)
+        if path is None:
+            raise OwnFlowError(
+                f"{self._step.place}: {method}({name!r}): no such file in "
+                f"{self._step.flow_folder}; fix: its path, relative to the flow's file"
+            )
+        return path
+
+    def _next_name(self) -> str:
+        self._calls += 1
+        return job_name(
+            self._task,
+            self._flow,
+            label=self._step.options.name,
+            is_gang=self._step.is_gang,
+            call=self._calls,
+        )
+
+    def _make_settings(
+        self, *, script: Path | None = None, words: Sequence[str] = ()
+    ) -> TrainingSettings:
+        """Return the settings of a user's own loop."""
+        from ebbflow.flows.own_flow.training_settings import make_settings
+
+        file = None
+        if self._step.options.config is not None:
+            file = self._find(self._step.options.config, "config")
+        return make_settings(
+            self._step,
+            nodes=_find_place().nodes,
+            file=file,
+            script=script,
+            words=words,
+            is_own_loop=True,
+        )
+
+    def _make_run(self, settings: TrainingSettings) -> NodeRun:
+        from ebbflow.flows.own_flow.node_run import NodeRun
+
+        return NodeRun(
+            job=self._next_name(),
+            task=self._task,
+            step=self._step,
+            settings=settings,
+            place=_find_place(),
+        )
+
+
+@contextlib.contextmanager
+def failures_as_step_errors() -> Iterator[None]:
+    """Turn our errors, and the exit of a job in the step itself, into errors that Metaflow prints
+    in one line.
+    """
+    try:
+        yield
+    except EbbflowError as error:
+        raise OwnFlowError(f"{error.outcome}: {error}") from error
+    except SystemExit as end:
+        if end.code in (None, 0):
+            return
+        outcomes = {outcome.exit_code: outcome for outcome in Outcome}
+        if end.code not in outcomes:
+            raise OwnFlowError(f"the step left with exit code {end.code}") from end
+        raise OwnFlowError(
+            f"{outcomes[end.code]}: the step left with exit code {end.code}, as printed above"
+        ) from end
+
+
+def _find_place() -> NodePlace:
+    if not getattr(current, "is_parallel", False):
+        return NodePlace(node=0, nodes=1, main_address="127.0.0.1")
+    parallel = current.parallel
+    return NodePlace(
+        node=parallel.node_index, nodes=parallel.num_nodes, main_address=parallel.main_ip
+    )

@@ -1,0 +1,86 @@
+"""The name of a training's job, from the place of its task in the user's flow."""
+
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ebbflow.core.layout import plain_name
+
+if TYPE_CHECKING:
+    from metaflow import FlowSpec
+
+_MOST_LINKS = 1000  # resumed runs of one run
+_FIRST_PORT = 20000  # below those that the kernel gives to clients
+_PORTS = 8000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskName:
+    """A task of the user's flow, from Metaflow.
+
+    Attributes:
+        origin_run: The run that this run resumes; None or "None" if it resumes none.
+        attempt: Metaflow's retry count, 0 at first.
+    """
+
+    flow: str
+    run: str
+    origin_run: str | None
+    step: str
+    task: str
+    attempt: int
+
+    @property
+    def rendezvous_port(self) -> int:
+        """Port for process groups that the step itself opens, equal on all nodes of a gang."""
+        digest = hashlib.sha256(f"{self.flow}/{self.run}/{self.step}/{self.attempt}".encode())
+        return _FIRST_PORT + int.from_bytes(digest.digest()[:2], "big") % _PORTS
+
+    @functools.cached_property
+    def first_run(self) -> str:
+        """The run that was started with `run`, from which this run was resumed, maybe repeatedly."""
+        run = self.run
+        origin = self.origin_run
+        for _ in range(_MOST_LINKS):
+            if origin in (None, "None", ""):
+                break
+            run = str(origin)
+            origin = _read_origin(self.flow, run)
+        return run
+
+
+def job_name(task: TaskName, flow: FlowSpec, *, label: str | None, is_gang: bool, call: int) -> str:
+    """Return the job's name: one path segment, equal in each attempt and in resumed runs.
+
+    Args:
+        label: The option `name` of `@ebbflow`; None for the step's name.
+        call: Number of the training in its step, 1 for the first.
+    """
+    stack = [index for index, _, _ in flow.foreach_stack() or []]
+    if is_gang:
+        stack = stack[:-1]  # the nodes of a gang share a job
+    indexes = [*stack, *(getattr(flow, "_iteration_stack", None) or [])]
+    parts = [task.flow.lstrip("_") or "flow", task.first_run, label or task.step]
+    parts += [str(index) for index in indexes]
+    if call > 1:
+        parts.append(f"call{call}")
+    return plain_name("-".join(parts))
+
+
+def _read_origin(flow: str, run: str) -> str | None:
+    """Return the run that `run` resumed, or None; None also if its records cannot be read."""
+    from metaflow import Run
+
+    try:
+        path = Run(f"{flow}/{run}", _namespace_check=False).origin_pathspec
+    except Exception:  # Metaflow's client and its providers raise many kinds of errors
+        return None
+    if path is None:
+        return None
+    return path.rpartition("/")[2]

@@ -1,0 +1,228 @@
+"""The plan of a training in a user's flow: its price, its limits, and its data."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.config.load import values_with_sources
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
+from ebbflow.core.events import CONFIGURED, OUTCOME, PLAN, PREPARED, Event, read_events
+from ebbflow.core.footprint import ModelShape
+from ebbflow.core.layout import PLAN_KEY
+from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.terms import Terms
+from ebbflow.cost.catalogue import InstanceType
+from ebbflow.cost.errors import CostError
+from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
+from ebbflow.cost.plan.candidates import NO_PROGRESS, JobProgress, read_progress
+from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.prices.quote import PriceSource, Quote
+from ebbflow.cost.prices.reservations import open_evidence
+from ebbflow.cost.prices.source import open_prices
+from ebbflow.flows.job import ClockReading, Job, read_job_history
+from ebbflow.flows.own_flow.step_checks import OwnFlowError
+from ebbflow.flows.own_flow.step_options import StepOptions
+from ebbflow.flows.own_flow.training_settings import TrainingSettings
+from ebbflow.flows.remote import in_container
+from ebbflow.training.attach.unattached import never_attaches
+from ebbflow.tryout.examine import examine, examine_script, script_shape
+
+PROCESS = "own-step"  # writer of a step's events, beside the steps of `TrainFlow`
+_GIVEN = "usd_per_node_hour of @ebbflow"
+
+Prepared = dict[str, Any]  # description of the data, from the workload's `prepare`
+
+
+@dataclass(frozen=True)
+class GivenPrice:
+    """Price source for a machine whose price the user gave: every type has this price."""
+
+    usd_per_hour: Decimal  # US dollars per node and hour
+    now_utc: float  # Unix time of the plan
+
+    def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:  # noqa: ARG002
+        return ()
+
+    def on_demand(self, kind: InstanceType, region: str) -> Quote | None:
+        return Quote(
+            instance_type=kind.name,
+            region=region,
+            zone=None,
+            zone_name=None,
+            usd_per_hour=self.usd_per_hour,
+            at=None,
+            observed=self.now_utc,
+            kind="recorded",
+            source=_GIVEN,
+        )
+
+    def zones(self, region: str) -> Sequence[str]:  # noqa: ARG002
+        return ()
+
+    def why_missing(self, kind: InstanceType, region: str, zone: str | None) -> str:  # noqa: ARG002
+        return f": the price is {_GIVEN}"
+
+    def describe(
+        self,
+        *,
+        now_utc: float,  # noqa: ARG002
+        regions: Sequence[str],  # noqa: ARG002
+        max_age_hours: float,  # noqa: ARG002
+    ) -> tuple[str, ...]:
+        return (f"${self.usd_per_hour} per node and hour: {_GIVEN}",)
+
+
+def prepare_training(
+    job: Job, settings: TrainingSettings, options: StepOptions
+) -> tuple[Prepared, Terms | None]:
+    """Record a training's configuration, data and plan.
+
+    Returns the description of the data, and the terms; None if nothing can be priced.
+
+    A later attempt in the same Metaflow run has the plan and the data of the first.
+
+    Raises:
+        OwnFlowError: budget or deadline do not allow the training.
+        TrainingError: the workload cannot be trained.
+    """
+    config = settings.config
+    former = [event for event in read_events(job.store) if event.run == job.run]
+    job.store.put("config.json", json.dumps(settings.document, indent=1, sort_keys=True).encode())
+    plan = _find_plan(former)
+    prepared = _find_prepared(former)
+    is_new = plan is None or prepared is None
+    if plan is None or prepared is None:
+        shape, prepared = _look_at_workload(job, settings)
+        plan = _make_plan(job, config, options, shape)
+        job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
+        plan = plan.brief()
+    document = settings.document
+    with job.events(PROCESS) as events:
+        events.emit(
+            CONFIGURED, settings=values_with_sources(document["config"], document["sources"])
+        )
+        events.emit(PREPARED, **prepared)
+        if is_new:
+            events.emit(PLAN, **plan.to_json())
+    _check_refusal(job, plan)
+    return prepared, _make_terms(job, plan)
+
+
+def describe_script(config: RunConfig) -> Prepared:
+    """Return what stands for the data of a script, which reads its data itself."""
+    return {
+        "fingerprint": "",
+        "weight_unit": "samples",
+        "script": config.script,
+        "words": config.script_args,
+    }
+
+
+def _find_plan(events: Sequence[Event]) -> Plan | None:
+    for event in reversed(events):
+        if event.name == PLAN:
+            return Plan.from_json(event.data)
+    return None
+
+
+def _find_prepared(events: Sequence[Event]) -> Prepared | None:
+    for event in reversed(events):
+        if event.name == PREPARED:
+            return dict(event.data)
+    return None
+
+
+def _look_at_workload(job: Job, settings: TrainingSettings) -> tuple[ModelShape | None, Prepared]:
+    """Return the model's shape and the description of the data, which is prepared if it must be.
+
+    A script is measured only if there is a limit to compare with, since this takes seconds.
+    """
+    config = settings.config
+    if settings.is_own_loop and config.script is None:
+        return script_shape({}, config), {"fingerprint": "", "weight_unit": "samples"}
+    if config.script is not None:
+        script = Path(config.script)
+        cost = config.cost
+        has_limit = cost.budget_usd is not None or cost.deadline_hours is not None
+        shape = script_shape({}, config)
+        if has_limit and not never_attaches(script):
+            found = examine_script(config)
+            print(found.text, flush=True)
+            shape = found.shape or shape
+        return shape, describe_script(config)
+    if config.workload is not None:
+        found = examine(config, prepare=True)
+        print(found.text, flush=True)
+        return found.shape, found.prepared or {}
+    from ebbflow.training.data import prepare_tokens
+
+    tokens = prepare_tokens(config.data, job.root_store, project_root=PROJECT_ROOT)
+    return None, tokens.to_json()
+
+
+def _make_plan(job: Job, config: RunConfig, options: StepOptions, shape: ModelShape | None) -> Plan:
+    is_here = not in_container()
+    now = time.time() if is_here else ClockReading.of(job.store).utc
+    return make_plan(
+        config,
+        now_utc=now,
+        simulated=is_here and options.usd_per_node_hour is None,
+        shape=shape,
+        prices=_open_prices(config, options, now),
+        history=read_job_history(job),
+        progress=_read_progress(job),
+        evidence=open_evidence(config),
+    )
+
+
+def _open_prices(config: RunConfig, options: StepOptions, now_utc: float) -> PriceSource:
+    if options.usd_per_node_hour is None:
+        return open_prices(config, now_utc, project_root=PROJECT_ROOT)
+    return GivenPrice(Decimal(repr(options.usd_per_node_hour)), now_utc)
+
+
+def _read_progress(job: Job) -> JobProgress:
+    try:
+        return read_progress(read_events(job.store), run=job.run)
+    except CostError as error:
+        print(f"the job's progress is unknown, so all of it is planned: {error}", flush=True)
+        return NO_PROGRESS
+
+
+def _check_refusal(job: Job, plan: Plan) -> None:
+    """Raise OwnFlowError if the plan refuses the training.
+
+    The machine is given, so that a plan without a pool only leaves the training without a price.
+    """
+    refusal = plan.refusal
+    if refusal is None:
+        return
+    is_unpriced = refusal.outcome is Outcome.NO_CAPACITY
+    if is_unpriced and job.config.cost.budget_usd is None:
+        print(f"no price: {refusal.message}; fix: usd_per_node_hour=", flush=True)
+        return
+    with job.events(PROCESS) as events:
+        events.emit(OUTCOME, outcome=refusal.outcome.value, message=refusal.message)
+    raise OwnFlowError(f"{refusal.outcome}: {refusal.message} ({refusal.hint})")
+
+
+def _make_terms(job: Job, plan: Plan) -> Terms | None:
+    if plan.chosen is None:
+        return None
+    events = read_events(job.store)
+    try:
+        spent = compute_spent_usd(events)
+    except CostError as error:
+        # A ledger error must not stop the training.
+        print(f"costs so far are unknown and count as $0 of the budget: {error}", flush=True)
+        spent = 0.0
+    return plan.terms(
+        spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
+    )

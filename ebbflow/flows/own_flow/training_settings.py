@@ -1,0 +1,197 @@
+"""The configuration of one training in a user's flow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbflow.core.config.load import LoadedConfig, load_config, read_given_values
+from ebbflow.core.config.problems import ConfigError
+from ebbflow.core.config.schema import RunConfig, TrainingConfig
+from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
+from ebbflow.flows.remote import in_container
+from ebbflow.infra.checks.gpu import visible_gpus
+
+_SOURCE = "@ebbflow"
+GivenValues = dict[str, tuple[object, str]]  # (value, source) by key
+# Settings that decide which weights a training ends with
+_DECISIVE = (
+    "script",
+    "script_args",
+    "workload",
+    "workload_options",
+    "model",
+    "data",
+    "training",
+    "parallel",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The checked configuration of one training.
+
+    Attributes:
+        config: The configuration.
+        document: The job's config.json: "path", "config", "sources" and "script_text_sha256".
+        is_own_loop: Whether the loop is the user's, in a script or in the step itself.
+    """
+
+    config: RunConfig
+    document: dict[str, Any]
+    is_own_loop: bool
+
+    def find_changes(self, former: dict[str, Any]) -> list[str]:
+        """Return the settings that differ from a former config.json and may change the weights."""
+        before = former.get("config", {})
+        now = self.document["config"]
+        changed = [key for key in _DECISIVE if before.get(key) != now.get(key)]
+        key = "script_text_sha256"
+        if former.get(key) != self.document[key]:
+            changed.append("the script's text")
+        return changed
+
+
+def make_settings(
+    step: CheckedStep,
+    *,
+    nodes: int,
+    file: Path | None,
+    overrides: Sequence[str] = (),
+    script: Path | None = None,
+    words: Sequence[str] = (),
+    is_own_loop: bool = False,
+) -> TrainingSettings:
+    """Merge a configuration file, overrides and the options of `@ebbflow`.
+
+    Args:
+        file: YAML file; None for the defaults.
+        overrides: "key=value" each.
+        script: The script to run; None for a workload, and for a loop in the step itself.
+        words: Arguments of the script.
+        is_own_loop: Whether the loop is the user's, in a script or in the step.
+
+    Raises:
+        ConfigError: The configuration has problems.
+        OwnFlowError: It contradicts the flow or the options of `@ebbflow`.
+    """
+    given = _read_given(step, file, overrides)
+    _check_contradictions(step, given, nodes)
+    own = {"store": step.store, "cluster.nodes": str(nodes)}
+    if step.options.ranks is not None:
+        own["cluster.processes_per_node"] = str(step.options.ranks)
+    elif _value(given, "cluster.processes_per_node", "auto") == "auto":
+        own["cluster.processes_per_node"] = str(_fit_ranks(given, nodes, is_own_loop=is_own_loop))
+    if step.options.budget is not None:
+        own["cost.budget_usd"] = repr(step.options.budget)
+    if step.options.deadline is not None:
+        own["cost.deadline_hours"] = repr(step.options.deadline)
+    if script is not None:
+        own["script"] = json.dumps(str(script))
+        own["script_args"] = json.dumps(list(words))
+    added = [f"{key}={value}" for key, value in own.items()]
+    loaded = _load(step, file, [*overrides, *added])
+    if is_own_loop:
+        document = loaded.script_settings()
+    else:
+        document = loaded.config.model_dump(mode="json")
+    text_sha256 = None
+    if script is not None:
+        text_sha256 = hashlib.sha256(script.read_bytes()).hexdigest()
+    return TrainingSettings(
+        config=RunConfig.model_validate_json(json.dumps(document)),
+        document={
+            "path": "" if file is None else str(file),
+            "config": document,
+            "sources": loaded.sources | dict.fromkeys(own, _SOURCE),
+            "script_text_sha256": text_sha256,
+        },
+        is_own_loop=is_own_loop,
+    )
+
+
+def as_overrides(settings: Mapping[str, object]) -> list[str]:
+    """Return settings by key as values of --set."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def check_configurations(step: CheckedStep) -> None:
+    """Check the configuration files that a step's source names, as far as it is no computation.
+
+    Raises OwnFlowError.
+    """
+    for call in step.calls:
+        file = step.find_file(call.file)
+        if call.kind != "train" or call.overrides is None or file is None or step.nodes is None:
+            continue
+        try:
+            make_settings(step, nodes=step.nodes, file=file, overrides=as_overrides(call.overrides))
+        except ConfigError as error:
+            raise OwnFlowError(str(error)) from error
+
+
+def _load(step: CheckedStep, file: Path | None, overrides: Sequence[str]) -> LoadedConfig:
+    folder = step.flow_folder
+    return load_config(file, overrides, project_root=folder, cwd=folder)
+
+
+def _read_given(step: CheckedStep, file: Path | None, overrides: Sequence[str]) -> GivenValues:
+    folder = step.flow_folder
+    return read_given_values(file, overrides, project_root=folder, cwd=folder)
+
+
+def _value(given: GivenValues, key: str, default: object) -> object:
+    if key in given:
+        return given[key][0]
+    return default
+
+
+def _check_contradictions(step: CheckedStep, given: GivenValues, nodes: int) -> None:
+    key = "cluster.nodes"
+    if _value(given, key, "auto") not in ("auto", nodes):
+        (value, source) = given[key]
+        raise OwnFlowError(
+            f"{step.place}: step {step.name} runs on {nodes} nodes (num_parallel), and {source} "
+            f"has {key} {value}; fix: num_parallel={value} before the step, or leave out {key}"
+        )
+    _check_equal(step, given, "cost.budget_usd", "budget", step.options.budget)
+    _check_equal(step, given, "cost.deadline_hours", "deadline", step.options.deadline)
+    _check_equal(step, given, "cluster.processes_per_node", "ranks", step.options.ranks)
+
+
+def _check_equal(
+    step: CheckedStep, given: GivenValues, key: str, name: str, option: float | None
+) -> None:
+    if option is None or _value(given, key, None) in (None, "auto", option):
+        return
+    (value, source) = given[key]
+    raise OwnFlowError(
+        f"{step.place}: @ebbflow has {name}={option:g}, and {source} has {key} {value}; fix: give "
+        "one of them"
+    )
+
+
+def _fit_ranks(given: GivenValues, nodes: int, *, is_own_loop: bool) -> int:
+    """Return the ranks per node: one per GPU, as far as they divide the batch, else one."""
+    if _value(given, "cluster.device", "auto") == "cpu":
+        return 1
+    gpus = visible_gpus()
+    if not in_container():
+        gpus = gpus // nodes  # all nodes are on this machine
+    defaults = TrainingConfig()
+    batch = _value(given, "training.batch_size", defaults.batch_size)
+    parts = _value(
+        given,
+        "training.gradient_accumulation_steps",
+        defaults.gradient_accumulation_steps,
+    )
+    if is_own_loop or not isinstance(batch, int) or not isinstance(parts, int):
+        return max(1, gpus)
+    for ranks in range(gpus, 1, -1):
+        if batch % (parts * nodes * ranks) == 0:
+            return ranks
+    return 1

@@ -1,0 +1,139 @@
+"""`@ebbflow` in users' own flows: killed, retried and resumed, with equal weights and with dollars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.own_flow import OwnFlow
+
+pytestmark = pytest.mark.flow
+SLOW = "0.1"  # seconds for each step, so that a test can interrupt
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Hash of the weights with which the flow of `single.py` ends if nothing disturbs it."""
+    flow = OwnFlow(tmp_path_factory.mktemp("undisturbed"), "single")
+    model = flow.model(flow.succeed("run"))
+    assert model.interruptions == 0
+    assert model.weights_sha256
+    return model.weights_sha256
+
+
+def test_a_killed_step_is_retried_from_its_last_commit_and_a_second_run_starts_anew(
+    tmp_path: Path, weights: str
+) -> None:
+    flow = OwnFlow(tmp_path, "single")
+    launcher = flow.start("run", STEP_SECONDS=SLOW)
+    flow.await_commit(8)
+    flow.kill_task(launcher, "train")
+    first = flow.finish(launcher)
+    assert first.exit_code == 0, first.output
+    model = flow.model(first)
+    assert (model.outcome, model.steps, model.interruptions) == ("completed", 24, 1)
+    assert model.weights_sha256 == weights
+    assert model.usd > 0
+    assert model.price_kind == "simulated"
+    assert model.report["redone_steps"] < 16
+    assert model.uri
+    assert Path(model.uri).is_file()
+    [[total]] = flow.artifacts(first, "end", "total")
+    assert total != 0
+
+    second = flow.succeed("run")
+    other = flow.model(second)
+    assert other.job != model.job
+    assert (other.steps, other.interruptions) == (24, 0)
+    assert other.weights_sha256 == weights
+    assert flow.jobs == sorted([model.job, other.job])
+    listed = flow.listed_jobs()
+    assert listed.keys() == {model.job, other.job}
+    assert float(listed[model.job]["spent_usd"]) == pytest.approx(model.usd, abs=1e-6)
+    assert listed[model.job]["state"] == "done"
+
+
+def test_resume_continues_the_job_of_the_first_run_also_through_a_second_resume(
+    tmp_path: Path, weights: str
+) -> None:
+    flow = OwnFlow(tmp_path, "single", STEP_SECONDS=SLOW)
+    for words, step in ((("run",), 4), (("resume",), 12)):
+        launcher = flow.start(*words)
+        flow.await_commit(step)
+        flow.kill_launcher(launcher)
+    done = flow.succeed("resume")
+    model = flow.model(done)
+    assert len(flow.jobs) == 1
+    assert done.pathspec.rpartition("/")[2] not in model.job
+    assert (model.steps, model.interruptions) == (24, 2)
+    assert model.weights_sha256 == weights
+
+
+def test_a_loop_in_the_step_and_a_configured_job_run_in_branches_and_the_loop_survives_a_kill(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "branches")
+    clean = flow.artifacts(flow.succeed("run"), "join", "models")[0][0]
+    assert (clean["loop"].steps, clean["loop"].interruptions) == (24, 0)
+    assert clean["loop"].price_kind.startswith("recorded usd_per_node_hour")
+    assert clean["loop"].usd > 0
+    assert (clean["job"].steps, clean["job"].outcome) == (8, "completed")
+    assert clean["job"].best is not None
+
+    launcher = flow.start("run", "--step-seconds", "0.1")
+    flow.await_commit(8, job="-loop")
+    flow.kill_task(launcher, "loop")
+    done = flow.finish(launcher)
+    assert done.exit_code == 0, done.output
+    killed = flow.artifacts(done, "join", "models")[0][0]
+    assert killed["loop"].weights_sha256 == clean["loop"].weights_sha256
+    assert (killed["loop"].steps, killed["loop"].interruptions) == (24, 1)
+    assert len({killed["loop"].job, killed["job"].job, clean["loop"].job, clean["job"].job}) == 4
+    [[names]] = flow.artifacts(done, "end", "names")
+    assert names == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+def test_a_gang_replaces_a_killed_rank_within_the_attempt_and_a_lost_node_by_a_retry(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "gang")
+    clean = flow.artifacts(flow.succeed("run"), "join", "models")[0][0]
+    assert clean[0] == clean[1]
+    assert (clean[0].steps, clean[0].interruptions) == (24, 0)
+
+    launcher = flow.start("run", STEP_SECONDS=SLOW)
+    flow.await_commit(4)
+    flow.kill_rank(1)
+    flow.await_commit(12)
+    flow.kill_task(launcher, "train", node=1)
+    done = flow.finish(launcher)
+    assert done.exit_code == 0, done.output
+    models = flow.artifacts(done, "join", "models")[0][0]
+    assert models[0] == models[1]
+    killed = models[0]
+    assert killed.job != clean[0].job
+    assert (killed.steps, killed.interruptions) == (24, 2)
+    assert killed.weights_sha256 == clean[0].weights_sha256
+    # Both nodes are paid for: $36 per hour are $0.01 per second
+    seconds = killed.report["paid_rank_seconds"]
+    assert killed.usd == pytest.approx(seconds / 100, rel=0.01)
+    assert {lane["node"] for lane in killed.report["charts"]["lanes"]} == {0, 1}
+
+
+def test_each_trial_of_a_nested_foreach_is_a_job_and_a_killed_one_continues(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "trials", STEP_SECONDS=SLOW)
+    launcher = flow.start("run", "--max-workers", "2")
+    flow.await_commit(4, job="-train-1-1")
+    flow.kill_launcher(launcher)
+    done = flow.succeed("resume", "--max-workers", "2")
+    models = flow.artifacts(done, "best", "models")[0][0]
+    trials = [models[rate][steps] for rate in (0.02, 0.002) for steps in (8, 12)]
+    assert [trial.steps for trial in trials] == [8, 12, 8, 12]
+    assert [trial.job.partition("-train-")[2] for trial in trials] == ["0-0", "0-1", "1-0", "1-1"]
+    assert len({trial.weights_sha256 for trial in trials}) == 4
+    assert len(flow.jobs) == 4
+    assert trials[3].interruptions == 1
+    assert min(trial.usd for trial in trials) > 0

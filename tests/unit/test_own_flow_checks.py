@@ -1,0 +1,248 @@
+"""`@ebbflow`: bad input of a user's flow is refused in one line before anything runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbflow.flows.own_flow.script_arguments import ScriptOptions
+from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
+from ebbflow.flows.own_flow.trained_model import TrainedModel
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOW = """
+from metaflow import FlowSpec, current, ebbflow, kubernetes, step
+
+class MyFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train{called_with})
+
+    {decorators}
+    @step
+    def train(self):
+        self.model = {training}
+        self.next(self.join)
+
+    @step
+    def join(self{inputs}):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+if __name__ == "__main__":
+    MyFlow()
+"""
+SCRIPT = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+parser.add_argument("--max-steps")
+parser.parse_args()
+"""
+
+
+def check(folder: Path, *words: str, **parts: str) -> tuple[int, str]:
+    """Return the exit code of `flow.py check` and its text in one line."""
+    filled = {
+        "called_with": "",
+        "decorators": "@ebbflow",
+        "training": 'current.ebbflow.run("train.py", lr=0.1, max_steps=3)',
+        "inputs": "",
+        **parts,
+    }
+    (folder / "flow.py").write_text(FLOW.format(**filled))
+    (folder / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "METAFLOW_USER": "tester"}
+    done = subprocess.run(
+        [sys.executable, "flow.py", *(words or ("check",))],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_step_with_ebbflow_passes_metaflows_check_alone_and_with_num_parallel(
+    tmp_path: Path,
+) -> None:
+    code, text = check(tmp_path)
+    assert code == 0, text
+    code, text = check(
+        tmp_path, called_with=", num_parallel=2", inputs=", inputs", decorators="@ebbflow(budget=3)"
+    )
+    assert code == 0, text
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        (
+            {"decorators": "@ebbflow(bugdet=3)"},
+            r"flow.py:11: @ebbflow of step train: bugdet is no option .*fix: use one of budget,",
+        ),
+        (
+            {"decorators": "@ebbflow(budget=-1)"},
+            r"flow.py:11: @ebbflow of step train: budget=-1 is no number above 0; fix: ",
+        ),
+        (
+            {"decorators": "@ebbflow(25)"},
+            r"flow.py:11: @ebbflow of step train: 25 has no name; fix: .*budget=25",
+        ),
+        (
+            {"decorators": '@ebbflow(deadline="8 o\'clock")'},
+            r"deadline=.* is no time; fix: hours as a number",
+        ),
+        (
+            {"decorators": '@ebbflow(store="http://bucket/x")'},
+            r"store 'http://bucket/x' is a web address; fix: s3://",
+        ),
+        (
+            {"decorators": '@ebbflow(config="missing.yaml")'},
+            r"config='missing.yaml' is no file in .*; fix: ",
+        ),
+        (
+            {"training": 'current.ebbflow.run("tran.py")'},
+            r"flow.py:12: run\('tran.py'\): no such file in .*; fix: ",
+        ),
+        (
+            {"training": 'current.ebbflow.run("train.py", learning_rate=3)'},
+            r"flow.py:12: train.py has no option for learning_rate=; fix: one of --lr, --max-steps",
+        ),
+        (
+            {"training": 'current.ebbflow.train("job.yaml", sets={})'},
+            r"flow.py:12: train\('job.yaml'\): no such file",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_place_and_fix(
+    tmp_path: Path, parts: dict[str, str], text: str
+) -> None:
+    code, output = check(tmp_path, **parts)
+    assert code == 1
+    assert re.search(text, output), output
+    assert "Traceback" not in output
+
+
+def test_two_steps_with_one_job_name_are_refused(tmp_path: Path) -> None:
+    both = '@ebbflow(name="train")\n    @step\n    def other(self):\n        self.next(self.train)'
+    code, output = check(tmp_path, decorators=f"{both}\n\n    @ebbflow", called_with="".join(()))
+    assert code == 1
+    assert "has the job name 'train' too" in output
+
+
+def test_a_store_in_a_folder_is_refused_for_a_container(tmp_path: Path) -> None:
+    words = ("--datastore=s3", "--datastore-root=s3://bucket/flows", "check")
+    code, output = check(tmp_path, *words, decorators='@kubernetes\n    @ebbflow(store="runs")')
+    assert code == 1
+    assert re.search(r"store .*/runs is a folder, which the container does not keep; fix", output)
+
+
+def test_num_parallel_against_cluster_nodes_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("cluster:\n  nodes: 3\n")
+    code, output = check(
+        tmp_path,
+        called_with=", num_parallel=2",
+        inputs=", inputs",
+        training='current.ebbflow.train("job.yaml")',
+    )
+    assert code == 1
+    assert re.search(
+        r"2 nodes \(num_parallel\), and job.yaml:2 has cluster.nodes 3; fix: ", output
+    ), output
+
+
+def test_options_accept_units_and_texts_of_a_command_line() -> None:
+    parsed = StepOptions.parse({"deadline": "90m", "budget": "2.5"})
+    assert (parsed.deadline, parsed.budget) == (1.5, 2.5)
+    assert StepOptions.parse({"deadline": "2d"}).deadline == 48
+    assert StepOptions.parse({"deadline": 3}).deadline == 3
+    for given in ({"ranks": 0}, {"ranks": True}, {"name": "a/b"}, {"deadline": "inf"}):
+        with pytest.raises(OptionError, match="fix: "):
+            StepOptions.parse(given)
+
+
+def test_arguments_become_the_words_that_the_script_reads(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--max-steps')\n"
+        "parser.add_argument('--weight_decay')\n"
+        "parser.add_argument('--quiet', action='store_true')\n"
+        "parser.add_argument('--amp', action=argparse.BooleanOptionalAction)\n"
+        "parser.parse_args()\n"
+    )
+    options = ScriptOptions.read(script)
+    words = options.words(
+        {"max_steps": 3, "weight_decay": 0.1, "quiet": False, "amp": False, "sizes": [1, 2]}
+    )
+    expected = "--max-steps 3 --weight_decay 0.1 --no-amp --sizes 1 2"
+    assert words == expected.split()
+    assert options.words({"quiet": True, "max_steps": None}) == ["--quiet"]
+    assert options.find_unknown({"max_steps": 1, "sizes": 1}) == "sizes"
+    script.write_text(script.read_text().replace("parse_args()", "parse_known_args()"))
+    assert ScriptOptions.read(script).find_unknown({"sizes": 1}) is None
+
+
+def test_a_parser_that_other_code_extends_accepts_any_option(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse, lib\n"
+        "parser = argparse.ArgumentParser()\n"
+        "lib.add_options(parser)\n"
+        "parser.add_argument('--lr')\n"
+        "parser.parse_args()\n"
+    )
+    assert ScriptOptions.read(script).find_unknown({"anything": 1}) is None
+
+
+def test_metaflow_imports_no_more_than_the_decorator_and_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys, metaflow; own = sorted(name for name in sys.modules if "
+        "name.startswith('ebbflow')); heavy = {'torch', 'pydantic', 'obstore', 'boto3', 'numpy'}; "
+        "print(own, heavy & sys.modules.keys())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    expected = [
+        "ebbflow",
+        "ebbflow.core",
+        "ebbflow.core.renamed_modules",
+        "ebbflow.flows",
+        "ebbflow.flows.own_flow",
+        "ebbflow.flows.own_flow.step_mutator",
+        "ebbflow.flows.own_flow.task_decorator",
+    ]
+    assert done.stdout.strip() == f"{expected} set()", done.stdout + done.stderr
+
+
+def test_a_trained_model_of_an_other_version_can_be_read() -> None:
+    model = TrainedModel(
+        job="job",
+        store="s3://bucket/prefix",
+        outcome="completed",
+        commit="commits/1/2/3.json",
+        best=None,
+        steps=3,
+        weights_sha256=None,
+        usd=1.0,
+        price_kind="simulated",
+        hours=1.0,
+        interruptions=0,
+        report={},
+    )
+    make, (data,) = model.__reduce__()
+    assert make({**data, "of_a_later_version": 1}) == model
+    assert model.uri == "s3://bucket/prefix/jobs/job/commits/1/2/3.json"
+    assert model.best_uri is None
