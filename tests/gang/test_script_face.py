@@ -14,6 +14,7 @@ import pytest
 
 from ebbflow.cost.jobs import load_report
 from ebbflow.cost.report.verdict import render_verdict
+from tests.support.surfaces import find_false_words, read_surfaces
 
 SCRIPT = """
 import sys
@@ -81,7 +82,8 @@ def test_each_way_to_start_a_script_shows_one_face(tmp_path: Path, start: str) -
     assert (tmp_path / "runs/train/report.html").read_text() == page
     verdict = render_verdict(report)
     assert f"✓ {verdict}" in done.stdout and verdict in page
-    assert "saved nothing" not in page
+    surfaces = read_surfaces(tmp_path / "runs/train", done.stdout)
+    assert find_false_words(surfaces, was_killed=False) == []
     assert steps[-1][1] <= float(report.total_usd)
     assert report.actual["price_kind"] == "stated in cost.usd_per_node_hour"
     fresh = load_report(str(tmp_path / "store/jobs/train"), fresh=True)
