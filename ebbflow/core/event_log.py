@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ebbflow.core.errors import StoreError
 from ebbflow.core.events import STAGED, Event, Origin
@@ -64,13 +64,14 @@ class EventLog:
         self,
         name: str,
         *,
-        step: int | None = None,
+        step: int | str | None = None,
         flush: bool = False,
         at: tuple[float, float] | None = None,
         **data: Any,
     ) -> Event:
         """Append one event; with `flush`, also wait until it is durable.
 
+        step: training step, or the name of a step of the flow.
         at: (Unix time, monotonic time) of an event in the past; None for now.
 
         Raises:
@@ -80,7 +81,8 @@ class EventLog:
         """
         shared = {key: value for key, value in vars(self.origin).items() if key != "process"}
         t_wall, t_mono = at or (time.time(), time.monotonic())
-        event = Event(name=name, step=step, t_wall=t_wall, t_mono=t_mono, data=data, **shared)
+        number = cast(int | None, step)  # a flow step has its name in this field
+        event = Event(name=name, step=number, t_wall=t_wall, t_mono=t_mono, data=data, **shared)
         line = event.to_json()
         with self._changed:
             if self._closed:

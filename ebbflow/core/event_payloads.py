@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ebbflow.core.errors import Outcome
 
+T = TypeVar("T")
 _LARGEST_FLOAT = 1e30
 _LARGEST_INT = 2**63
 _LONGEST_VALUE = 40
@@ -153,10 +154,10 @@ def _unless_nan(value: object) -> None:
 Number = Annotated[float | None, PlainValidator(_check_number)]
 
 
-def _not_null(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _not_null(check: Callable[[object], T]) -> Callable[[object], T]:
     """Return the check for an element of a list or mapping, which must not be null."""
 
-    def check_element(value: object) -> Any:
+    def check_element(value: object) -> T:
         if value is None:
             raise ValueError
         return check(value)
@@ -224,10 +225,10 @@ class NodeEndedPayload(Payload):
     reason: Text = None
 
 
-def _present(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _present(check: Callable[[object], T]) -> Callable[[object], T]:
     """Return the check for a field that must be present and not null."""
 
-    def check_presence(value: object) -> Any:
+    def check_presence(value: object) -> T:
         if value is None:
             raise PydanticCustomError(_MISSING, _MISSING)
         return check(value)
@@ -240,7 +241,7 @@ RequiredInteger = Annotated[int, PlainValidator(_present(check_integer))]
 RequiredNumber = Annotated[float, PlainValidator(_present(_check_number))]
 
 
-def _member_of(kinds: type[StrEnum]) -> Callable[[Any], StrEnum | None]:
+def _member_of(kinds: type[StrEnum]) -> Callable[[object], StrEnum | None]:
     members = {str(kind): kind for kind in kinds}
 
     def check_member(value: object) -> StrEnum | None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from ebbflow.core.config.schema import ModelConfig, RunConfig
+from ebbflow.core.json_values import JsonObject
 
 # Activations of a block in the residual stream, per token and unit of width: inputs of both norms
 STREAM_FLOATS = 2
@@ -72,7 +73,7 @@ class ModelShape:
     def trained_parameters(self) -> int:
         return self.parameters - self.frozen_parameters
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)
 
     def applied_to(self, config: RunConfig) -> RunConfig:

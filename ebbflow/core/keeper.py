@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol, TypedDict
 
 from ebbflow.core import process
 from ebbflow.core.program import IMPORT_ROOT
@@ -60,6 +60,14 @@ _NOT_IGNORED = {
     ),
     *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCONT),
 }
+
+
+class SpawnRequest(TypedDict):
+    """Request to the keeper to start a program."""
+
+    spawn: int
+    argv: list[str]
+    environment: dict[str, str]
 
 
 class Parent(Protocol):
@@ -178,7 +186,11 @@ class Keeper:
         path. Raises OSError.
         """
         self._number += 1
-        request = {"spawn": self._number, "argv": list(argv), "environment": dict(environment)}
+        request: SpawnRequest = {
+            "spawn": self._number,
+            "argv": list(argv),
+            "environment": dict(environment),
+        }
         limit = time.monotonic() + _ANSWER_SECONDS
         self._ask(json.dumps(request).encode() + b"\n", [stdin, stdout, stderr], limit)
         while self._number not in self._spawned and not self.lost:
@@ -237,7 +249,7 @@ class Keeper:
         if not self.lost and not self._messages.read(self._note):
             self._lose()
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _note(self, message: dict[str, int]) -> None:
         if "spawned" in message:
             self._spawned[message["spawned"]] = message["pid"]
             self._ended.pop(message["pid"], None)  # status of an earlier process with this id
@@ -400,7 +412,7 @@ class _Desk:
             self._spawn(json.loads(line), fds)
         return bool(data)
 
-    def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
+    def _spawn(self, request: SpawnRequest, fds: list[int]) -> None:
         # A signal that arrives before the child has its own handlers waits until then.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -423,7 +435,7 @@ class _Desk:
                 self._spawned.discard(ended[0])
                 self._answer({"ended": ended[0], "status": ended[1]})
 
-    def _answer(self, message: dict[str, Any]) -> None:
+    def _answer(self, message: dict[str, int]) -> None:
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
 

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Self
+from typing import Self, TypedDict
 
 from ebbflow.core.errors import InfraError, JobIsRunning, ObjectNotFound, StoreError
 from ebbflow.core.layout import LAUNCHERS_PREFIX, launcher_key
@@ -126,6 +126,17 @@ class Launcher:
         return ""
 
 
+class RunningJob(TypedDict):
+    """The launcher that is running a job, as JSON."""
+
+    since_utc: float  # Unix time
+    host: str
+    user: str
+    pid: int
+    command: str
+    heartbeat_age_seconds: float
+
+
 @dataclass(frozen=True)
 class RunningLauncher:
     """The launcher that holds a job, and the age of its last renewal."""
@@ -133,12 +144,15 @@ class RunningLauncher:
     launcher: Launcher  # content of its claim
     heartbeat_age_seconds: float  # time since its last renewal by the store's clock
 
-    def to_json(self) -> dict[str, Any]:
-        known = {
-            name: getattr(self.launcher, name)
-            for name in ("since_utc", "host", "user", "pid", "command")
+    def to_json(self) -> RunningJob:
+        return {
+            "since_utc": self.launcher.since_utc,
+            "host": self.launcher.host,
+            "user": self.launcher.user,
+            "pid": self.launcher.pid,
+            "command": self.launcher.command,
+            "heartbeat_age_seconds": round(self.heartbeat_age_seconds, 1),
         }
-        return known | {"heartbeat_age_seconds": round(self.heartbeat_age_seconds, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,7 +255,7 @@ class MetricsServer:
         self._thread.join(_REQUEST_SECONDS)
 
 
-def render_job_metrics(report: dict[str, Any], events: Sequence[Event]) -> bytes:
+def render_job_metrics(report: Mapping[str, Any], events: Sequence[Event]) -> bytes:
     """Render metrics.prom from a job's report and events, for Prometheus' textfile collector."""
     board = MetricBoard(JOB_METRICS, {"job": report["job"]})
     actual = report["actual"]

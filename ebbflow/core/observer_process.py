@@ -8,9 +8,9 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.json_values import Json
 from ebbflow.core.process import OwnProgram, own_program_line
 from ebbflow.core.program import python_path
 
@@ -35,7 +35,7 @@ class ObserverProcess:
         self,
         job: str,
         store: str,
-        config: Mapping[str, Any],
+        config: Mapping[str, Json],
         *,
         page: Path | None,
         tell: Callable[[str], None],
@@ -118,16 +118,18 @@ class ObserverProcess:
         return process.wait()
 
 
-def has_feeds(config: Mapping[str, Any]) -> bool:
+def has_feeds(config: Mapping[str, Json]) -> bool:
     """Return whether the configuration (JSON values) has trackers or notification channels."""
-    channels = config.get("notifications") or {}
-    return bool(config.get("trackers")) or any(channels.get(name) for name in _CHANNELS)
+    channels = config.get("notifications")
+    if isinstance(channels, Mapping) and any(channels.get(name) for name in _CHANNELS):
+        return True
+    return bool(config.get("trackers"))
 
 
 def start_observer(
     job: str,
     store: str,
-    config: Mapping[str, Any],
+    config: Mapping[str, Json],
     *,
     page: Path | None = None,
     tell: Callable[[str], None] = print,
@@ -191,7 +193,7 @@ def describe_unwatched_limits(config: RunConfig) -> str:
 def start_script_observer(
     job: str,
     store: str,
-    config: Mapping[str, Any],
+    config: Mapping[str, Json],
     folder: Path,
     tell: Callable[[str], None] = print,
 ) -> ObserverProcess | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.json_values import JsonObject
 
 Severity = Literal["error", "warning"]  # effect of a failed check: error stops the job
 Target = Literal["local", "batch", "kubernetes", "slurm"]  # where a run's steps are sent
@@ -98,12 +99,12 @@ class CheckResult:
     fix: str | None
     seconds: float
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"symptoms": list(self.symptoms)}
+    def to_json(self) -> JsonObject:
+        return {**asdict(self), "symptoms": list(self.symptoms)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CheckResult:
-        fields: dict[str, Any] = {**data, "symptoms": tuple(data["symptoms"])}
+        fields = {**data, "symptoms": tuple(data["symptoms"])}
         return cls(**fields)
 
 

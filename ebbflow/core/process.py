@@ -17,11 +17,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ebbflow.core.errors import EbbflowError, Outcome, describe_error
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.program import IMPORT_ROOT, python_path
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -146,7 +149,7 @@ class MessageReader:
         self._receive = receive
         self._unfinished = b""
 
-    def read(self, note: Callable[[dict[str, Any]], None]) -> bool:
+    def read(self, note: Callable[[dict[str, int]], None]) -> bool:
         """Pass each available message to `note`.
 
         Return False if no more messages can follow, else True.
@@ -506,16 +509,17 @@ class _LastingOutput(io.FileIO):
     rejects.
     """
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: "Buffer") -> int | None:
+        size = memoryview(data).nbytes
         try:
             return super().write(data)
         except OSError as error:
             # Space may be free again later
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return len(data)
+                return size
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.fileno())
             os.close(nothing)
-            return len(data)
+            return size

@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from ebbflow.core.program import REPLACE_UNPRINTABLE
 
@@ -35,7 +35,7 @@ class GuardedStream:
     terminal raises no error.
     """
 
-    def __init__(self, stream: Any, *, keep_colours: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, keep_colours: bool = False) -> None:
         self._stream = stream
         self._keep_colours = keep_colours
 
@@ -52,7 +52,7 @@ class GuardedStream:
         return len(text)
 
     @property
-    def unguarded(self) -> Any:
+    def unguarded(self) -> TextIO:
         """The underlying stream, for a program that moves the cursor and escapes all text itself."""
         return self._stream
 

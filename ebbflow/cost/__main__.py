@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbflow.core.errors import InfraError
 from ebbflow.core.process import run_command
@@ -171,7 +171,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return plan.refusal.outcome.exit_code
 
 
-def add_report(commands: Any) -> None:
+def add_report(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "report", help="a job's report from its events, or several jobs side by side"
     )

@@ -19,14 +19,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from decimal import Decimal
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar, overload
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.errors import CatalogueError
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
+NamedT = TypeVar("NamedT", bound="_Named")
 # The region of the shipped prices; `ebbflow catalogue refresh` adds others.
 ON_DEMAND_REGION = "us-east-1"
 
@@ -359,9 +361,15 @@ class _Row:
                 f"{path}:{number}:1: {len(self.cells)} cells, expected {len(header)}: {line!r}"
             )
 
+    @overload
+    def parse(self, key: str, convert: Callable[[str], T], expected: str) -> T: ...
+    @overload
     def parse(
-        self, key: str, convert: Callable[[str], Any], expected: str, *, optional: bool = False
-    ) -> Any:
+        self, key: str, convert: Callable[[str], T], expected: str, *, optional: bool
+    ) -> T | None: ...
+    def parse(
+        self, key: str, convert: Callable[[str], T], expected: str, *, optional: bool = False
+    ) -> T | None:
         index = self.header.index(key)
         text = self.cells[index]
         if text == "" and optional:
@@ -485,8 +493,21 @@ def _text(text: str) -> str:
 _REGION = _text, "a region"
 
 
-def _number(low: float, high: float, kind: type = float) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
+def _number(low: float, high: float) -> Callable[[str], float]:
+    return _within(float, low, high)
+
+
+def _whole(low: float, high: float) -> Callable[[str], int]:
+    return _within(int, low, high)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+def _within(kind: Callable[[str], N], low: float, high: float) -> Callable[[str], N]:
+    def convert(text: str) -> N:
         value = kind(text)
         if not low <= value <= high:  # also false for NaN
             raise ValueError(text)
@@ -495,12 +516,11 @@ def _number(low: float, high: float, kind: type = float) -> Callable[[str], Any]
     return convert
 
 
-_whole = partial(_number, kind=int)
 # No list price of a gigabyte, or of a thousand requests, is above $10.
 _LIST_PRICE = _number(0, 10), "dollars in 0 … 10"
 
 
-def _unique(items: Iterator[Any], path: Path) -> Iterator[Any]:
+def _unique(items: Iterator[NamedT], path: Path) -> Iterator[NamedT]:
     seen: set[str] = set()
     for item in items:
         if item.name in seen:

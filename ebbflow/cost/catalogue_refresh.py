@@ -2,6 +2,8 @@
 from AWS.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import shutil
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Required, TypedDict
 
 from ebbflow.core.config.schema import CostConfig
 from ebbflow.core.errors import CloudError
@@ -30,10 +32,15 @@ from ebbflow.cost.catalogue import (
 )
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.quote import STALE_DAYS, format_age, table_ages
+from ebbflow.infra.aws.answers import InstanceTypeDetail
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, paginate
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 # The region of the Price List, which has the prices of all regions.
 PRICE_LIST_REGION = "us-east-1"
+AdvisorTable = dict[str, dict[str, dict[str, dict[str, int]]]]
 ADVISOR_URL = "https://spot-bid-advisor.s3.amazonaws.com/spot-advisor-data.json"
 _ADVISOR_SECONDS = 30.0
 _ADVISOR_MOST_BYTES = 64 * 2**20
@@ -71,6 +78,44 @@ class Hardware:
     efa: int
 
 
+class ProductAttributes(TypedDict):
+    """Attributes of a product of AWS's price list."""
+
+    instanceType: str
+
+
+class ProductDetail(TypedDict):
+    """Description of a product."""
+
+    attributes: ProductAttributes
+
+
+class PriceDimension(TypedDict, total=False):
+    """Price of a product per unit, as text by currency."""
+
+    unit: str
+    pricePerUnit: Required[dict[str, str]]
+
+
+class ProductOffer(TypedDict):
+    """Offer of a product."""
+
+    priceDimensions: dict[str, PriceDimension]
+
+
+class ProductTerms(TypedDict, total=False):
+    """Offers of a product by terms."""
+
+    OnDemand: dict[str, ProductOffer] | None
+
+
+class Product(TypedDict, total=False):
+    """Product of AWS's price list."""
+
+    product: Required[ProductDetail]
+    terms: ProductTerms
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
     """Summary of the update of one table."""
@@ -79,17 +124,26 @@ class TableChange:
     notes: tuple[str, ...]  # messages about new, changed and omitted lines
 
 
-def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
+def gpu_hardware(ec2: BaseClient, deadline: RequestDeadline) -> list[Hardware]:
     """Return the hardware of all types with NVIDIA GPUs in the region, sorted by name.
 
     Raises CloudError.
     """
-    entries = paginate(ec2, "describe_instance_types", "InstanceTypes", deadline, token="NextToken")
+    entries = paginate(
+        ec2,
+        "describe_instance_types",
+        "InstanceTypes",
+        deadline,
+        shape=InstanceTypeDetail,
+        token="NextToken",
+    )
     found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
     return sorted(found, key=lambda hardware: hardware.name)
 
 
-def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> dict[str, Decimal]:
+def on_demand_prices(
+    pricing: BaseClient, region: str, deadline: RequestDeadline
+) -> dict[str, Decimal]:
     """Return the on-demand price in USD per hour of each GPU type in the region.
 
     Raises CloudError or PriceError.
@@ -102,15 +156,15 @@ def on_demand_prices(pricing: Any, region: str, deadline: RequestDeadline) -> di
         "get_products",
         "PriceList",
         deadline,
+        shape=Product,
         token="NextToken",
         ServiceCode="AmazonEC2",
         Filters=filters,
     )
-    for text in listed:
-        if isinstance(text, str):
-            product = json.loads(text)
-        else:
-            product = text
+    for listing in listed:
+        product = listing
+        if isinstance(listing, str):  # some releases of botocore leave it as JSON text
+            product: Product = json.loads(listing)
         name = product["product"]["attributes"]["instanceType"]
         usd = next(_hourly(product), None)
         if usd and prices.setdefault(name, usd) != usd:
@@ -131,7 +185,7 @@ def advisor_bands(
     """
     try:
         data = json.loads((read or _read_advisor)())
-        regions: Mapping[str, Any] = data["spot_advisor"]
+        regions: AdvisorTable = data["spot_advisor"]
         bands = {}
         for region, systems in regions.items():
             for name, entry in systems.get("Linux", {}).items():
@@ -252,7 +306,7 @@ def reread(folder: Path) -> Catalogue:
     )
 
 
-def add_commands(commands: Any) -> None:
+def add_commands(commands: argparse._SubParsersAction) -> None:
     catalogue = commands.add_parser(
         "catalogue", help="renew the shipped tables of types, prices and bands"
     )
@@ -283,7 +337,7 @@ def add_commands(commands: Any) -> None:
 def refresh_catalogue(
     arguments: argparse.Namespace,
     *,
-    client: Callable[[str, str], Any] | None = None,
+    client: Callable[[str, str], BaseClient] | None = None,
     read_advisor: Callable[[], bytes] | None = None,
 ) -> int:
     """Update all tables from AWS. Write them only after all answers have arrived.
@@ -345,7 +399,7 @@ def refresh_catalogue(
     return 0
 
 
-def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
+def _hardware(entry: InstanceTypeDetail) -> Hardware | None:
     """Parse EC2's description of an instance type.
 
     Return None for a type with no NVIDIA GPU or a fraction of one.
@@ -356,7 +410,8 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
     gpu = gpus[0]
     network = entry.get("NetworkInfo") or {}
     baselines = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards") or []]
-    known = bool(baselines) and all(baseline is not None for baseline in baselines)
+    known = [baseline for baseline in baselines if baseline is not None]
+    all_known = bool(baselines) and len(known) == len(baselines)
     return Hardware(
         name=entry["InstanceType"],
         gpu=gpu["Name"],
@@ -364,12 +419,12 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
         gpu_memory_mib=int(gpu["MemoryInfo"]["SizeInMiB"]),
         vcpu=int(entry["VCpuInfo"]["DefaultVCpus"]),
         ram_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
-        network_gbps=float(sum(baselines)) if known else None,
+        network_gbps=float(sum(known)) if all_known else None,
         efa=int((network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)),
     )
 
 
-def _hourly(product: Mapping[str, Any]) -> Iterator[Decimal]:
+def _hourly(product: Product) -> Iterator[Decimal]:
     """Yield the hourly prices of a product in USD. That of a capacity block is 0."""
     for offer in (product.get("terms", {}).get("OnDemand") or {}).values():
         for dimension in offer["priceDimensions"].values():

@@ -4,9 +4,9 @@ intervals.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.json_values import JsonObject
 from ebbflow.cost.amounts import format_duration, format_number, format_percent, format_usd
 from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 from ebbflow.cost.plan.live_forecast import Forecaster
@@ -41,7 +41,7 @@ class FrontierPoint:
     # `cost.confidence`
     within: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         pool = self.pool
         ahead = self.pool.outlook
         names = (

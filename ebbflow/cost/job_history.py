@@ -29,6 +29,7 @@ from ebbflow.core.event_payloads import (
     PlannedPool,
 )
 from ebbflow.core.events import EndReason, Event, select_events
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import JOB_HISTORY_PREFIX, job_history_key
 from ebbflow.core.store import Store
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
@@ -108,7 +109,7 @@ class JobMeasurements:
     stays: tuple[PoolStay, ...] = ()
     speeds: tuple[MeasuredSpeed, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.config.load import load_config
 from ebbflow.core.config.problems import ConfigError
@@ -19,6 +18,7 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import Event
 from ebbflow.core.grouping import sum_by_key
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_count, format_usd
@@ -74,7 +74,7 @@ class TeamJob:
         """The forecast in dollars; the spent dollars if these are higher or there is no forecast."""
         return max(self.money.spent_usd, Decimal(str(self.forecast_usd or 0)))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         money = self.money
         return {
             "job": money.job,
@@ -230,7 +230,7 @@ def group_rows(rows: Sequence[dict[str, str]], key: str) -> dict[tuple[str, str]
     return dict(sorted(found.items()))
 
 
-def add_command(commands: Any) -> None:
+def add_command(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "jobs", help="all jobs: running, waiting, done, spent, forecast, and who may start next"
     )
@@ -269,9 +269,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=_jobs)
 
 
-def _forecast_usd(
-    events: Sequence[Event], settings: dict[str, Any], money: JobMoney
-) -> float | None:
+def _forecast_usd(events: Sequence[Event], settings: JsonObject, money: JobMoney) -> float | None:
     """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None
     without a plan.
     """
@@ -285,7 +283,8 @@ def _forecast_usd(
         total = plan.steps
     else:
         total = settings.get("training.max_steps")
-    left = int(total or 0) - read_progress(events).done_steps
+    steps = total if isinstance(total, int) else 0
+    left = steps - read_progress(events).done_steps
     return float(money.spent_usd) + max(0, left) * float(plan.chosen.usd_per_step)
 
 

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import ObjectNotFound, Outcome, StoreError
 from ebbflow.core.events import PRICES, Event, LogContent, read_events, read_log
 from ebbflow.core.grouping import group_by_key
-from ebbflow.core.launchers import running_launcher
+from ebbflow.core.json_values import JsonObject
+from ebbflow.core.launchers import RunningJob, running_launcher
 from ebbflow.core.layout import (
     find_local_folder,
     job_prefix,
@@ -46,6 +47,25 @@ _NAME = "report.json"
 _REQUEST_SECONDS = 10.0
 
 
+class SuitableInstance(TypedDict):
+    """Pool that can run a job, with its expected total cost.
+
+    Prices are those of one node. savings_percent: against the on-demand price; None without one.
+    """
+
+    instance_type: str
+    nodes: int
+    market: str
+    region: str | None
+    zone: str | None
+    usd_per_hour: float
+    on_demand_usd_per_hour: float | None
+    price_kind: str
+    expected_hours: float
+    expected_usd: float
+    savings_percent: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostTracker:
     """Cost queries about one job, for scripts that repeat them."""
@@ -57,7 +77,7 @@ class CostTracker:
     # spot price changes for `get_accumulated_cost`, in addition to those in the events
     history: Sequence[SpotRecord] = ()
 
-    def get_cheapest_suitable_instance(self) -> dict[str, Any]:
+    def get_cheapest_suitable_instance(self) -> SuitableInstance:
         return get_cheapest_suitable_instance(self.config, prices=self.prices)
 
     def get_accumulated_cost(self) -> Decimal:
@@ -134,7 +154,7 @@ def read_job_log(job: str, store: str | None = None) -> LogContent:
 
 def find_running_launcher(
     job: str, events: Sequence[Event], store: str | None = None
-) -> dict[str, Any] | None:
+) -> RunningJob | None:
     """Find the launcher that is running the job, from its claim in the store (`ebbflow.core.launchers`).
 
     Returns:
@@ -240,7 +260,7 @@ def load_report(uri: str, *, store: str | None = None, fresh: bool = False) -> R
 
 def get_cheapest_suitable_instance(
     config: RunConfig, *, prices: PriceSource | None = None, now_utc: float | None = None
-) -> dict[str, Any]:
+) -> SuitableInstance:
     """Find the pool with the lowest expected total cost among those that fit the model and meet the
     deadline.
 
@@ -248,9 +268,7 @@ def get_cheapest_suitable_instance(
     more.
 
     Returns:
-        A dict with instance_type, nodes, market, region, zone, usd_per_hour and
-        on_demand_usd_per_hour (of one node), savings_percent (None without an on-demand price),
-        price_kind, expected_hours and expected_usd.
+        The pool, with its expected hours and dollars.
 
     Raises:
         PlanError: No instance is suitable.
@@ -354,7 +372,7 @@ def _parse(content: bytes, where: str) -> RunReport:
         raise ReportError(f"{where}: not a report: {error!r}") from error
 
 
-def _changes(history: Iterable[SpotRecord]) -> list[dict[str, Any]]:
+def _changes(history: Iterable[SpotRecord]) -> list[JsonObject]:
     """Convert price records to the data of a `prices` event: a list of pools with their price
     changes.
 

@@ -35,7 +35,9 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.flows.attempts.submit_request import SubmitRequest
 from ebbflow.infra.aws.account import metaflow_setting
+from ebbflow.infra.aws.answers import JobsAnswer
 
 # Releases on which the fixed flow ran in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))
@@ -176,17 +178,17 @@ def fix_task() -> None:
     BatchDecorator._wait_for_mapper_tasks = _wait_for_mappers
 
 
-def correct_node_commands(params: dict[str, Any], **_: object) -> None:
+def correct_node_commands(params: SubmitRequest, **_: object) -> None:
     """Correct the commands of nodes other than node 0 in a SubmitJob request, if Metaflow derived
     them wrongly.
     """
     overrides = (params.get("nodeOverrides") or {}).get("nodePropertyOverrides") or []
     if len(overrides) < 2:
         return
-    main = overrides[0]["containerOverrides"]["command"]
+    main = overrides[0]["containerOverrides"].get("command", [])
     command = [*main[:-1], node_command(main[-1])]
     for other in overrides[1:]:
-        if other["containerOverrides"]["command"] != command:
+        if other["containerOverrides"].get("command") != command:
             other["containerOverrides"]["command"] = command
             message = (
                 "corrected Metaflow's command of the other nodes, which changed more than the "
@@ -195,7 +197,7 @@ def correct_node_commands(params: dict[str, Any], **_: object) -> None:
             print(f"batch: {message}", file=sys.stderr, flush=True)
 
 
-def complete_gang_descriptions(parsed: dict[str, Any], **_: object) -> None:
+def complete_gang_descriptions(parsed: JobsAnswer, **_: object) -> None:
     """Fill in the fields of multi-node jobs that Metaflow reads but AWS has not set."""
     for job in parsed.get("jobs") or []:
         if job.get("nodeProperties"):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pydantic import ValidationError
 
@@ -18,6 +18,7 @@ from ebbflow.core.config import LoadedConfig, load_config
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, JobNotInStore, Outcome
 from ebbflow.core.events import read_events
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.layout import KnownJob, check_job_name, job_prefix, known_job
 from ebbflow.core.program import DEFAULT_CONFIG, IMPORT_ROOT, PROJECT_ROOT
 from ebbflow.core.store import Store
@@ -147,7 +148,7 @@ def give_permits(permits: Sequence[str], job: str, store: str) -> None:
         )
 
 
-def parse_json_option(given: str) -> str | list[Any] | dict[str, Any]:
+def parse_json_option(given: str) -> str | list[Json] | JsonObject:
     """Return an option's value, decoded if it is a string, list or dictionary in JSON.
 
     Metaflow's `Runner` passes such values as JSON.
@@ -261,7 +262,7 @@ def _check_existing_job(job: str, config: RunConfig) -> None:
         _refuse(f"--job {job}: {error}", Outcome.PREFLIGHT)
 
 
-def _flow_settings(loaded: LoadedConfig, path: str, line: CommandLine) -> dict[str, Any]:
+def _flow_settings(loaded: LoadedConfig, path: str, line: CommandLine) -> JsonObject:
     """Return the value of the flow's parameter `config`.
 
     The script of a run on other machines is packed into the store.

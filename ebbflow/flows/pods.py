@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.flows.attempts.submission import wrap_command
@@ -209,7 +210,7 @@ def set_grace_period() -> None:
     V1PodSpec.__init__ = make_with_grace  # pyright: ignore[reportAttributeAccessIssue] - patched on purpose
 
 
-def _json_option(options: dict[str, Any], name: str) -> dict[str, str]:
+def _json_option(options: Mapping[str, str | None], name: str) -> dict[str, str]:
     return json.loads(options.get(name) or "{}") or {}
 
 

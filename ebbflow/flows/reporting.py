@@ -5,7 +5,6 @@ The step `report` calls this or, if the run died before that step, the launcher.
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from ebbflow.core.errors import InfraError
 from ebbflow.core.event_payloads import NodeStartedPayload
@@ -18,8 +17,9 @@ from ebbflow.core.events import (
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.job_history import save_job_record
-from ebbflow.cost.ledger.pricing import select_plans
-from ebbflow.cost.prices.source import read_price_changes
+from ebbflow.cost.ledger.pricing import read_plan, select_plans
+from ebbflow.cost.plan_json import PlanJson
+from ebbflow.cost.prices.source import PriceChanges, read_price_changes
 from ebbflow.cost.report.report import RunReport
 from ebbflow.flows.job import Job
 from ebbflow.observe.job_report import write_report_files
@@ -30,7 +30,7 @@ def record_prices(job: Job) -> None:
 
     If they are unknown, the plan's prices apply.
     """
-    pools: list[dict[str, Any]] = []
+    pools: list[PriceChanges] = []
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
             pools += read_price_changes(
@@ -70,14 +70,14 @@ def write_report(job: Job) -> tuple[RunReport, list[Event]]:
     return report, events
 
 
-def _paid_types(events: Sequence[Event]) -> dict[str, dict[str, Any]]:
+def _paid_types(events: Sequence[Event]) -> dict[str, PlanJson]:
     """Return {instance type: plan data} for each instance type that the job may have paid for.
 
     A type's plan is the first plan that chose the type. If nodes used a type that no plan chose,
     the type's plan is the first plan that is not simulated. The caller needs the price changes of a
     type since the type's plan was made.
     """
-    plans = [event.data for event in select_plans(events)]
+    plans = [read_plan(event) for event in select_plans(events)]
     first = {plan["chosen"]["instance_type"]: plan for plan in reversed(plans)}
     real = next((plan for plan in plans if not plan.get("simulated")), None)
     if real:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -24,6 +23,7 @@ from ebbflow import __version__
 from ebbflow.core.config import load_config
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import check_job_name, plain_name
 from ebbflow.core.process import run_command
 from ebbflow.core.program import IMPORT_ROOT, PROJECT_ROOT
@@ -121,7 +121,7 @@ def refusal_reason(config: RunConfig, path: Path) -> str | None:
 
 def make_task(
     config: RunConfig, plan: Plan, path: str, job: str, overrides: list[str]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Build the SkyPilot task for the best pool of the plan.
 
     Args:

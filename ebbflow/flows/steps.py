@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ebbflow.cost.plan.candidates import JobProgress
     from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
+    from ebbflow.tryout.certify import Certificate
 
 T = TypeVar("T")
 
@@ -338,7 +339,7 @@ def say(text: str) -> None:
 
 
 @record_failure
-def certify(flow: TrainArtifacts) -> dict | None:
+def certify(flow: TrainArtifacts) -> Certificate | None:
     """Certify that the job resumes exactly, if the user asked for it.
 
     Return the certificate as JSON, else None.

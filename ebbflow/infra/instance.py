@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.process import read_system_file
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
@@ -128,7 +128,7 @@ class MachineIdentity:
     identified_by: str = ""  # environment, metadata or firmware; empty: unidentified
     problem: str = ""  # why an AWS instance is unidentified; empty elsewhere
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the known facts by name. Return {} for a machine that is not a cloud instance."""
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
@@ -184,7 +184,7 @@ def identify_machine(
     return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
 
 
-def describe_machine() -> dict[str, object]:
+def describe_machine() -> JsonObject:
     """Describe this machine (CPU, usable cores, load average, versions), for the record of a
     measurement made on it.
     """
@@ -209,7 +209,7 @@ def _identify(
     environment: Mapping[str, str], system: Path, deadline_seconds: float
 ) -> MachineIdentity:
     told = {name: environment.get(variable) or None for name, variable in VARIABLES.items()}
-    found: dict[str, Any] = {}
+    found: dict[str, str] = {}
     source = "environment"
     problem = ""
     if told["instance_id"] is None and not metadata_unavailable_reason(environment, system):
@@ -227,16 +227,23 @@ def _identify(
     # A Kubernetes label is ON_DEMAND, the metadata service's value on-demand
     if known.get("market"):
         known["market"] = _MARKETS.get(known["market"].lower().replace("_", "-"), known["market"])
-    if not known.get("instance_id"):
-        return MachineIdentity(
-            **known,
-            identified_by=source if known else "",
-            problem=f"{problem}; {HINT}" if problem else "",
-        )
-    return MachineIdentity(**known, uptime_seconds=_uptime(system), identified_by=source)
+    identified = bool(known.get("instance_id"))
+    if identified:
+        problem = ""
+    return MachineIdentity(
+        instance_id=known.get("instance_id"),
+        instance_type=known.get("instance_type"),
+        zone=known.get("zone"),
+        zone_id=known.get("zone_id"),
+        region=known.get("region"),
+        market=known.get("market"),
+        uptime_seconds=_uptime(system) if identified else None,
+        identified_by=source if known else "",
+        problem=f"{problem}; {HINT}" if problem else "",
+    )
 
 
-def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, Any]:
+def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, str]:
     """Query the metadata service about this machine.
 
     Raises OSError, ValueError, KeyError, TypeError or HTTPException.
@@ -278,7 +285,7 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, An
     return found
 
 
-def _firmware(system: Path) -> dict[str, Any]:
+def _firmware(system: Path) -> dict[str, str]:
     """Read the instance id and type from a Nitro instance's DMI files; {} elsewhere.
 
     Not tested on a real instance.
@@ -288,7 +295,8 @@ def _firmware(system: Path) -> dict[str, Any]:
         for name in ("board_asset_tag", "product_name")
     )
     if board.startswith("i-"):
-        return {"instance_id": board, "instance_type": kind or None}
+        found = {"instance_id": board, "instance_type": kind}
+        return {name: value for name, value in found.items() if value}
     return {}
 
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.errors import Outcome
 from ebbflow.core.layout import runs_folder
@@ -78,7 +77,7 @@ def prometheus_config(
     return {"global": timing, "rule_files": [str(RULES)], "scrape_configs": scrapes}
 
 
-def add_observe_command(commands: Any, project_root: Path) -> None:
+def add_observe_command(commands: argparse._SubParsersAction, project_root: Path) -> None:
     parser = commands.add_parser(
         "observe", help="watch this machine's jobs with Prometheus, alert rules included"
     )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 from ebbflow.core.config.schema import RunConfig, TrackerConfig
 from ebbflow.core.errors import ObjectNotFound
@@ -44,6 +44,17 @@ from ebbflow.observe.trackers import Point, TrackedRun, Tracker, make_tracker
 
 _OLD_SECONDS = 3600.0  # older news are not sent
 _LOCK_SECONDS = 60.0  # an earlier attempt's process ends within this time
+
+
+class SentState(TypedDict):
+    """What was sent, as it is kept in the store.
+
+    sent: newest step by tracker. told: keys of the news by notification channel.
+    """
+
+    schema: int
+    sent: dict[str, int]
+    told: dict[str, list[str]]
 
 
 class JobFeeds:
@@ -83,7 +94,7 @@ class JobFeeds:
         self._sole = SoleSender(store)
         self._waited_until = time.monotonic() + wait_seconds
         self._woken = False
-        self._state: dict[str, Any] = {"schema": 1, "sent": {}, "told": {}}
+        self._state: SentState = {"schema": 1, "sent": {}, "told": {}}
         self._newest_sent: dict[str, int] = {}  # by tracker, in this process
         self._threads: list[OutputThread] = []
 

@@ -59,7 +59,7 @@ def _list_event_news(events: Sequence[Event], report: RunReport) -> Iterator[New
 
 def _list_failure_news(report: RunReport) -> Iterator[News]:
     for failure in report.events.get("failures") or []:
-        if failure.get("culprit"):
+        if failure["culprit"]:
             culprit = f" ({failure['culprit']})"
         else:
             culprit = ""
@@ -90,12 +90,13 @@ def _list_budget_news(events: Sequence[Event], report: RunReport) -> Iterator[Ne
 
 
 def _describe_capacity(report: RunReport) -> str:
-    chosen = (report.plan or {}).get("chosen") or {}
+    chosen = None if report.plan is None else report.plan["chosen"]
     if not chosen:
         return ""
     place = chosen.get("zone") or chosen.get("region") or ""
-    if chosen.get("expected_usd"):
-        cost = f", about {format_usd(chosen['expected_usd'])} (estimated)"
+    expected = chosen.get("expected_usd")
+    if expected:
+        cost = f", about {format_usd(expected)} (estimated)"
     else:
         cost = ""
     market = str(chosen["market"]).replace("_", "-")

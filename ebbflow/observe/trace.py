@@ -22,9 +22,9 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import (
@@ -56,6 +56,7 @@ from ebbflow.core.events import (
     is_event,
     select_events,
 )
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.process import run_command
 from ebbflow.core.untrusted_text import guard_terminal, one_line
 from ebbflow.cost.errors import ReportError
@@ -72,7 +73,22 @@ _FIRST = (LedgerClass.DATA_WAIT,)
 _LAST = (LedgerClass.CHECKPOINT_STALL,)
 
 
-def build_trace(events: Sequence[Event]) -> dict[str, Any]:
+class TraceSource(TypedDict):
+    """Job of a trace, and the Unix time of its first event."""
+
+    job: str
+    start_unix: float
+
+
+class Trace(TypedDict):
+    """Trace of a job, as Perfetto reads it."""
+
+    traceEvents: list[JsonObject]
+    displayTimeUnit: str
+    otherData: TraceSource
+
+
+def build_trace(events: Sequence[Event]) -> Trace:
     """Build the trace of a job from its events, with the first event at time 0."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     zero = ordered[0].t_wall
@@ -86,7 +102,7 @@ def build_trace(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
+def build_spans(events: Sequence[Event]) -> list[JsonObject]:
     """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and
     steps of each.
 
@@ -110,7 +126,7 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
         parent: str,
         start: float,
         end: float,
-        data: dict[str, Any],
+        data: Mapping[str, Json],
         bad: bool = False,
     ) -> dict:
         found = {
@@ -192,7 +208,7 @@ def build_spans(events: Sequence[Event]) -> list[dict[str, Any]]:
     return found
 
 
-def send_spans(url: str, job: str, spans: Sequence[dict[str, Any]]) -> None:
+def send_spans(url: str, job: str, spans: Sequence[JsonObject]) -> None:
     """Post the spans in batches.
 
     Raises ReportError if the collector cannot be reached or rejects spans.
@@ -272,7 +288,7 @@ def main(words: Sequence[str]) -> int:
     return run_command(lambda: _write(arguments))
 
 
-def _names(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+def _names(events: Sequence[Event]) -> Iterator[JsonObject]:
     yield _meta("process_name", _GANG, 0, "generations")
     for node in sorted({event.node for event in events if event.generation > 0}):
         yield _meta("process_name", node, 0, f"node {node}")
@@ -280,11 +296,11 @@ def _names(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
         yield _meta("thread_name", node, rank, f"rank {rank}")
 
 
-def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _meta(kind: str, process: int, thread: int, name: str) -> JsonObject:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
+def _spans(events: Sequence[Event], zero: float) -> Iterator[JsonObject]:
     """Yield one slice per generation, and one per node of each generation.
 
     A slice without a recorded end lasts until the last event of the generation or node.
@@ -322,7 +338,7 @@ def _spans(events: Sequence[Event], zero: float) -> Iterator[dict[str, Any]]:
         )
 
 
-def _slices(event: Event, zero: float) -> Iterator[dict[str, Any]]:
+def _slices(event: Event, zero: float) -> Iterator[JsonObject]:
     at = event.t_wall - zero
     payload = event.payload
     if isinstance(payload, PhasePayload):
@@ -370,8 +386,8 @@ def _slices(event: Event, zero: float) -> Iterator[dict[str, Any]]:
 
 
 def _slice(
-    name: str, start: float, seconds: float, process: int, thread: int, more: dict[str, Any]
-) -> dict[str, Any]:
+    name: str, start: float, seconds: float, process: int, thread: int, more: JsonObject
+) -> JsonObject:
     shown = {
         "ph": "X",
         "name": name.replace("_", " "),
@@ -390,7 +406,7 @@ def _identify(text: str, digits: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
-def _attribute(value: Any) -> dict[str, Any]:
+def _attribute(value: Any) -> JsonObject:
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
@@ -411,7 +427,7 @@ def _write(arguments: argparse.Namespace) -> int:
         return 0
     trace = build_trace(events)
     text = json.dumps(trace, separators=(",", ":"), allow_nan=False)
-    out = arguments.out or Path(f"{trace['otherData']['job']}.trace.json")
+    out = arguments.out or Path(f"{events[0].job}.trace.json")
     if str(out) == "-":
         sys.stdout.write(f"{text}\n")
         return 0

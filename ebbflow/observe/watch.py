@@ -23,7 +23,7 @@ from ebbflow.core.errors import InfraError, Outcome, StoreError
 from ebbflow.core.event_payloads import StepPayload
 from ebbflow.core.events import COMMIT, GENERATION_ENDED, STEP, Event, LogFollower, is_event
 from ebbflow.core.grouping import sum_by_key
-from ebbflow.core.launchers import Launcher, RunningLauncher
+from ebbflow.core.launchers import Launcher, RunningJob, RunningLauncher
 from ebbflow.core.layout import job_prefix, runs_folder, write_atomically
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.rank_logs import LogLine, read_logs
@@ -83,9 +83,7 @@ class LiveReport:
             claim in the store.
     """
 
-    def __init__(
-        self, job: str, store: str | None, *, launcher: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, job: str, store: str | None, *, launcher: RunningJob | None = None) -> None:
         self.job = job
         self.ended = False
         self._store = store
@@ -238,7 +236,7 @@ def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
     newest = max((steps[-1] for steps in bounds.values()), default=0)
     plotted = max(8, 1 << (newest // _MOST_PLOTTED).bit_length())
     found: list[Event] = []
-    groups: dict[tuple[Any, ...], list[Event[StepPayload]]] = {}
+    groups: dict[tuple[str | int, ...], list[Event[StepPayload]]] = {}
     for event in events:
         ends = bounds.get(event.generation, ())
         if (
@@ -331,7 +329,7 @@ def write_until_ended(page: LivePage, path: Path) -> bool:
         time.sleep(page.pause_seconds)
 
 
-def add_command(commands: Any) -> None:
+def add_command(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "watch", help="the live page of a job, in this machine's browser or as text"
     )
@@ -354,7 +352,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=_watch)
 
 
-def describe_parent(pid: int) -> dict[str, Any]:
+def describe_parent(pid: int) -> RunningJob:
     """Describe the launcher that runs the job, given its process id, as JSON values."""
     here = socket.gethostname()
     user = getpass.getuser()

@@ -179,7 +179,7 @@ def only_job(*events: Event) -> BatchJob:
 def test_a_batch_job_is_read_with_its_defaults() -> None:
     job = only_job(attempt(5, 100.5))
     assert (job.job_id, job.nodes, job.ranks, job.started, job.stopped) == ("j", 1, 1, 5.0, 100.5)
-    assert (job.cause, job.placed_wall, job.candidate, job.node_times) == ("unknown", 5.0, {}, {})
+    assert (job.cause, job.placed_wall, job.candidate, job.node_times) == ("unknown", 5.0, None, {})
     full = only_job(attempt(nodes=3, processes_per_node=8, cause="reclaimed", created_utc=2.0))
     assert (full.nodes, full.ranks, full.cause, full.placed_wall) == (3, 8, "reclaimed", 2.0)
     assert (
@@ -239,7 +239,7 @@ def test_the_pool_of_a_batch_job_is_known_only_with_its_instance_type() -> None:
     }
     assert only_job(attempt(**pool, queue="q")).candidate == pool
     without = {key: value for key, value in pool.items() if key != "instance_type"}
-    assert only_job(attempt(**without)).candidate == {}
+    assert only_job(attempt(**without)).candidate is None
 
 
 def test_a_node_of_a_batch_job_has_its_own_times_where_batch_reported_them() -> None:

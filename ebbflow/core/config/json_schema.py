@@ -7,12 +7,13 @@ from typing import Any
 
 from ebbflow.core.config.keys import OPTION_NAME
 from ebbflow.core.config.schema import RENAMED_KEYS, RunConfig
+from ebbflow.core.json_values import JsonObject
 
 # The newest version that YAML language servers support
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> JsonObject:
     """Return the JSON schema of the configuration file.
 
     Each $ref is replaced by its definition, because draft 7 of JSON schema ignores other keywords
@@ -38,7 +39,7 @@ def schema_text() -> str:
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
-def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+def _inlined(node: Any, definitions: JsonObject) -> Any:
     if isinstance(node, list):
         return [_inlined(item, definitions) for item in node]
     if not isinstance(node, dict):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -35,6 +35,7 @@ from ebbflow.core.config.rule_base import Violation
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.config.step_defaults import ShortenedDefault, shorten_defaults
 from ebbflow.core.config.yaml_values import Expected, MismatchError, SourceText, convert, parse
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.store_address import ADDRESS, find_address_problem
 
 _RULES = (*shape_rules.RULES, *name_rules.RULES)
@@ -57,6 +58,14 @@ _WIDEST_COLUMN = 60  # of a key or value in a list of all keys
 DEFAULT = "default"
 
 
+class SettingRow(TypedDict):
+    """Configuration key with its value and source."""
+
+    key: str
+    value: Json
+    source: str
+
+
 @dataclass(frozen=True)
 class LoadedConfig:
     """A validated configuration, and the source of each value."""
@@ -66,7 +75,7 @@ class LoadedConfig:
     sources: dict[str, str]
     path: Path  # absolute path of the configuration file; the current directory without one
 
-    def script_settings(self) -> dict[str, Any]:
+    def script_settings(self) -> JsonObject:
         """Return the configuration of a user's script as JSON.
 
         Its save interval is "auto" unless the user chose one.
@@ -178,9 +187,7 @@ def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
     return sources
 
 
-def values_with_sources(
-    config: Mapping[str, Any], sources: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def values_with_sources(config: Mapping[str, Json], sources: Mapping[str, str]) -> list[SettingRow]:
     """Return a row {"key", "value", "source"} for each key in `sources`.
 
     config: the configuration as nested JSON objects.
@@ -190,7 +197,7 @@ def values_with_sources(
     ]
 
 
-def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) -> str:
+def render_sources(rows: Sequence[SettingRow], *, defaults: bool = True) -> str:
     """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys
     that were not set.
     """
@@ -209,7 +216,7 @@ def render_sources(rows: Sequence[Mapping[str, Any]], *, defaults: bool = True) 
     return "\n".join(lines)
 
 
-def value_text(value: Any) -> str:
+def value_text(value: Json) -> str:
     """Render a value as YAML, such as null, true or 0.001."""
     if isinstance(value, str) and value:
         return value
@@ -247,12 +254,12 @@ def _collect(
     return given, file, readable
 
 
-def _convert(given: Given) -> dict[str, Any]:
+def _convert(given: Given) -> JsonObject:
     """Convert each given value to the type in the schema; return the values by dotted key.
 
     A value that cannot be converted is left out, and added to the problems of `given`.
     """
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for key, entry in given.entries.items():
         duration = None
         if isinstance(entry.node, ScalarNode):
@@ -269,7 +276,7 @@ def _convert(given: Given) -> dict[str, Any]:
     return values
 
 
-def _validate(values: Mapping[str, Any], given: Given, unknown: Collection[str]) -> RunConfig:
+def _validate(values: Mapping[str, Json], given: Given, unknown: Collection[str]) -> RunConfig:
     """Check values against the schema's ranges and the rules about several keys; return the
     configuration.
 
@@ -340,13 +347,15 @@ def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:
     return entries.get(key) or entries.get(next(names, ""))
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+def _nested(values: Mapping[str, Json]) -> JsonObject:
+    tree: JsonObject = {}
     for key, value in values.items():
         *parents, leaf = key.split(".")
         branch = tree
         for parent in parents:
-            branch = branch.setdefault(parent, {})
+            section = branch.setdefault(parent, {})
+            assert isinstance(section, dict), f"{parent} is a section"
+            branch = section
         branch[leaf] = value
     return tree
 
@@ -430,9 +439,7 @@ def _configs_there_are(file: Path, project_root: Path, cwd: Path) -> str:
     return f"{meant}configurations that exist: {', '.join(dict.fromkeys(names))}"
 
 
-def _expand_variables(
-    values: dict[str, object], given: Given, variables: Mapping[str, str]
-) -> None:
+def _expand_variables(values: JsonObject, given: Given, variables: Mapping[str, str]) -> None:
     """Replace $NAME and ${NAME} in paths and addresses, in place.
 
     A variable that does not exist is a problem: it would become a part of the path.
@@ -462,7 +469,7 @@ def _variable_name(match: re.Match[str]) -> str:
 
 
 def _resolve_paths(
-    values: dict[str, Any], entries: Mapping[str, Entry], *, project_root: Path, cwd: Path
+    values: JsonObject, entries: Mapping[str, Entry], *, project_root: Path, cwd: Path
 ) -> None:
     """Make paths in `values` absolute, in place; keep keywords such as "static" and addresses such
     as s3://.
@@ -486,7 +493,7 @@ def _resolve_paths(
         values[key] = os.path.abspath(os.path.join(base, path))
 
 
-def _hides(bad: str, key: str, values: Mapping[str, Any]) -> bool:
+def _hides(bad: str, key: str, values: Mapping[str, Json]) -> bool:
     """Return whether the intended value of `key` is unknown because of a problem with the key or
     section `bad`.
     """
@@ -531,8 +538,8 @@ def _source(entry: Entry | None) -> str:
     return f"{entry.place.source}:{entry.place.line}"
 
 
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
+def _at(config: Mapping[str, Json], key: str) -> Json:
+    value: Json = config
     for name in key.split("."):
         if isinstance(value, Mapping):
             value = value.get(name)

@@ -8,9 +8,9 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ebbflow.core.errors import InfraError, Outcome
+from ebbflow.core.json_values import JsonObject
 
 _WIDEST_LINE = 160
 _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # password in a URL: terminals are recorded
@@ -42,7 +42,7 @@ class Problem:
     def __str__(self) -> str:
         return render_problems([self])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return asdict(self)
 
 

@@ -8,7 +8,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ebbflow.core.event_payloads import (
     BatchAttemptPayload,
@@ -22,6 +22,7 @@ from ebbflow.core.events import Event, is_event, select_events
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
+from ebbflow.cost.plan_json import PriceJson
 from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
 from ebbflow.infra.batch.queues import accepts_type
 from ebbflow.infra.notices import RECLAIMS
@@ -118,7 +119,7 @@ class Placement:
             ValueError: The price is invalid.
         """
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        known["price"] = PoolPrice.from_json(data)
+        known["price"] = PoolPrice.from_json(cast(PriceJson, data))
         return cls(**known)
 
 

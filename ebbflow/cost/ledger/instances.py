@@ -22,13 +22,14 @@ has no event, all of its time counts as start-up.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import cast
 
 from ebbflow.core.event_payloads import BatchAttemptPayload, BatchSubmittedPayload
 from ebbflow.core.events import Event, LedgerClass, select_events
 from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
+from ebbflow.cost.plan_json import CandidateJson
 from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
 
 MINIMUM_SECONDS = 60.0
@@ -90,8 +91,8 @@ class BatchJob:
     )
     # Unix time of the job's submission; if that is not recorded, of its creation or start
     placed_wall: float
-    # the pool in which the job was placed, in the JSON form of a plan's candidate; empty if unknown
-    candidate: Mapping[str, Any]
+    # the pool in which the job was placed, in the JSON form of a plan's candidate; None if unknown
+    candidate: CandidateJson | None
     # (started, stopped) by node, for the nodes whose times Batch reported
     node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -103,6 +104,8 @@ class BatchJob:
     @property
     def price(self) -> PoolPrice | None:
         """Price of one node; None if no valid price was recorded."""
+        if self.candidate is None:
+            return None
         try:
             return PoolPrice.from_json(self.candidate)
         except (KeyError, ValueError):
@@ -254,7 +257,8 @@ def _batch_job(
             stopped if node_stopped is None else float(node_stopped),
         )
     # As recorded: the keys of a plan's candidate
-    candidate = {key: event.data[key] for key in _CANDIDATE_KEYS if key in event.data}
+    recorded = {key: event.data[key] for key in _CANDIDATE_KEYS if key in event.data}
+    candidate = cast(CandidateJson, recorded)
     return BatchJob(
         job_id=attempt.job_id,
         nodes=max(1, attempt.nodes or 1),
@@ -263,7 +267,7 @@ def _batch_job(
         stopped=stopped,
         cause=attempt.cause or "unknown",
         placed_wall=submitted.get(attempt.job_id, created),
-        candidate=candidate if candidate.get("instance_type") else {},
+        candidate=candidate if recorded.get("instance_type") else None,
         node_times=node_times,
     )
 

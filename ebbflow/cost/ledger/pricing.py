@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import TypedDict, cast
 
 from ebbflow.core.event_payloads import (
     ConfiguredPayload,
@@ -21,11 +21,21 @@ from ebbflow.core.events import Event, find_last_event, is_event, select_events
 from ebbflow.cost.errors import LedgerError
 from ebbflow.cost.ledger.instances import BatchJob
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
+from ebbflow.cost.plan_json import CandidateJson, PlanJson, PriceJson
 from ebbflow.cost.prices.quote import PoolPrice
 
 SIMULATED = "simulated"
 UNPRICED = "unpriced"
 STATED = "stated in cost.usd_per_node_hour"
+
+
+class MachineFacts(TypedDict, total=False):
+    """Facts about a machine that decide its price (`NodeTime.machine`)."""
+
+    instance_type: str
+    market: str
+    zone: str
+    zone_id: str
 
 
 @dataclass(frozen=True)
@@ -166,7 +176,8 @@ class Pricing:
                 job's submission, because the node's wall clock may differ by minutes from the
                 planner's.
         """
-        return self._price(node.started_wall if job is None else job.placed_wall, node.machine, job)
+        placed_wall = node.started_wall if job is None else job.placed_wall
+        return self._price(placed_wall, cast(MachineFacts, node.machine), job)
 
     def price_job(self, job: BatchJob) -> NodePrice:
         """Return the price of a node without events, from the pool in which its Batch job was
@@ -174,7 +185,7 @@ class Pricing:
         """
         return self._price(job.placed_wall, {}, job)
 
-    def _price(self, at: float, machine: Mapping[str, Any], job: BatchJob | None) -> NodePrice:
+    def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
         plan = self._find_plan(at, job)
         if plan is None and self.stated is not None:
             return NodePrice(
@@ -184,7 +195,7 @@ class Pricing:
             return NodePrice(
                 curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
             )
-        chosen: dict[str, Any] = plan["chosen"]
+        chosen = plan["chosen"]
         planned = parse_pool(chosen)
         simulated = bool(plan.get("simulated"))
         if simulated:
@@ -206,19 +217,19 @@ class Pricing:
             pool=pool,
         )
 
-    def _find_plan(self, at: float, job: BatchJob | None) -> dict[str, Any] | None:
+    def _find_plan(self, at: float, job: BatchJob | None) -> PlanJson | None:
         """Return the plan that prices a node: the last plan made at or before `at`, else the first
         plan.
         """
         before = [event for event in self.plans if event.t_wall <= at] or self.plans[:1]
         if before:
-            plan = before[-1].data
+            plan = read_plan(before[-1])
         else:
             plan = None
-        if job is None or job.price is None:
+        if job is None or job.candidate is None or job.price is None:
             return plan
         if plan is None:
-            return {"chosen": dict(job.candidate)}
+            return {"chosen": job.candidate}
         chosen = plan["chosen"]
         same_pool = parse_pool(chosen) == parse_pool(job.candidate)
         if same_pool and parse_usd(chosen) == job.price.usd_per_hour:
@@ -231,7 +242,7 @@ class Pricing:
         usual = usual or (plan.get("on_demand") or {}).get(instance_type)
         return {**plan, "chosen": {**chosen, **job.candidate, "on_demand_usd_per_hour": usual}}
 
-    def _find_recorded_pool(self, machine: Mapping[str, Any], planned: PoolName) -> PoolName:
+    def _find_recorded_pool(self, machine: MachineFacts, planned: PoolName) -> PoolName:
         """Return the pool that the machine reported if its price changes were recorded, else the
         planned pool.
         """
@@ -243,9 +254,14 @@ class Pricing:
         return planned
 
 
-def parse_usd(candidate: Mapping[str, Any]) -> Decimal:
+def parse_usd(candidate: PriceJson) -> Decimal:
     """Read a candidate's dollars per hour of one node, exactly as quoted."""
     return PoolPrice.from_json(candidate).usd_per_hour
+
+
+def read_plan(event: Event[PlanPayload]) -> PlanJson:
+    """Return the plan of an event that `select_plans` found, as it was recorded."""
+    return cast(PlanJson, event.data)
 
 
 def select_plans(events: Sequence[Event]) -> list[Event[PlanPayload]]:
@@ -257,10 +273,8 @@ def select_plans(events: Sequence[Event]) -> list[Event[PlanPayload]]:
     ]
 
 
-def parse_pool(candidate: Mapping[str, Any]) -> PoolName:
-    """Read the pool from a candidate of a plan, or from an element of a `prices` event's list (JSON
-    values).
-    """
+def parse_pool(candidate: CandidateJson) -> PoolName:
+    """Read the pool from a candidate of a plan."""
     place = candidate.get("zone") or candidate.get("region") or ""
     return PoolName(
         instance_type=candidate["instance_type"], market=str(candidate["market"]), place=place
@@ -281,7 +295,7 @@ def _time_of_change(change: tuple[int, Decimal]) -> int:
     return change[0]
 
 
-def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str) -> PoolName:
+def _find_actual_pool(machine: MachineFacts, planned: PoolName, place: str) -> PoolName:
     instance_type = machine.get("instance_type") or planned.instance_type
     return PoolName(
         instance_type=instance_type, market=machine.get("market") or planned.market, place=place
@@ -289,7 +303,7 @@ def _find_actual_pool(machine: Mapping[str, Any], planned: PoolName, place: str)
 
 
 def _price_without_changes(
-    machine: Mapping[str, Any], plan: Mapping[str, Any], kind: str
+    machine: MachineFacts, plan: PlanJson, kind: str
 ) -> tuple[Decimal, PoolName, str]:
     """Return (price, pool, price kind) of a machine whose pool has no recorded price changes.
 
@@ -341,11 +355,13 @@ def _price_without_changes(
     return quoted if usual is None else usual, actual, f"{kind}, of the planned {applied}: {why}"
 
 
-def _describe_quote(candidate: Mapping[str, Any]) -> str:
-    return f"{candidate['price_kind']}; of {parse_pool(candidate)}, as reported by the machine"
+def _describe_quote(candidate: CandidateJson) -> str:
+    return (
+        f"{candidate.get('price_kind', '')}; of {parse_pool(candidate)}, as reported by the machine"
+    )
 
 
-def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> str | None:
+def _find_other_zone(machine: MachineFacts, chosen: CandidateJson) -> str | None:
     """Return the machine's zone if it differs from the planned zone; None if it is the same or
     unknown.
 
@@ -358,7 +374,7 @@ def _find_other_zone(machine: Mapping[str, Any], chosen: Mapping[str, Any]) -> s
     return None
 
 
-def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, Any]) -> bool:
+def _is_alike(candidate: CandidateJson, pool: PoolName, plan: PlanJson) -> bool:
     """Return whether a candidate has the type and market of `pool`, and is in the region of the
     plan's chosen pool.
     """
@@ -367,7 +383,7 @@ def _is_alike(candidate: Mapping[str, Any], pool: PoolName, plan: Mapping[str, A
     return same and candidate.get("region") == plan["chosen"].get("region")
 
 
-def _find_on_demand_usd(plan: Mapping[str, Any], instance_type: str) -> Decimal | None:
+def _find_on_demand_usd(plan: PlanJson, instance_type: str) -> Decimal | None:
     """Return the on-demand dollars per hour of a type in the region of the plan's pool; None if not
     recorded.
     """

@@ -24,7 +24,7 @@ pay for two starts of the ranks and for the work between them that a failure und
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Required, TypedDict
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
@@ -38,6 +38,15 @@ DECIDE_HOURS = 5 / 60
 
 DEARER = 1.25
 """A faster on-demand fallback may cost more by this factor if only that fallback makes a Spot start safe."""
+
+
+class MissingGuarantee(TypedDict, total=False):
+    """Why a deadline or budget cannot be guaranteed: the fields of `PlanRefusal`."""
+
+    outcome: Required[Outcome]
+    message: Required[str]
+    hint: Required[str]
+    enough: float | None
 
 
 def start_hours(pool: Candidate) -> float:
@@ -214,9 +223,9 @@ def refuse_unguaranteed(
     now_utc: float,
     hours_left: float,
     usd_left: float,
-) -> dict[str, Any] | None:
-    """Return why on-demand capacity cannot keep a new job's deadline or budget, as `PlanRefusal`
-    fields, or None.
+) -> MissingGuarantee | None:
+    """Return why on-demand capacity cannot keep a new job's deadline or budget, or
+    None.
 
     A job without on-demand pools (`cluster.market: spot`, or only Spot queues) has no guarantee and
     is not refused.

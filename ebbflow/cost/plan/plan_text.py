@@ -7,8 +7,8 @@ stale. The text does not rely on indentation, because log viewers drop leading s
 
 import textwrap
 from collections.abc import Sequence
+from decimal import Decimal
 from itertools import groupby
-from typing import Any
 
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.untrusted_text import one_line, wrap_line
@@ -334,7 +334,7 @@ def _same_but_for_the_zone(ranked: Sequence[Candidate]) -> list[list[Candidate]]
     Each group becomes one row of the table.
     """
 
-    def key(pool: Candidate) -> tuple[Any, ...]:
+    def key(pool: Candidate) -> tuple[str | float | Decimal | None, ...]:
         return (
             pool.instance_type,
             pool.nodes,

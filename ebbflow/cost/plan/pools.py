@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.cost.catalogue import Catalogue
 from ebbflow.cost.plan.forecast import ForecastInputs, Outlook
 from ebbflow.cost.plan.throughput import MemoryFit
+from ebbflow.cost.plan_json import PriceJson
 from ebbflow.cost.prices.quote import PoolPrice
 from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES, accepts_type, most_vcpus
 
@@ -123,14 +125,14 @@ class Candidate(Pool):
         for name in parts:
             plain.pop(name, None)
         return cls(
-            price=PoolPrice.from_json(data),
+            price=PoolPrice.from_json(cast(PriceJson, data)),
             fit=MemoryFit(**data["fit"]),
             case=ForecastInputs.from_json(data["case"]),
             outlook=Outlook.from_json(data["outlook"]),
             **plain,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         data = asdict(self)
         del data["price"]
         return {

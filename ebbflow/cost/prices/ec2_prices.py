@@ -4,12 +4,14 @@
 of the static table are used, and `describe` gives the reason.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from ebbflow.core.errors import CloudError, CloudForbidden
 from ebbflow.cost.catalogue import InstanceType
@@ -23,6 +25,7 @@ from ebbflow.cost.prices.quote import (
 )
 from ebbflow.cost.prices.recorded import (
     LINUX,
+    PriceRecord,
     SpotRecord,
     ZonePrices,
     explain_zone_names,
@@ -30,7 +33,11 @@ from ebbflow.cost.prices.recorded import (
     read_record,
     with_zone_ids,
 )
+from ebbflow.infra.aws.answers import ZonesAnswer
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 # Deadline for all regions together; the static table stands in for a region that needs longer.
 DEADLINE_SECONDS = 30.0
@@ -150,7 +157,7 @@ def query_spot_prices(
     now_utc: float,
     since_utc: float | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
-    client: Callable[[str], Any] | None = None,
+    client: Callable[[str], BaseClient] | None = None,
     deadline: RequestDeadline | None = None,
 ) -> PriceAnswers:
     """Query EC2 for the spot prices of all regions in parallel, and return at the deadline at the
@@ -203,7 +210,7 @@ def query_spot_prices(
 
 
 def _ask_region(
-    client: Any,
+    client: BaseClient,
     region: str,
     instance_types: Sequence[str],
     since_utc: float,
@@ -220,7 +227,9 @@ def _ask_region(
     ids = {}
     names_only = ""
     try:
-        answer = call_aws(client, "describe_availability_zones", deadline, Filters=zones)
+        answer = call_aws(
+            client, "describe_availability_zones", deadline, shape=ZonesAnswer, Filters=zones
+        )
         ids = {zone["ZoneName"]: zone["ZoneId"] for zone in answer.get("AvailabilityZones", [])}
     except CloudForbidden as error:
         names_only = str(error)
@@ -238,6 +247,7 @@ def _ask_region(
             "describe_spot_price_history",
             "SpotPriceHistory",
             deadline,
+            shape=PriceRecord,
             token="NextToken",
             Filters=[wanted],
             ProductDescriptions=list(LINUX),

@@ -3,11 +3,11 @@ price table.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from ebbflow.core.config.name_rules import zone_prefix
 from ebbflow.cost.catalogue import (
@@ -16,6 +16,7 @@ from ebbflow.cost.catalogue import (
     advisor_recorded,
     on_demand_recorded,
 )
+from ebbflow.cost.plan_json import PriceJson
 
 QuoteKind = Literal["live", "recorded", "estimated"]
 
@@ -103,7 +104,7 @@ class PoolPrice:
         return float(self.usd_per_hour)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
+    def from_json(cls, data: PriceJson) -> Self:
         """Read the price from the JSON form of a candidate, a placement or a Batch attempt.
 
         Old plans have only the float.

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.grouping import group_by_key
+from ebbflow.core.json_values import Json
 from ebbflow.cost.amounts import read_decimal
 from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import PriceError
@@ -49,6 +49,8 @@ _COLUMNS = ("Timestamp", "InstanceType", "AvailabilityZone", "SpotPrice")
 _GZIP_MAGIC = b"\x1f\x8b"
 # The clock that wrote RecordedAt may be behind EC2's by this much.
 _CLOCK_SECONDS = 600.0
+# A record as DescribeSpotPriceHistory returns it, or a file has it
+PriceRecord = dict[str, Json | datetime]
 _ISO_SECONDS = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -208,7 +210,7 @@ class RecordedPrices(ZonePrices):
         return (spot, *([names] if nameless else []), describe_on_demand(now_utc, regions))
 
 
-def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
+def read_record(record: PriceRecord, where: str) -> SpotRecord | None:
     """Parse one record of DescribeSpotPriceHistory.
 
     Return None for a price of an operating system other than Linux.
@@ -230,7 +232,7 @@ def read_record(record: Mapping[str, Any], where: str) -> SpotRecord | None:
             f"{where}: AvailabilityZone: {zone_name!r} is no zone's name, such as us-east-1a"
         )
     zone_id = record.get("AvailabilityZoneId") or ""
-    if zone_id and not (isinstance(zone_id, str) and is_zone_of(zone_id, region)):
+    if not isinstance(zone_id, str) or (zone_id and not is_zone_of(zone_id, region)):
         raise PriceError(f"{where}: AvailabilityZoneId: {zone_id!r} is no zone id of {region}")
     return SpotRecord(
         instance_type=_text(record, "InstanceType", where),
@@ -348,7 +350,7 @@ def write_recording(path: Path, recording: Recording) -> None:
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
-def _text(record: Mapping[str, Any], key: str, where: str) -> str:
+def _text(record: PriceRecord, key: str, where: str) -> str:
     value = record.get(key)
     if not isinstance(value, str) or not value.strip():
         raise PriceError(
@@ -365,12 +367,12 @@ def _usd(text: str, where: str) -> Decimal:
     raise PriceError(f"{where}: SpotPrice: {text[:40]!r} is not dollars per hour, {limits}")
 
 
-def _parse_time(value: Any, where: str) -> float:
+def _parse_time(value: Json | datetime, where: str) -> float:
     try:
         if isinstance(value, datetime):
             moment = value
         else:
-            moment = datetime.fromisoformat(value)
+            moment = datetime.fromisoformat(str(value))
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).astimezone(UTC).timestamp()
     except (TypeError, ValueError, OverflowError) as error:
         expected = "a time such as 2026-11-20T10:00:00Z"
@@ -452,17 +454,15 @@ def _read_csv(text: str, path: Path) -> Recording:
     return Recording(records=found, recorded_at=None, zone_ids={})
 
 
-def _zone_ids(value: Any, path: Path) -> dict[str, dict[str, str]]:
-    if isinstance(value, dict):
-        regions = value.items()
-    else:
-        regions = [("", None)]
-    for region, ids in regions:
-        if not isinstance(ids, dict) or not all(
-            isinstance(identity, str) for identity in ids.values()
-        ):
-            raise PriceError(
-                f"{path}: AvailabilityZones{f'.{region}' if region else ''}: not zone names with "
-                "their ids"
-            )
-    return value
+def _zone_ids(value: Json, path: Path) -> dict[str, dict[str, str]]:
+    if not isinstance(value, dict):
+        raise PriceError(f"{path}: AvailabilityZones: not zone names with their ids")
+    zone_ids: dict[str, dict[str, str]] = {}
+    for region, ids in value.items():
+        known: dict[str, str] = {}
+        if isinstance(ids, dict):
+            known = {zone: text for zone, text in ids.items() if isinstance(text, str)}
+        if not isinstance(ids, dict) or len(known) < len(ids):
+            raise PriceError(f"{path}: AvailabilityZones.{region}: not zone names with their ids")
+        zone_ids[region] = known
+    return zone_ids

@@ -6,18 +6,25 @@ for their current state. EC2's responses are parsed according to botocore's mode
 never run on a real AWS account.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from decimal import Decimal
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from ebbflow.core.config.schema import ReservationConfig, RunConfig
 from ebbflow.core.errors import CloudError
 from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.prices.quote import Quote, format_time
+from ebbflow.infra.aws.answers import BlockOffering, PlacementScore, ReservationsAnswer
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
 
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+
+Found = TypeVar("Found")
 _SECONDS = 15.0
 # EC2 ends the instances of a Capacity Block this long before the block's end.
 # https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/capacity-blocks-how.html
@@ -122,7 +129,7 @@ def open_evidence(
     config: RunConfig,
     *,
     network: bool = True,
-    client: Callable[[str], Any] | None = None,
+    client: Callable[[str], BaseClient] | None = None,
 ) -> CapacityEvidence:
     """Return the configured reservations.
 
@@ -144,7 +151,7 @@ def open_evidence(
     deadline = RequestDeadline.after(_SECONDS)
     notes: list[str] = []
 
-    def ask(what: str, find: Callable[[], Any], otherwise: Any) -> Any:
+    def ask(what: str, find: Callable[[], Found], otherwise: Found) -> Found:
         try:
             return find()
         except (CloudError, KeyError, ValueError) as error:
@@ -184,17 +191,22 @@ def open_evidence(
     return CapacityEvidence(held=held, blocks=tuple(blocks), scores=scores, notes=tuple(notes))
 
 
-def _described(declared: Reservation, client: Any, deadline: RequestDeadline) -> Reservation:
+def _described(declared: Reservation, client: BaseClient, deadline: RequestDeadline) -> Reservation:
     answer = call_aws(
-        client, "describe_capacity_reservations", deadline, CapacityReservationIds=[declared.id]
+        client,
+        "describe_capacity_reservations",
+        deadline,
+        shape=ReservationsAnswer,
+        CapacityReservationIds=[declared.id],
     )
-    [found] = answer.get("CapacityReservations") or [{}]
-    if not found:
+    described = answer.get("CapacityReservations") or []
+    if not described:
         return replace(
             declared,
             problem=f"EC2 knows no reservation {declared.id} in {declared.region}",
             kind="live",
         )
+    [found] = described
     state = found.get("State", "")
     end = _moment(found.get("EndDate"))
     block = found.get("ReservationType") == "capacity-block"
@@ -217,7 +229,7 @@ def _described(declared: Reservation, client: Any, deadline: RequestDeadline) ->
 
 
 def _blocks(
-    config: RunConfig, instance_type: str, days: int, client: Any, deadline: RequestDeadline
+    config: RunConfig, instance_type: str, days: int, client: BaseClient, deadline: RequestDeadline
 ) -> list[Reservation]:
     """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one instance if
     that is "auto".
@@ -245,6 +257,7 @@ def _blocks(
             "describe_capacity_block_offerings",
             "CapacityBlockOfferings",
             deadline,
+            shape=BlockOffering,
             token="NextToken",
             **wanted,
             CapacityDurationHours=24 * days,
@@ -254,7 +267,7 @@ def _blocks(
 
 
 def _scores(
-    config: RunConfig, kinds: Sequence[str], client: Any, deadline: RequestDeadline
+    config: RunConfig, kinds: Sequence[str], client: BaseClient, deadline: RequestDeadline
 ) -> dict[tuple[str, str], int]:
     nodes = config.cluster.nodes
     found = paginate(
@@ -262,6 +275,7 @@ def _scores(
         "get_spot_placement_scores",
         "SpotPlacementScores",
         deadline,
+        shape=PlacementScore,
         token="NextToken",
         InstanceTypes=list(kinds),
         TargetCapacity=1 if nodes == "auto" else nodes,

@@ -2,11 +2,13 @@
 `ebbflow prices`.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import CostConfig, RunConfig
@@ -15,6 +17,7 @@ from ebbflow.core.program import DEFAULT_CONFIG
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.errors import PriceError
+from ebbflow.cost.plan_json import PlanJson
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
 from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, format_short_age, is_zone_of
 from ebbflow.cost.prices.recorded import (
@@ -25,11 +28,25 @@ from ebbflow.cost.prices.recorded import (
     write_recording,
 )
 
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+
 NOT_ASKED = "live prices are asked when the plan is made"
 
 # A history of some weeks has many pages.
 _RECORD_SECONDS = 300.0
 _LONGEST_HISTORY_HOURS = 90 * 24.0
+
+
+class PriceChanges(TypedDict):
+    """Price changes of a pool, each [Unix time, dollars per hour as text]."""
+
+    instance_type: str
+    market: str
+    region: str
+    zone: str
+    kind: str
+    changes: list[list[float | str]]
 
 
 def open_prices(
@@ -38,7 +55,7 @@ def open_prices(
     *,
     project_root: Path = Path(),
     network: bool = True,
-    client: Callable[[str], Any] | None = None,
+    client: Callable[[str], BaseClient] | None = None,
 ) -> PriceSource:
     """Return the prices that `cost.prices` selects, in force at `now_utc` (Unix time).
 
@@ -71,13 +88,13 @@ def open_prices(
 
 def read_price_changes(
     cost: CostConfig,
-    plan: dict[str, Any],
+    plan: PlanJson,
     instance_type: str | None = None,
     *,
     now_utc: float,
     project_root: Path = Path(),
-    client: Callable[[str], Any] | None = None,
-) -> list[dict[str, Any]]:
+    client: Callable[[str], BaseClient] | None = None,
+) -> list[PriceChanges]:
     """Return the changes of an instance type's spot price since the plan was made, one list of
     changes per zone.
 
@@ -95,7 +112,7 @@ def read_price_changes(
     chosen = plan.get("chosen")
     if not chosen or cost.prices == "static":
         return []
-    since = float(plan["made_utc"])
+    since = float(plan.get("made_utc") or 0.0)
     kind = instance_type or chosen["instance_type"]
     if cost.prices != "live":
         records: Iterable[SpotRecord] = read_recording(project_root / cost.prices).records
@@ -111,7 +128,7 @@ def read_price_changes(
     return _changes_by_zone(found, kind, since, now_utc, "live")
 
 
-def add_commands(commands: Any, project_root: Path) -> None:
+def add_commands(commands: argparse._SubParsersAction, project_root: Path) -> None:
     prices = commands.add_parser(
         "prices", help="record live spot prices, or show those that a plan would use"
     )
@@ -167,7 +184,7 @@ def add_commands(commands: Any, project_root: Path) -> None:
 
 
 def record_prices(
-    arguments: argparse.Namespace, *, client: Callable[[str], Any] | None = None
+    arguments: argparse.Namespace, *, client: Callable[[str], BaseClient] | None = None
 ) -> int:
     """Write EC2's spot prices to a file and print a summary.
 
@@ -234,7 +251,7 @@ def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
 
 def _changes_by_zone(
     records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
-) -> list[dict[str, Any]]:
+) -> list[PriceChanges]:
     """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix
     times).
     """
@@ -242,14 +259,21 @@ def _changes_by_zone(
         record for record in records if record.instance_type == instance_type and record.at <= until
     )
     by_zone = group_by_key(((record.region, record.zone), record) for record in wanted)
-    pools = []
+    pools: list[PriceChanges] = []
     for (region, zone), found in sorted(by_zone.items()):
         found.sort(key=lambda record: record.at)
         held = [record for record in found if record.at <= since][-1:]
         later = [record for record in found if record.at > since]
-        changes = [[record.at, f"{record.usd_per_hour:f}"] for record in [*held, *later]]
-        where = {"instance_type": instance_type, "market": "spot", "region": region, "zone": zone}
-        pools.append({**where, "kind": kind, "changes": changes})
+        pools.append(
+            {
+                "instance_type": instance_type,
+                "market": "spot",
+                "region": region,
+                "zone": zone,
+                "kind": kind,
+                "changes": [[record.at, f"{record.usd_per_hour:f}"] for record in [*held, *later]],
+            }
+        )
     return pools
 
 

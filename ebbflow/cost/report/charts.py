@@ -9,10 +9,10 @@ lowest and its highest value, and a gap (None) if a value was not finite.
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any
+from typing import TypeVar, overload
 
 import ebbflow.core.events as ev
 from ebbflow.core.event_payloads import (
@@ -24,12 +24,24 @@ from ebbflow.core.event_payloads import (
     StepPayload,
 )
 from ebbflow.core.events import Event, LedgerClass, find_last_event, is_event, select_events
-from ebbflow.cost.ledger.bills import NodeBill
+from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill
 from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
-from ebbflow.cost.ledger.pricing import select_plans
-from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
+from ebbflow.cost.ledger.pricing import PriceCurve, select_plans
+from ebbflow.cost.ledger.timeline import MICRO, Span, compute_rank_times, compute_rate
 from ebbflow.cost.report.figures import find_peaks, read_number
+from ebbflow.cost.report.parts import (
+    ChartPlace,
+    Charts,
+    Column,
+    Columns,
+    EvaluationRow,
+    Evaluations,
+    Lane,
+    Mark,
+    ProgressFigures,
+    RankRow,
+)
 
 LARGEST_POINTS = 600
 STARTING = "starting"
@@ -66,11 +78,12 @@ _START_STEPS = (
 )
 _BUSY = (LedgerClass.USEFUL_STEP, LedgerClass.DATA_WAIT)
 _X = ("step", "seconds", "usd")
+Row = TypeVar("Row")
 
 
 def build_charts(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
-) -> dict[str, Any]:
+) -> Charts:
     """Build the data of all plots as JSON values.
 
     Args:
@@ -102,7 +115,7 @@ def build_charts(
     # Times may decrease because the clocks of machines differ.
     seconds = list(accumulate((max(0.0, event.t_wall - origin) for event in kept), max))
 
-    def place(at: float) -> dict[str, float]:
+    def place(at: float) -> ChartPlace:
         before = bisect_right(seconds, at)
         return {
             "step": float(steps[before - 1] or 0) if before else 0.0,
@@ -125,12 +138,12 @@ def build_charts(
 
 def compute_progress(
     events: Sequence[Event],
-    charts: dict[str, Any],
+    charts: Charts,
     ledger: Ledger,
     generations: Mapping[int, RecordedGeneration],
     *,
     running: bool,
-) -> dict:
+) -> ProgressFigures:
     """Compute the job's progress and forecast cost, and the work that killing the job now would
     lose.
 
@@ -147,42 +160,38 @@ def compute_progress(
     else:
         plan = PlanPayload()
         recorded = {}
-    configured = find_last_event(events, ConfiguredPayload)
-    if configured is None:
-        known = {}
-    else:
-        known = {setting.key: setting.value for setting in configured.payload.settings}
-    # A script takes as many steps as its loop says, or as were measured for the plan
-    if known.get("script"):
-        total = _find_script_steps(events) or plan.steps
-    else:
-        total = known.get("training.max_steps") or plan.steps
-    if not isinstance(total, int):
-        total = None
-    columns = charts["steps"]
+    total = _count_planned_steps(events, plan)
+    columns = charts.get("steps") or {}
+    origin = charts.get("origin_utc", 0.0)
+    steps = _numbers(columns["step"])
+    seconds = _numbers(columns["seconds"])
     spent = float(ledger.total_usd)
     done = _find_last_kept_step(events, generations)
     committed = max((event.step or 0 for event in events if event.name == ev.COMMIT), default=0)
     gang, rate = _newest_gang(ledger)
-    found = {
+    at_risk = max(0, done - committed)
+    found: ProgressFigures = {
         "step": done,
         "steps": total,
         "budget_usd": plan.budget_usd,
         "commit_step": committed or None,
-        "at_risk_steps": max(0, done - committed),
-        **dict.fromkeys(
-            ("at_risk_usd", "at_risk_seconds", "eta_seconds", "forecast_usd", "low_usd", "high_usd")
-        ),
+        "at_risk_steps": at_risk,
+        "at_risk_usd": None,
+        "at_risk_seconds": None,
+        "eta_seconds": None,
+        "forecast_usd": None,
+        "low_usd": None,
+        "high_usd": None,
     }
     if running:
-        found |= _describe_phase(events, generations, committed)
-    if found.get("phase") == RESTARTING:
-        done = found["resume_step"]
-        found |= {"step": done, "at_risk_steps": 0}
-    since = min((bill.node.started_wall for bill in gang), default=0.0) - charts["origin_utc"]
-    recent = [
-        row for row in zip(columns["seconds"], columns["step"], strict=True) if row[0] >= since
-    ][-_RECENT_STEPS:]
+        phase = _describe_phase(events, generations, committed)
+        found.update(phase)
+        if phase.get("phase") == RESTARTING:
+            done = phase.get("resume_step", 0)
+            at_risk = 0
+            found.update({"step": done, "at_risk_steps": 0})
+    since = min((bill.node.started_wall for bill in gang), default=0.0) - origin
+    recent = [row for row in zip(seconds, steps, strict=True) if row[0] >= since][-_RECENT_STEPS:]
     paces = sorted(
         (late - early) / (after - before)
         for (early, before), (late, after) in pairwise(recent)
@@ -190,16 +199,14 @@ def compute_progress(
     )
     ended = _find_last_ended(events)
     silent = max((event.t_wall for event in events if event.name == ev.NODE_HEARTBEAT), default=0.0)
-    silent -= charts["origin_utc"] + (recent[-1][0] if recent else 0.0)  # since the newest step
+    silent -= origin + (recent[-1][0] if recent else 0.0)  # since the newest step
     if not paces or not running or (gang[0].node.generation <= ended and done != total):
         return found  # after the loss of a generation, nobody knows when the next one steps
     if silent > _SILENT_SECONDS + 20 * paces[-1]:  # the ranks hang, or a node is lost
         return found
     pace = (recent[-1][0] - recent[0][0]) / (recent[-1][1] - recent[0][1])
-    found |= {
-        "at_risk_seconds": found["at_risk_steps"] * pace,
-        "at_risk_usd": found["at_risk_steps"] * pace * rate,
-    }
+    found["at_risk_seconds"] = at_risk * pace
+    found["at_risk_usd"] = at_risk * pace * rate
     if total:
         left = max(0, total - done)
         low = min(pace, paces[len(paces) // 10])
@@ -234,7 +241,7 @@ def has_values(column: Iterable[float | None]) -> bool:
     return any(value is not None for value in column)
 
 
-def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
+def thin_columns(columns: Columns) -> Columns:
     """Thin columns of equal length to two or three rows per bucket, which keep each column's
     minimum and maximum.
 
@@ -276,6 +283,25 @@ def thin_columns(columns: dict[str, list[float | None]]) -> dict[str, list[float
                 middle = []
             found[name] += [_short(begin), *map(_short, middle), _short(other)]
     return found
+
+
+def _count_planned_steps(events: Sequence[Event], plan: PlanPayload) -> int | None:
+    """Return the number of steps that the job is to take; None if unknown.
+
+    A script takes as many steps as its loop says, or as were measured for the plan.
+    """
+    configured = find_last_event(events, ConfiguredPayload)
+    if configured is None:
+        known = {}
+    else:
+        known = {setting.key: setting.value for setting in configured.payload.settings}
+    if known.get("script"):
+        total = _find_script_steps(events) or plan.steps
+    else:
+        total = known.get("training.max_steps") or plan.steps
+    if isinstance(total, int):
+        return total
+    return None
 
 
 def _newest_gang(ledger: Ledger) -> tuple[list[NodeBill], float]:
@@ -321,7 +347,7 @@ class _SpendCurve:
         return self._usd[before] + max(0.0, self._rates[before]) * ahead
 
 
-def _stays(bill: Any) -> Iterable[tuple[float, float, Any]]:
+def _stays(bill: NodeBill | UnreportedBill) -> Iterable[tuple[float, float, PriceCurve]]:
     """Yield (start, end, price curve) for each paid interval of a bill.
 
     Start and end are Unix seconds.
@@ -397,7 +423,9 @@ def _smooth(values: Sequence[float | None]) -> list[float | None]:
     return found
 
 
-def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
+def _held_out(
+    events: Sequence[Event], origin: float, place: Callable[[float], ChartPlace]
+) -> Columns:
     found: dict[int, tuple[float, float]] = {}
     for event in select_events(events, EvaluationPayload):
         value = read_number((event.payload.metrics or {}).get("held_out_loss"))
@@ -409,13 +437,13 @@ def _held_out(events: Sequence[Event], origin: float, place: Any) -> dict[str, l
     return _columns(_spread(rows, LARGEST_POINTS), (*_X, "value"))
 
 
-def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
+def _evaluations(events: Sequence[Event]) -> Evaluations:
     found = {
         event.step: event.payload
         for event in select_events(events, EvaluationPayload)
         if event.step is not None
     }
-    rows = [
+    rows: list[EvaluationRow] = [
         {
             "step": step,
             "metrics": {
@@ -432,7 +460,9 @@ def _evaluations(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, list[Any]]:
+def _machine(
+    events: Sequence[Event], origin: float, place: Callable[[float], ChartPlace]
+) -> Columns:
     """Average the machine figures in the heartbeats of all nodes, such as the GPU load, per bucket
     of time.
     """
@@ -463,9 +493,12 @@ def _machine(events: Sequence[Event], origin: float, place: Any) -> dict[str, li
 
 
 def _marks(
-    events: Sequence[Event], generations: dict[int, RecordedGeneration], origin: float, place: Any
-) -> list[dict[str, Any]]:
-    commits = [
+    events: Sequence[Event],
+    generations: dict[int, RecordedGeneration],
+    origin: float,
+    place: Callable[[float], ChartPlace],
+) -> list[Mark]:
+    commits: list[Mark] = [
         {
             **place(event.t_wall - origin),
             "step": event.step,
@@ -476,7 +509,7 @@ def _marks(
         if event.name == ev.COMMIT and event.step is not None
     ]
     found = _spread(commits, _MOST_MARKS)
-    starts = []
+    starts: list[Mark] = []
     for generation in generations.values():
         starts.append(
             {
@@ -494,28 +527,25 @@ def _marks(
     # Interruptions are drawn above
     found += sorted(_spread(starts, _MOST_MARKS), key=lambda mark: mark["kind"])
     bad = {
-        event.step: {**place(event.t_wall - origin), "step": event.step}
+        event.step: place(event.t_wall - origin)
         for event in select_events(events, StepPayload)
         if event.payload.loss is not None and read_number(event.payload.loss) is None
     }
-    found += [
-        {**row, "kind": "non-finite", "text": f"non-finite loss at step {step:,}"}
-        for step, row in list(bad.items())[:_MOST_MARKS]
-        if step is not None
-    ]
+    for step, where in list(bad.items())[:_MOST_MARKS]:
+        if step is not None:
+            text = f"non-finite loss at step {step:,}"
+            found.append({**where, "step": step, "kind": "non-finite", "text": text})
     return [
         {**mark, "seconds": _short(mark["seconds"]), "usd": _short(mark["usd"])} for mark in found
     ]
 
 
-def _lanes(
-    ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float
-) -> list[dict[str, Any]]:
+def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[Lane]:
     """Return one lane per node and generation.
 
     Its segments show how the node's first rank spent the paid time.
     """
-    found = []
+    found: list[Lane] = []
     if len(ledger.nodes) <= _MOST_LANES:
         nodes = ledger.nodes
     else:
@@ -546,38 +576,38 @@ def _lanes(
     return found
 
 
-def _segments(spans: Sequence[Any], start: float) -> list[list[Any]]:
+def _segments(spans: Sequence[Span], start: float) -> list[tuple[float, float, str]]:
     """Convert spans to [start, end, class with the most time].
 
     Join equal neighbours; above 40, merge short ones.
     """
-    joined: list[list[Any]] = []
+    joined: list[tuple[float, float, str]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if span.end <= span.start:
             continue
         kind = str(max(span.classes, key=span.classes.__getitem__))
         if joined and joined[-1][2] == kind:
-            joined[-1][1] = span.end
+            joined[-1] = (joined[-1][0], span.end, kind)
         else:
-            joined.append([span.start, span.end, kind])
+            joined.append((span.start, span.end, kind))
     if len(joined) > _MOST_SEGMENTS:
         longest = sorted((end - begin for begin, end, _ in joined), reverse=True)[
             _MOST_SEGMENTS - 1
         ]
-        merged: list[list[Any]] = []
+        merged: list[tuple[float, float, str]] = []
         for begin, end, kind in joined:
             if merged and (end - begin < longest or merged[-1][2] == kind):
-                merged[-1][1] = end
+                merged[-1] = (merged[-1][0], end, merged[-1][2])
             else:
-                merged.append([begin, end, kind])
+                merged.append((begin, end, kind))
         joined = merged
     return [
-        [_short(start + begin / MICRO), _short(start + end / MICRO), kind]
+        (_short(start + begin / MICRO), _short(start + end / MICRO), kind)
         for begin, end, kind in joined
     ]
 
 
-def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> list[dict[str, Any]]:
+def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> list[RankRow]:
     """Describe each rank of the newest generation: seconds per step, waits and last event.
 
     The slowest rank is first.
@@ -637,7 +667,7 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
         if waited is not None:
             idle[event.rank] += waited
     judged = sum(slowest.values())
-    found = [
+    found: list[RankRow] = [
         {
             "rank": rank,
             "generation": newest,
@@ -663,21 +693,30 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
     return found[:_MOST_RANKS]
 
 
-def _columns(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+def _numbers(column: Column) -> list[float]:
+    """Return a column that has no missing values, such as the steps."""
+    return [value for value in column if value is not None]
+
+
+def _columns(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> Columns:
     columns = {}
     for name in names:
         columns[name] = [_short(row.get(name)) for row in rows]
     return columns
 
 
-def _spread(rows: list[dict[str, Any]], largest: int) -> list[dict[str, Any]]:
+def _spread(rows: list[Row], largest: int) -> list[Row]:
     """Return at most `largest` evenly spaced rows, including the first and the last row."""
     if len(rows) <= largest:
         return rows
     return [rows[number * (len(rows) - 1) // (largest - 1)] for number in range(largest)]
 
 
-def _short(value: Any) -> Any:
+@overload
+def _short(value: float) -> float: ...
+@overload
+def _short(value: float | None) -> float | None: ...
+def _short(value: float | None) -> float | None:
     """Round a float to seven significant digits, which is enough for a plot and halves the size of
     the page.
     """
@@ -690,7 +729,7 @@ def _short(value: Any) -> Any:
 
 def _describe_phase(
     events: Sequence[Event], generations: Mapping[int, RecordedGeneration], committed: int
-) -> dict[str, Any]:
+) -> ProgressFigures:
     """Describe the phase of a running job.
 
     Returns:

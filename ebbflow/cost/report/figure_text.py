@@ -1,9 +1,8 @@
 """A report's figures as rows and lines of text, which terminal, Metaflow card and HTML page share."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
 
 from ebbflow.core.config.load import DEFAULT, value_text
 from ebbflow.core.events import FAULT_INJECTED, LedgerClass, describe_network
@@ -23,6 +22,8 @@ from ebbflow.cost.amounts import (
 from ebbflow.cost.capacity.placement import UNKNOWN
 from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
+from ebbflow.cost.plan_json import PlanSummary
+from ebbflow.cost.report.parts import AttemptRow, SaveFigures
 from ebbflow.cost.report.report import RunReport
 
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
@@ -197,7 +198,7 @@ def is_unpriced(report: RunReport) -> bool:
     )
 
 
-def format_pool(plan: dict[str, Any] | None) -> str:
+def format_pool(plan: PlanSummary | None) -> str:
     """Format the chosen pool of a plan, such as "2 × g5.xlarge spot in use1-az4"; "n/a" if there is
     none.
     """
@@ -374,8 +375,9 @@ def describe_damage(report: RunReport) -> list[str]:
     places = format_count(len(damage), "place")
     lines = [f"DAMAGED: the event log is damaged in {places}; figures are computed from the rest"]
     for flaw in damage[:_DAMAGE_SHOWN]:
-        if flaw.get("line"):
-            line = f" line {flaw['line']}"
+        number = flaw.get("line")
+        if number:
+            line = f" line {number}"
         else:
             line = ""
         lines.append(f"damaged: {one_line(flaw['segment'])}{line}: {one_line(flaw['what'])}")
@@ -413,7 +415,7 @@ def format_failures(report: RunReport) -> list[str]:
     return [
         f"after {format_duration(failure['seconds'])}: "
         f"{one_line(failure['what']).replace('_', ' ')}"
-        + (f" ({one_line(failure['culprit'])})" if failure.get("culprit") else "")
+        + (f" ({one_line(failure['culprit'])})" if failure["culprit"] else "")
         for failure in report.events.get("failures", [])
     ]
 
@@ -472,7 +474,7 @@ def format_node_prices(report: RunReport) -> list[str]:
     ]
 
 
-def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def format_attempt_rows(attempts: Sequence[AttemptRow]) -> list[tuple[str, ...]]:
     """Format planned and actual figures of the AWS Batch attempts as rows with the columns of
     `ATTEMPT_HEADER`.
     """
@@ -491,7 +493,7 @@ def format_attempt_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str
     ]
 
 
-def format_placement_rows(attempts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def format_placement_rows(attempts: Sequence[AttemptRow]) -> list[tuple[str, str, str]]:
     """Format where and why each AWS Batch attempt was placed, as rows with the columns of
     `PLACE_HEADER`.
     """
@@ -560,8 +562,9 @@ def _promise(report: RunReport) -> dict[str, str]:
     proof = {None: "not proven", True: "proven", False: "DISPROVED"}[tried]
     if found.get("level") != "bit for bit":
         proof = ""
-    if found.get("same_data"):
-        data = f"same data by {one_line(found['same_data'])}"
+    same_data = found.get("same_data")
+    if same_data:
+        data = f"same data by {one_line(same_data)}"
     else:
         data = "perhaps other data"
     words = [
@@ -600,7 +603,7 @@ def _certificate(report: RunReport) -> dict[str, str]:
     }
 
 
-def _saves(found: dict[str, Any]) -> str:
+def _saves(found: SaveFigures) -> str:
     """Format the measured and the predicted time lost to checkpoints and redone steps; "n/a" if
     neither is known.
     """
@@ -612,8 +615,9 @@ def _saves(found: dict[str, Any]) -> str:
         known = [f"stalls and redone steps {format_share(lost, 'paid time')}"]
     if predicted is not None:
         known += [f"predicted {format_percent(predicted)}"]
-    if known and found.get("skipped"):
-        known[-1] += f"; {found['skipped']:,} left out"
+    skipped = found.get("skipped")
+    if known and skipped:
+        known[-1] += f"; {skipped:,} left out"
     return ", ".join(known) or NONE
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain, pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, cast
 
 import ebbflow.core.events as ev
 from ebbflow.core.event_payloads import (
@@ -36,9 +36,23 @@ from ebbflow.cost.ledger.pricing import (
     Pricing,
     parse_pool,
     parse_usd,
+    read_plan,
     select_plans,
 )
 from ebbflow.cost.ledger.timeline import MICRO, compute_rank_times, compute_rate
+from ebbflow.cost.plan_json import PlanJson
+from ebbflow.cost.report.parts import (
+    ActualFigures,
+    AttemptRow,
+    Forecast,
+    Hindsight,
+    MfuFigures,
+    MoneyFigures,
+    NetworkFigures,
+    NetworkMedians,
+    PriceRow,
+    SaveFigures,
+)
 from ebbflow.cost.report.slurm_jobs import summarize_slurm_jobs
 
 _WORK = (
@@ -69,7 +83,7 @@ STEP_COLUMNS = (
 
 def compute_actual_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
-) -> dict[str, Any]:
+) -> ActualFigures:
     """Compute the `actual` part of a report: figures measured unless stated otherwise, None if
     unknown.
 
@@ -229,7 +243,7 @@ def find_peaks(events: Sequence[Event]) -> dict[int, float]:
     return sum_by_key((node[2], best[keys[node]]) for node in peaks)
 
 
-def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, Any]:
+def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> SaveFigures:
     """Compute the `saves` part of `actual`: measured and predicted cost of checkpoints and redone
     steps.
 
@@ -255,7 +269,7 @@ def compute_save_figures(events: Sequence[Event], ledger: Ledger) -> dict[str, A
     }
 
 
-def read_number(value: Any) -> float | None:
+def read_number(value: float | None) -> float | None:
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
     return None
@@ -263,7 +277,7 @@ def read_number(value: Any) -> float | None:
 
 def compute_money_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
-) -> dict[str, Any]:
+) -> MoneyFigures:
     """Compute the `money` part of a report.
 
     Args:
@@ -329,7 +343,7 @@ def compute_money_figures(
 
 def compute_hindsight(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
-) -> dict[str, Any] | None:
+) -> Hindsight | None:
     """Compute the lowest possible cost of the same work if all prices had been known in advance,
     and the regret.
 
@@ -351,7 +365,7 @@ def compute_hindsight(
     plans = select_plans(events)
     if not plans or not ledger.nodes:
         return None
-    plan = plans[-1].data
+    plan = read_plan(plans[-1])
     newest = ledger.nodes[-1].node.generation
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
     work, start = _compute_hours(
@@ -367,9 +381,10 @@ def compute_hindsight(
     }
     begin = min(bill.node.started_wall for bill in ledger.nodes)
     end = max(bill.node.ended_wall for bill in ledger.nodes)
-    if plan.get("deadline_hours"):
+    deadline_hours = plan.get("deadline_hours")
+    if deadline_hours:
         since = plan.get("started_utc") or plan.get("made_utc") or begin
-        end = max(end, float(since) + plan["deadline_hours"] * 3600)
+        end = max(end, float(since) + deadline_hours * 3600)
     nodes = count_machines(gang)
     if all(
         curve.is_constant(round(begin * MICRO), round(end * MICRO)) for curve in curves.values()
@@ -395,14 +410,14 @@ def compute_hindsight(
 
 
 def read_price_curves(
-    plan: dict[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
+    plan: Mapping[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
     """Return the price curve of one node by pool: first the plan's quote, then the recorded price
     changes.
 
     Quotes for numbers of nodes other than the planned number are left out.
     """
-    first = _read_quotes(plan)
+    first = _read_quotes(cast(PlanJson, plan))
     for pool, changes in history.items():
         if changes:
             first.setdefault(pool, min(changes)[1])
@@ -427,7 +442,7 @@ def _tokens_per_byte(prepared: PreparedPayload) -> float | None:
     return sum(tokens for tokens in counted if tokens is not None) / size
 
 
-def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, Any]:
+def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> MfuFigures:
     """Return the median MFU of the useful steps as `mfu`, or the reason for not reporting it as
     `mfu_withheld`.
 
@@ -449,7 +464,7 @@ def _compute_mfu(events: Sequence[Event], kept: Sequence[Event]) -> dict[str, An
     }
 
 
-def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
+def _compare_networks(events: Sequence[Event]) -> NetworkFigures | None:
     """Return the newest network probe; its key `before` has the medians of earlier probes.
 
     None without probes.
@@ -458,7 +473,7 @@ def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
     if not probes:
         return None
     before = [event.payload for event in probes[:-1]]
-    earlier = {
+    earlier: NetworkMedians = {
         "probes": len(before),
         "bandwidth_bytes_per_second": _median(
             read_number(probe.bandwidth_bytes_per_second) for probe in before
@@ -472,7 +487,7 @@ def _compare_networks(events: Sequence[Event]) -> dict[str, Any] | None:
         ),
     }
     # All fields as they were recorded
-    return {**probes[-1].data, "before": earlier}
+    return cast(NetworkFigures, {**probes[-1].data, "before": earlier})
 
 
 def _numbers(recorded: Iterable[float | None]) -> list[float]:
@@ -492,11 +507,11 @@ def _median(values: Iterable[float | None]) -> float | None:
     return None
 
 
-def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
+def _find_forecast(events: Sequence[Event]) -> Forecast | None:
     plans = select_plans(events)
     if not plans:
         return None
-    chosen = plans[0].data["chosen"]
+    chosen = read_plan(plans[0])["chosen"]
     expected = chosen.get("expected_usd")
     hours = chosen.get("expected_hours")
     compute = chosen.get("compute_usd", expected)
@@ -513,7 +528,7 @@ def _find_forecast(events: Sequence[Event]) -> dict[str, Any] | None:
     }
 
 
-def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
+def _sum_by_price(ledger: Ledger) -> list[PriceRow]:
     """Count the nodes and sum the dollars by pool and kind of price.
 
     The dollars sum to the total of the ledger.
@@ -531,7 +546,7 @@ def _sum_by_price(ledger: Ledger) -> list[dict[str, Any]]:
     ]
 
 
-def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[dict[str, Any]]:
+def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[AttemptRow]:
     """Compute planned and actual figures of each attempt on AWS Batch, oldest first; empty if there
     was none.
 
@@ -542,7 +557,7 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[di
     """
     bills = (*ledger.nodes, *ledger.unreported)
     paid = sum_by_key((bill.job.job_id, bill.usd) for bill in bills if bill.job is not None)
-    found = []
+    found: list[AttemptRow] = []
     for number, attempt in enumerate(read_attempts(events).attempts, start=1):
         placement = attempt.placement
         created = attempt.created_utc
@@ -613,7 +628,7 @@ def _compute_hours(
     return work / hour / max(1, ranks), start / hour / max(1, first_ranks)
 
 
-def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
+def _read_quotes(plan: PlanJson) -> dict[PoolName, Decimal]:
     """Read the plan's quotes (dollars per hour of one node) of all pools with the planned number of
     nodes.
     """
@@ -624,12 +639,13 @@ def _read_quotes(plan: dict[str, Any]) -> dict[PoolName, Decimal]:
         if candidate["nodes"] == chosen["nodes"]
     ]
     quotes = {parse_pool(candidate): parse_usd(candidate) for candidate in same_size}
-    if chosen.get("on_demand_usd_per_hour") is not None:
+    on_demand_usd = chosen.get("on_demand_usd_per_hour")
+    if on_demand_usd is not None:
         region = chosen.get("region") or ""
         on_demand = PoolName(
             instance_type=chosen["instance_type"], market="on_demand", place=region
         )
-        quotes.setdefault(on_demand, Decimal(str(chosen["on_demand_usd_per_hour"])))
+        quotes.setdefault(on_demand, Decimal(str(on_demand_usd)))
     return quotes
 
 
@@ -643,7 +659,7 @@ def _add_quotes(
     """
     quoted: dict[PoolName, list[tuple[float, Decimal]]] = {}
     for event in select_plans(events):
-        for pool, usd in _read_quotes(event.data).items():
+        for pool, usd in _read_quotes(read_plan(event)).items():
             quoted.setdefault(pool, []).append((event.t_wall, usd))
     return {**quoted, **{pool: changes for pool, changes in history.items() if changes}}
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.events import LedgerClass, without_nan
 from ebbflow.core.grouping import group_by_key
+from ebbflow.core.json_values import Json
 from ebbflow.core.rank_logs import escape_controls
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import (
@@ -31,6 +31,7 @@ from ebbflow.cost.amounts import (
     format_usd,
 )
 from ebbflow.cost.report import figure_text
+from ebbflow.cost.report.parts import CellRow
 from ebbflow.cost.report.render_svg import list_figures, render_chart
 from ebbflow.cost.report.render_text import (
     JOB_HEADER,
@@ -342,9 +343,9 @@ def _failure(report: RunReport) -> str:
     message = report.events.get("message")
     if message:
         parts.append(f'<p class="message">{escape(one_line(message))}</p>')
-    if failures:
-        failure = find_deciding_failure(failures)
-        known: dict[str, Any] = failure.get("evidence") or {}
+    failure = find_deciding_failure(failures)
+    if failure is not None:
+        known = failure.get("evidence") or {}
         named = {
             _EVIDENCE.get(name, name.replace("_", " ")): _evidence_text(name, value)
             for name, value in known.items()
@@ -388,14 +389,14 @@ def _failure(report: RunReport) -> str:
     return ""
 
 
-def _log_path(report: RunReport, generation: int, rank: int) -> str:
+def _log_path(report: RunReport, generation: int, rank: int | None) -> str:
     """Return the path of a rank's log on its node, as a pattern, because the folder's name ends
     with a random id.
     """
     return f"runs/{one_line(report.job)}/logs/{generation:06d}-*/rank-{rank}.log"
 
 
-def _evidence_text(name: str, value: Any) -> str:
+def _evidence_text(name: str, value: Json) -> str:
     if isinstance(value, list):
         if name == "cascades":
             ranks = f"rank{'' if len(value) == 1 else 's'} "
@@ -553,7 +554,7 @@ def _money(report: RunReport) -> str:
     return _section("money", "Where the money went", "".join(bars) + total + table)
 
 
-def _cell_text(cell: dict[str, Any]) -> str:
+def _cell_text(cell: CellRow) -> str:
     kind = str(cell["class"]).replace("_", " ")
     return f"{kind}: {format_number(cell['rank_seconds'], 2)} s, {format_usd(cell['usd'] or None)}"
 
@@ -576,7 +577,7 @@ def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
     rest = None
     made_of = NONE
     if planned is not None:
-        rest = forecast["compute_usd"] - planned
+        rest = (forecast.get("compute_usd") or 0.0) - planned
         largest = max(others, key=lambda other: other["usd"], default=None)
         if largest:
             of_it = f", of which {one_line(largest['cause'])} cost {format_usd(largest['usd'])}"

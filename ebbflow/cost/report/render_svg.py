@@ -7,12 +7,13 @@ The page's script only adds the values at the pointer.
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_number
 from ebbflow.cost.report.charts import has_values, thin_columns
 from ebbflow.cost.report.figure_text import get_loss_unit, get_weight_unit
+from ebbflow.cost.report.parts import Columns, Mark
 from ebbflow.cost.report.report import RunReport
 
 _WIDTH = 560
@@ -51,12 +52,13 @@ class Figure(NamedTuple):
 
 def list_figures(
     report: RunReport, earlier: Sequence[RunReport] = ()
-) -> tuple[list[Figure], dict[str, Any]]:
+) -> tuple[list[Figure], dict[str, Columns]]:
     """Return the charts that have data, and their values as {table: {column: values}}."""
     charts = report.charts
-    if not charts.get("steps", {}).get("step"):
-        charts = {**charts, "steps": _old_columns(report)}
-    steps = _with_forecast(report, _with_held_out(charts))
+    recorded = charts.get("steps") or {}
+    if not recorded.get("step"):
+        recorded = _old_columns(report)
+    steps = _with_forecast(report, _with_held_out(recorded, charts.get("held_out") or {}))
     (compared, names) = _compare(report, earlier)
     machine = {}
     for name, values in (charts.get("machine") or {}).items():
@@ -144,16 +146,14 @@ def list_figures(
     return kept, {name: table for name, table in tables.items() if name in used}
 
 
-def render_chart(
-    figure: Figure, table: dict[str, list[Any]], marks: Sequence[dict[str, Any]]
-) -> str:
+def render_chart(figure: Figure, table: Columns, marks: Sequence[Mark]) -> str:
     """Render a figure as SVG with steps on the x-axis, gaps at missing values, and marks such as
     interruptions.
 
     Below a figure with several lines, a legend in HTML names them.
     """
-    steps = table["step"]
-    values = []
+    steps = [step or 0.0 for step in table["step"]]
+    values: list[float] = []
     for line in figure.series:
         values += [value for value in table[line.key] if value is not None]
     axes = _Axes(first=steps[0], last=steps[-1], low=min(values), high=max(values))
@@ -182,7 +182,7 @@ def render_chart(
     return f'{svg}<div class="keys">{"".join(keys)}</div>'
 
 
-def _old_columns(report: RunReport) -> dict[str, Any]:
+def _old_columns(report: RunReport) -> Columns:
     """Make the table of values per step from the loss curve.
 
     Old reports have no `charts` and need this.
@@ -194,21 +194,21 @@ def _old_columns(report: RunReport) -> dict[str, Any]:
     return {}
 
 
-def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
+def _with_held_out(steps: Columns, held: Columns) -> Columns:
     """Add the held-out losses as a column to the values per step."""
-    steps = charts.get("steps") or {}
-    held = charts.get("held_out") or {}
     if not held.get("step") or not steps.get("step"):
         return dict(steps)
-    rows = [dict(zip(steps, values, strict=True)) for values in zip(*steps.values(), strict=False)]
+    rows: list[dict[str, float | None]] = [
+        dict(zip(steps, values, strict=True)) for values in zip(*steps.values(), strict=False)
+    ]
     rows += [
         {"step": step, "seconds": seconds, "usd": usd, "held_out": value}
         for step, seconds, usd, value in zip(
             held["step"], held["seconds"], held["usd"], held["value"], strict=True
         )
     ]
-    rows.sort(key=lambda row: row["step"])
-    merged: list[dict[str, Any]] = []
+    rows.sort(key=lambda row: row["step"] or 0.0)
+    merged: list[dict[str, float | None]] = []
     for row in rows:
         if "held_out" in row and merged and merged[-1]["step"] == row["step"]:
             merged[-1]["held_out"] = row["held_out"]
@@ -217,11 +217,12 @@ def _with_held_out(charts: dict[str, Any]) -> dict[str, list[Any]]:
     for name in ("seconds", "usd"):
         highest = 0.0
         for row in merged:
-            highest = row[name] = max(highest, row[name])
+            highest = max(highest, row[name] or 0.0)
+            row[name] = highest
     return {name: [row.get(name) for row in merged] for name in (*steps, "held_out")}
 
 
-def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _with_forecast(report: RunReport, columns: Columns) -> Columns:
     """Add columns with spent, forecast and budgeted dollars.
 
     For a running job, add a row for its estimated end.
@@ -239,11 +240,15 @@ def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str
     eta = found.get("eta_seconds")
     if forecast is not None and eta:
         columns["usd_forecast"][-1] = columns["usd"][-1]
-        end = {"step": found["steps"], "seconds": columns["seconds"][-1] + eta, "usd": forecast}
+        end = {
+            "step": found.get("steps"),
+            "seconds": (columns["seconds"][-1] or 0.0) + eta,
+            "usd": forecast,
+        }
         columns = {name: [*values, end.get(name)] for name, values in columns.items()}
         columns["usd_forecast"][-1] = forecast
     size = len(columns["step"])
-    top = max(columns["usd"][-1], forecast or 0.0)
+    top = max(columns["usd"][-1] or 0.0, forecast or 0.0)
     budget = found.get("budget_usd")
     # A distant budget would flatten the curve; the number is in the bar above
     if budget and budget <= 3 * top:
@@ -254,9 +259,7 @@ def _with_forecast(report: RunReport, columns: dict[str, list[Any]]) -> dict[str
     return columns
 
 
-def _compare(
-    report: RunReport, earlier: Sequence[RunReport]
-) -> tuple[dict[str, list[Any]], list[str]]:
+def _compare(report: RunReport, earlier: Sequence[RunReport]) -> tuple[Columns, list[str]]:
     """Put the loss curves of this job and of the newest four jobs with the same loss unit into one
     table.
 
@@ -281,7 +284,7 @@ def _compare(
         }
         curves.append({step: loss for step, loss in picked if loss is not None})
     steps = sorted(set().union(*curves))
-    columns: dict[str, list[Any]] = {"step": steps}
+    columns: Columns = {"step": steps}
     for number, curve in enumerate(curves):
         columns[f"job{number}"] = [curve.get(step) for step in steps]
     return columns, [one_line(compared.job) for compared in (report, *same[::-1])]
@@ -321,7 +324,7 @@ def _draw_grid(axes: _Axes) -> list[str]:
     return drawn
 
 
-def _draw_marks(axes: _Axes, marks: Sequence[dict[str, Any]]) -> list[str]:
+def _draw_marks(axes: _Axes, marks: Sequence[Mark]) -> list[str]:
     drawn = []
     bottom = _HEIGHT - _BOTTOM
     for mark in marks:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import FAULT_INJECTED, LedgerClass
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.untrusted_text import one_line, wrap_line
 from ebbflow.cost.amounts import format_number, format_percent, format_usd, usd_decimals
 from ebbflow.cost.report import figure_text
@@ -446,7 +447,7 @@ def _round_up(value: float, placeholder: str) -> str:
     return f"{exact.quantize(Decimal(1).scaleb(exact.adjusted() - 1), ROUND_CEILING).normalize():f}"
 
 
-def _decisive(report: RunReport) -> dict[str, Any]:
+def _decisive(report: RunReport) -> JsonObject:
     return {
         row["key"]: row["value"] for row in report.configuration if row["key"].startswith(_DECISIVE)
     }

@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import ebbflow.core.events as ev
+from ebbflow.core.config.load import SettingRow
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import BatchAttemptPayload, OutcomePayload
 from ebbflow.core.events import Event, LedgerClass, select_events, without_nan
+from ebbflow.core.json_values import Json, JsonObject
+from ebbflow.core.launchers import RunningJob
 from ebbflow.core.rank_logs import LogLine
 from ebbflow.core.segments import Damage
 from ebbflow.cost.amounts import round_amount
@@ -30,12 +33,29 @@ from ebbflow.cost.ledger.generations import (
 )
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
 from ebbflow.cost.ledger.timeline import MICRO
+from ebbflow.cost.plan_json import PlanJson, PlanSummary
 from ebbflow.cost.report.charts import build_charts, compute_progress, find_kept_steps
 from ebbflow.cost.report.figures import (
     STEP_COLUMNS,
     compute_actual_figures,
     compute_money_figures,
     list_step_figures,
+)
+from ebbflow.cost.report.parts import (
+    ActualFigures,
+    CertificateRow,
+    Charts,
+    CheckRow,
+    EventFigures,
+    Failure,
+    GenerationRow,
+    LastOutput,
+    MoneyFigures,
+    NotableEvent,
+    ProgressFigures,
+    PromiseRow,
+    ReportJson,
+    RootCause,
 )
 from ebbflow.diagnose.bundle import redact
 from ebbflow.diagnose.job import diagnose_job
@@ -116,34 +136,34 @@ class RunReport:
     # unknown. It is negative if overheads and interruptions cost more than the cheaper market
     # saved.
     savings_usd: Decimal | None
-    plan: dict[str, Any] | None  # the newest plan
-    actual: dict[str, Any]  # measured figures (`cost.report.figures.compute_actual_figures`)
+    plan: PlanSummary | None  # the newest plan
+    actual: ActualFigures  # measured figures (`cost.report.figures.compute_actual_figures`)
     # number of events by name, failures and notable events ordered by time, damage to the event
     # log, and generations (parent step, last step, paid rank-seconds, end)
-    events: dict[str, Any]
+    events: EventFigures
     # each key with its value and source (default, file:line, environment or --set); empty if it was
     # not recorded
-    configuration: list[dict[str, Any]] = field(default_factory=list)
+    configuration: list[SettingRow] = field(default_factory=list)
     # owner, forecast, dollars by cause and hindsight (`cost.report.figures.compute_money_figures`);
     # empty in old reports
-    money: dict[str, Any] = field(default_factory=dict)
+    money: MoneyFigures = field(default_factory=MoneyFigures)
     # steps, estimated end and cost, and the work that killing the job now would lose
     # (`cost.report.charts.compute_progress`)
-    progress: dict[str, Any] = field(default_factory=dict)
+    progress: ProgressFigures = field(default_factory=ProgressFigures)
     # series, marks, lanes and ranks for plots (`cost.report.charts.build_charts`); empty in old
     # reports
-    charts: dict[str, Any] = field(default_factory=dict)
+    charts: Charts = field(default_factory=Charts)
     # the launcher that is running the job (since_utc, host, user, pid, command,
     # heartbeat_age_seconds); None if the job is not running
-    running: dict[str, Any] | None = None
+    running: RunningJob | None = None
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Json:
         """Return a field as a JSON value, because the artifact `run_report` was a dictionary in
         older releases.
         """
-        return self.to_json()[name]
+        return cast(JsonObject, self.to_json())[name]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[[ReportJson], RunReport], tuple[ReportJson]]:
         """Pickle the report as JSON, so that other versions of Ebbflow can read the artifact
         `run_report`.
         """
@@ -166,7 +186,7 @@ class RunReport:
     def paid_rank_seconds(self) -> float:
         return self.paid_microseconds / MICRO
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ReportJson:
         """Convert to JSON values without NaN. Dollars are rounded to six decimals."""
         ledger = [
             {
@@ -190,7 +210,7 @@ class RunReport:
         return without_nan({name: values[name] for name in _FIELDS})
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RunReport:
+    def from_json(cls, data: ReportJson) -> RunReport:
         """Restore a report from the result of `to_json`.
 
         Raises:
@@ -198,13 +218,7 @@ class RunReport:
         """
         if data.get("schema") != SCHEMA:
             raise ReportError(f"report schema {data.get('schema')!r}, this version reads {SCHEMA}")
-        known = {name: data[name] for name in data if name in cls.__dataclass_fields__}
-        if data["outcome"] is None:
-            known["outcome"] = None
-        else:
-            known["outcome"] = Outcome(data["outcome"])
-        known["loss_curve"] = [(int(step), loss) for step, loss in data["loss_curve"]]
-        known["ledger"] = tuple(
+        ledger = [
             LedgerLine(
                 ledger_class=LedgerClass(line["class"]),
                 rank_microseconds=round(line["rank_seconds"] * MICRO),
@@ -212,20 +226,36 @@ class RunReport:
                 kind=line["kind"],
             )
             for line in data["ledger"]
+        ]
+        outcome = data["outcome"]
+        savings_usd = data["savings_usd"]
+        return cls(
+            job=data["job"],
+            outcome=None if outcome is None else Outcome(outcome),
+            interruptions=data["interruptions"],
+            failures=data["failures"],
+            redone_steps=data["redone_steps"],
+            weights_sha256=data["weights_sha256"],
+            loss_curve=[(int(step), loss) for step, loss in data["loss_curve"]],
+            ledger=tuple(ledger),
+            total_usd=_parse_usd(data["total_usd"]),
+            paid_microseconds=round(data["paid_rank_seconds"] * MICRO),
+            savings_usd=None if savings_usd is None else _parse_usd(savings_usd),
+            plan=data["plan"],
+            actual=data["actual"],
+            events=data["events"],
+            configuration=data.get("configuration", []),
+            money=data.get("money", {}),
+            progress=data.get("progress", {}),
+            charts=data.get("charts", {}),
+            running=data.get("running"),
         )
-        known["total_usd"] = _parse_usd(data["total_usd"])
-        known["paid_microseconds"] = round(data["paid_rank_seconds"] * MICRO)
-        if data["savings_usd"] is None:
-            known["savings_usd"] = None
-        else:
-            known["savings_usd"] = _parse_usd(data["savings_usd"])
-        return cls(**known)
 
 
 def build_report(
     events: Sequence[Event],
     *,
-    running: dict[str, Any] | None = None,
+    running: RunningJob | None = None,
     damage: Sequence[Damage] = (),
     logs: Callable[[], Iterable[LogLine]] = tuple,
 ) -> RunReport:
@@ -264,6 +294,8 @@ def build_report(
         output = list(logs())
     else:
         output = []
+    promise = find_last(ordered, ev.PROMISE)
+    certificate = find_last(ordered, ev.CERTIFICATE)
     kept = find_kept_steps(ordered, generations)  # all ranks record the same loss
     return RunReport(
         job=ordered[0].job,
@@ -281,7 +313,7 @@ def build_report(
         total_usd=ledger.total_usd,
         paid_microseconds=ledger.paid_microseconds,
         savings_usd=None if useful_usd is None else round_amount(useful_usd - ledger.total_usd),
-        plan=None if plan is None else _summarise_plan(plan.data),
+        plan=None if plan is None else _summarise_plan(cast(PlanJson, plan.data)),
         actual=compute_actual_figures(ordered, generations, ledger),
         events={
             "counts": dict(sorted(counts.items())),
@@ -298,11 +330,9 @@ def build_report(
             "refused": None
             if refusal is None
             else {"run": refusal.run, "outcome": str(refusal.payload.outcome)},
-            "promise": None if (said := find_last(ordered, ev.PROMISE)) is None else said.data,
+            "promise": None if promise is None else cast(PromiseRow, promise.data),
             "checks": _list_checks(ordered),
-            "certificate": None
-            if (last := find_last(ordered, ev.CERTIFICATE)) is None
-            else last.data,
+            "certificate": None if certificate is None else cast(CertificateRow, certificate.data),
         },
         configuration=[] if configured is None else configured.data["settings"],
         money=compute_money_figures(ordered, generations, ledger),
@@ -314,9 +344,9 @@ def build_report(
     )
 
 
-def find_deciding_failure(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def find_deciding_failure(failures: Sequence[Failure]) -> Failure | None:
     """Return the first failure of the last failed generation, because the job survived all earlier
-    ones; {} if none.
+    ones; None if there is no failure.
     """
     return next(
         (
@@ -324,13 +354,13 @@ def find_deciding_failure(failures: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for failure in failures
             if failure.get("generation") == failures[-1].get("generation")
         ),
-        {},
+        None,
     )
 
 
 def list_failures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration]
-) -> list[dict[str, Any]]:
+) -> list[Failure]:
     """List the failures of a job by time as {seconds, t_wall, generation, what, culprit, evidence
     (if any)}.
 
@@ -360,10 +390,10 @@ def list_failures(
             found.append(_failure(stopped, event.generation, what, attempt.reason or ""))
     start = min((event.t_wall for event in events), default=0.0)
     found.sort(key=lambda failure: failure["t_wall"])
-    return [{"seconds": failure["t_wall"] - start, **failure} for failure in found]
+    return [{**failure, "seconds": failure["t_wall"] - start} for failure in found]
 
 
-def list_notable_events(events: Sequence[Event]) -> list[dict[str, Any]]:
+def list_notable_events(events: Sequence[Event]) -> list[NotableEvent]:
     """List the events that a report shows individually, by time, as {seconds, generation, name,
     step, text}.
     """
@@ -421,12 +451,15 @@ def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
     return frame.astype({name: whole.get(name, "float64") for name in STEP_COLUMNS})
 
 
-def _find_stack(failure: dict[str, Any], output: Sequence[LogLine]) -> dict[str, Any] | None:
+def _find_stack(failure: Failure | None, output: Sequence[LogLine]) -> LastOutput | None:
     """Return what the failed rank printed last, as {rank, lines}: its last traceback with causes,
     else a few lines.
     """
+    if failure is None:
+        return None
     mine = [line for line in output if line.generation == failure.get("generation")]
-    rank = (failure.get("evidence") or {}).get("rank")
+    recorded = (failure.get("evidence") or {}).get("rank")
+    rank = recorded if isinstance(recorded, int) else None
     rank = next(
         (line.rank for line in mine if rank is None and line.text.startswith(_TRACEBACK)), rank
     )
@@ -443,19 +476,26 @@ def _find_stack(failure: dict[str, Any], output: Sequence[LogLine]) -> dict[str,
     return None
 
 
-def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> dict[str, Any] | None:
+def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> RootCause | None:
     """Return the root cause that `ebbflow diagnose` finds: {symptom, title, family, confidence,
     fix}, or None.
     """
     findings = diagnose_job(events, output).findings
     # What a job survived that ended well is history
-    root = next((each.to_json() for each in findings if each.role in ("root", "history")), None)
-    return root and {
-        name: root[name] for name in ("symptom", "title", "family", "confidence", "fix")
+    finding = next((finding for finding in findings if finding.role in ("root", "history")), None)
+    if finding is None:
+        return None
+    root = finding.to_json()
+    return {
+        "symptom": root["symptom"],
+        "title": root["title"],
+        "family": root["family"],
+        "confidence": root["confidence"],
+        "fix": root["fix"],
     }
 
 
-def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
+def _list_checks(events: Sequence[Event]) -> list[CheckRow]:
     """List the results of the newest preflight: title, status and detail."""
     newest = find_last(events, ev.PREFLIGHT)
     if newest is None:
@@ -463,7 +503,11 @@ def _list_checks(events: Sequence[Event]) -> list[dict[str, str]]:
     else:
         results = newest.data.get("results") or []
     return [
-        {name: str(result.get(name) or "") for name in ("title", "status", "detail")}
+        {
+            "title": str(result["title"] or ""),
+            "status": str(result.get("status") or ""),
+            "detail": str(result.get("detail") or ""),
+        }
         for result in results
         if "title" in result
     ]
@@ -487,7 +531,7 @@ def _fold(events: Sequence[Event], running: bool, damage: Sequence[Damage]) -> L
 
 def _list_generations(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
-) -> list[dict[str, Any]]:
+) -> list[GenerationRow]:
     steps: dict[int, int] = {}
     for event in events:
         if event.name == ev.STEP:
@@ -556,27 +600,23 @@ def _make_message(
     return "; ".join(filter(None, [message, f"{why}, and the job stays as it was"]))
 
 
-def _summarise_plan(plan: dict[str, Any]) -> dict[str, Any]:
+def _summarise_plan(plan: PlanJson) -> PlanSummary:
     """Return the plan with the lists of ranked and rejected pools replaced by their lengths."""
     summary = {name: value for name, value in plan.items() if name not in ("ranked", "rejected")}
     counts = plan.get("counts") or {
         "ranked": len(plan.get("ranked", [])),
         "": len(plan.get("rejected", [])),
     }
-    return {
-        **summary,
-        "ranked": counts["ranked"],
-        "rejected": sum(counts.values()) - counts["ranked"],
-    }
+    ranked = counts["ranked"]
+    rejected = sum(counts.values()) - ranked
+    return cast(PlanSummary, {**summary, "ranked": ranked, "rejected": rejected})
 
 
 def _parse_usd(number: float) -> Decimal:
     return round_amount(Decimal(str(number)))
 
 
-def _describe_interruption(
-    events: Sequence[Event], generation: RecordedGeneration
-) -> dict[str, Any]:
+def _describe_interruption(events: Sequence[Event], generation: RecordedGeneration) -> Failure:
     """Describe the unplanned end of a generation as a failure.
 
     The failure's time is the time of the detected fault. If no fault was detected, it is the
@@ -615,12 +655,12 @@ def _describe_interruption(
     return found
 
 
-def _describe_failures(event: Event) -> list[dict[str, Any]]:
+def _describe_failures(event: Event) -> list[Failure]:
     """Return the failures recorded in one preflight, plan, restore or rollback event; empty for
     other events.
     """
 
-    def failure(what: str, culprit: str) -> dict[str, Any]:
+    def failure(what: str, culprit: str) -> Failure:
         return _failure(event.t_wall, event.generation, what, culprit)
 
     if event.name == ev.PREFLIGHT:
@@ -659,5 +699,12 @@ def _describe_failures(event: Event) -> list[dict[str, Any]]:
     return []
 
 
-def _failure(t_wall: float, generation: int, what: str, culprit: str) -> dict[str, Any]:
-    return {"t_wall": t_wall, "generation": generation, "what": what, "culprit": culprit}
+def _failure(t_wall: float, generation: int, what: str, culprit: str) -> Failure:
+    # `list_failures` counts the seconds from the job's first event.
+    return {
+        "seconds": 0.0,
+        "t_wall": t_wall,
+        "generation": generation,
+        "what": what,
+        "culprit": culprit,
+    }

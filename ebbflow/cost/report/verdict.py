@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ebbflow.core.config.load import value_text
 from ebbflow.core.errors import Outcome
+from ebbflow.core.json_values import Json
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import (
     NONE,
@@ -139,8 +140,9 @@ def render_progress(report: RunReport) -> str:
     speed = (report.charts.get("steps") or {}).get("speed") or [None]
     if speed[-1]:
         parts.append(f"{speed[-1]:,.0f} {get_weight_unit(report)}/s")
-    if found.get("eta_seconds") is not None:
-        parts.append(f"ETA {format_duration(found['eta_seconds'])}")
+    eta = found.get("eta_seconds")
+    if eta is not None:
+        parts.append(f"ETA {format_duration(eta)}")
     parts.append(_spent(report))
     commit = found.get("commit_step")
     if commit:
@@ -219,18 +221,18 @@ def describe_slowest_rank(report: RunReport, *, if_slow: bool = False) -> str:
     times = f"{format_number(worst['slowest_ratio'], 2)} × the others' median, {often}"
     each = worst.get("lost_step_seconds")
     step = worst.get("step_seconds") or 0.0
-    slow = worst["slowest_ratio"] >= _STRAGGLING or (
+    slow = (worst["slowest_ratio"] or 0.0) >= _STRAGGLING or (
         each is not None and each >= _LOST_SHARE * step > 0
     )
-    if not slow or worst["slowest_share"] < max(0.5, 1.5 / len(ranks)):
+    if not slow or (worst["slowest_share"] or 0.0) < max(0.5, 1.5 / len(ranks)):
         if if_slow:
             return ""
         return f"no rank is slow: the one that was slowest most often, {where}, took {times}"
     if each is None:
         return f"{where} is slow: {times}"
-    lost = format_duration(worst["lost_seconds"])
+    lost = format_duration(worst.get("lost_seconds"))
     if report.total_usd:
-        lost += f" and {format_usd(worst['lost_usd'])}{describe_simulation(report)}"
+        lost += f" and {format_usd(worst.get('lost_usd'))}{describe_simulation(report)}"
     return (
         f"{where} is slow: {1000 * each:,.0f} ms more than the others' median {often}, which "
         f"cost {lost}"
@@ -314,14 +316,11 @@ def script_command(report: RunReport, *options: str) -> str | None:
     }
     if not given.get("script"):
         return None
-    words = [
-        "ebbflow",
-        "run",
-        given["script"],
-        *options,
-        *(["--"] if given.get("script_args") else []),
-    ]
-    return shlex.join(one_line(str(word)) for word in [*words, *(given.get("script_args") or ())])
+    words: list[Json] = ["ebbflow", "run", given["script"], *options]
+    script_args = given.get("script_args")
+    if isinstance(script_args, list) and script_args:
+        words += ["--", *script_args]
+    return shlex.join(one_line(str(word)) for word in words)
 
 
 def reproduce_command(report: RunReport) -> str:
@@ -348,7 +347,7 @@ def _describe_running(report: RunReport) -> str:
     """Describe the phase of a running job, such as "Restarting from step 60 (12 steps lost)"."""
     found = report.progress
     if report.state == STARTING:
-        return f"Starting ({found['doing']})"
+        return f"Starting ({found.get('doing')})"
     if report.state == RESTARTING:
         lost = format_count(found.get("lost_steps") or 0, "step")
         return f"Restarting from step {found.get('resume_step') or 0:,} ({lost} lost)"

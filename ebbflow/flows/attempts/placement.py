@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbflow.core.errors import JobIsRunning, Outcome
 from ebbflow.core.events import COMMIT, PLACED, PLAN, Event, read_events
@@ -220,7 +220,7 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.infra.batch import batch_client, training_queues
-    from ebbflow.infra.kubernetes.cluster import open_cluster
+    from ebbflow.infra.kubernetes.cluster import Cluster, open_cluster
 
     job = _job(request)
     on_batch = request.backend == "batch"
@@ -241,10 +241,10 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         now = history.latest_utc(clock.utc)
         evidence = open_evidence(config)
         plan = make_fresh_plan(job, events, request.flow.examined, now, evidence)
-        if on_batch:
-            queues = training_queues(config.batch, client)
-        else:
+        if isinstance(client, Cluster):
             queues = pods.pod_markets()
+        else:
+            queues = training_queues(config.batch, client)
         try:
             inputs = _PlacementInputs(
                 plan=plan,
@@ -336,14 +336,16 @@ def _place(
     if attempt_plan is not None:
         log.origin = replace(log.origin, attempt=request.name.attempt)
         log.emit(PLAN, **attempt_plan.to_json())
-        details: dict[str, Any] = {
-            "attempt": request.name.attempt,
-            "round": request.round,
-            "step": request.name.step,
-            "task": request.name.task,
-            "after_generation": inputs.newest_generation,
-        }
-        log.emit(PLACED, placement=placed.to_json(), why=placed.reason, **details)
+        log.emit(
+            PLACED,
+            step=request.name.step,
+            placement=placed.to_json(),
+            why=placed.reason,
+            attempt=request.name.attempt,
+            round=request.round,
+            task=request.name.task,
+            after_generation=inputs.newest_generation,
+        )
     return _put_order(job, request, order)
 
 

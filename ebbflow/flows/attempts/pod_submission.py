@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.errors import CloudError, CloudForbidden, Outcome
 from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, OUTCOME
+from ebbflow.core.json_values import JsonObject
 from ebbflow.cost.capacity import batch_attempt_data
 from ebbflow.flows.attempts.order import StopOrder, SubmitLimits, SubmitOrder
 from ebbflow.flows.attempts.submission import StartLimits, longest_wait_seconds, submit_events
@@ -277,9 +278,11 @@ class PodSubmission:
         order = self._order
         if order is None:
             return
-        details: dict[str, Any] = {"step": order.step, "task": order.task}
+        name = job_id.rpartition("/")[2]
         with submit_events(order) as log:
-            log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_id.rpartition("/")[2], **details)
+            log.emit(
+                BATCH_SUBMITTED, step=order.step, task=order.task, job_id=job_id, job_name=name
+            )
 
     def _follow(self) -> None:
         """Watch the pods until they have ended.
@@ -413,8 +416,8 @@ class PodSubmission:
         if order is None or order.placement is None:
             return
         attempt = self._watch.attempt(now=time.time(), ended_by=self._ended_by, reason=self._why)
-        data: dict[str, Any] = {**batch_attempt_data(attempt, order.placement)}
-        data |= self._watch.given()
+        data = batch_attempt_data(attempt, order.placement)
+        data.update(self._watch.given())
         with submit_events(order) as log:
             log.emit(BATCH_ATTEMPT, **data)
             if order.last and attempt.cause in ("never_started", "not_made"):
@@ -427,7 +430,7 @@ class PodSubmission:
                 log.emit(OUTCOME, outcome=outcome.value, message=message)
 
 
-def replacement_policy(times: int) -> dict[str, Any]:
+def replacement_policy(times: int) -> JsonObject:
     """Return fields of a worker's Job with which Kubernetes replaces a pod whose node is lost, but
     not a failed pod.
 

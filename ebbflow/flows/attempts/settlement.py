@@ -5,11 +5,13 @@ A reclaimed machine cannot record its own end, so the bill would miss part of it
 when each of its jobs started and stopped, and why it stopped.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Union
 
 from ebbflow.core.errors import CloudRefused, InfraError
 from ebbflow.core.event_log import EventLog
@@ -42,6 +44,11 @@ from ebbflow.infra.batch import (
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
 from ebbflow.infra.kubernetes import cluster as kubernetes
 
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+
+# Client of AWS Batch, or of a Kubernetes cluster
+Backend = Union["BaseClient", kubernetes.Cluster]
 # Short, because the container of the step `report` may not reach Batch. The launcher tries again.
 _REPORT_SECONDS = 6.0
 # Batch may report a job's end some seconds before its time and reason.
@@ -62,7 +69,7 @@ def _say(text: str) -> None:
 def settle_attempts(
     job: Job,
     events: Sequence[Event],
-    client: Any,
+    client: Backend,
     log: EventLog,
     *,
     deadline_seconds: float = 20.0,
@@ -88,7 +95,7 @@ def settle_attempts(
         return []
     check_run_claim(job.store, job.name)
     settled = []
-    found: dict[str, tuple[BatchAttempt, Any]] = {}
+    found: dict[str, tuple[BatchAttempt, Backend]] = {}
     for there, known in _by_region(submitted, events, client):
         wanted = [job_id for job_id in known if job_id in unsettled]
         told = _describe_when_complete(list(known), wanted, there, deadline_seconds)
@@ -233,20 +240,19 @@ def end_leftovers(job: Job, say: Callable[[str], None]) -> None:
 
 
 def _by_region(
-    submitted: Mapping[str, Event], events: Sequence[Event], client: Any
-) -> list[tuple[Any, dict[str, Event]]]:
+    submitted: Mapping[str, Event], events: Sequence[Event], client: Backend
+) -> list[tuple[Backend, dict[str, Event]]]:
     """Group the Batch jobs by region, and return each region's client with its jobs.
 
     `client` is a Kubernetes cluster, or a Batch client whose region applies to jobs without a known
     region.
     """
-    pods = isinstance(client, kubernetes.Cluster)
     submitted = {
         job_id: event
         for job_id, event in submitted.items()
-        if kubernetes.is_cluster_id(job_id) is pods
+        if kubernetes.is_cluster_id(job_id) is isinstance(client, kubernetes.Cluster)
     }
-    if pods:
+    if isinstance(client, kubernetes.Cluster):
         return [(client, dict(submitted))]
     found: dict[str, dict[str, Event]] = {}
     for job_id, event in submitted.items():
@@ -259,7 +265,7 @@ def _by_region(
 
 
 def _describe_all(
-    submitted: Mapping[str, Event], events: Sequence[Event], client: Any, seconds: float
+    submitted: Mapping[str, Event], events: Sequence[Event], client: Backend, seconds: float
 ) -> dict[str, BatchAttempt]:
     found: dict[str, BatchAttempt] = {}
     for there, known in _by_region(submitted, events, client):
@@ -268,7 +274,7 @@ def _describe_all(
 
 
 def _describe_when_complete(
-    job_ids: Sequence[str], wanted: Sequence[str], client: Any, deadline_seconds: float
+    job_ids: Sequence[str], wanted: Sequence[str], client: Backend, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
     """Query Batch for the jobs.
 
@@ -286,7 +292,7 @@ def _describe_when_complete(
         time.sleep(_LOOK_SECONDS)
 
 
-def _client(job: Job, job_ids: Iterable[str]) -> Any:
+def _client(job: Job, job_ids: Iterable[str]) -> Backend:
     """Return a client for the backend of these attempts. Raises CloudError."""
     pods = any(kubernetes.is_cluster_id(identity) for identity in job_ids)
     if pods:
@@ -295,7 +301,7 @@ def _client(job: Job, job_ids: Iterable[str]) -> Any:
 
 
 def _describe(
-    job_ids: Sequence[str], client: Any, deadline_seconds: float
+    job_ids: Sequence[str], client: Backend, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
     if isinstance(client, kubernetes.Cluster):
         return kubernetes.describe_attempts(job_ids, client, now=time.time())

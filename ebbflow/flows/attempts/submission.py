@@ -24,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, TypeVarTuple
 
+from ebbflow.flows.attempts.submit_request import SubmitAnswer, SubmitRequest
 from ebbflow.flows.attempts.submit_retry import LostAnswers, SubmitRetry
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
@@ -178,7 +179,7 @@ class Submission:
         if self._told_to_leave:
             sys.exit(128 + self._told_to_leave)
 
-    def _submitted(self, parsed: dict[str, Any], **_: object) -> None:
+    def _submitted(self, parsed: SubmitAnswer, **_: object) -> None:
         """Start the threads that watch over the submitted job.
 
         The AWS SDK calls this with each SubmitJob response.
@@ -238,11 +239,24 @@ class Submission:
         if order is None:
             return
         job_id = unwanted or self._job_id
-        details: dict[str, Any] = {"step": order.step, "task": order.task}
-        if unwanted:
-            details["twin_of"] = self._job_id or None
         with submit_events(order) as log:
-            log.emit(BATCH_SUBMITTED, job_id=job_id, job_name=job_name, **details)
+            if unwanted:
+                log.emit(
+                    BATCH_SUBMITTED,
+                    step=order.step,
+                    task=order.task,
+                    job_id=job_id,
+                    job_name=job_name,
+                    twin_of=self._job_id or None,
+                )
+            else:
+                log.emit(
+                    BATCH_SUBMITTED,
+                    step=order.step,
+                    task=order.task,
+                    job_id=job_id,
+                    job_name=job_name,
+                )
             while True:  # the store may come back
                 try:
                     log.flush()
@@ -332,7 +346,7 @@ def wrap_command(command: list[str]) -> list[str]:
     return command
 
 
-def wrap_job_commands(params: dict[str, Any], **_: object) -> None:
+def wrap_job_commands(params: SubmitRequest, **_: object) -> None:
     """Let each command of a SubmitJob request run under the signal-passing shell.
 
     The AWS SDK calls this.
@@ -342,7 +356,8 @@ def wrap_job_commands(params: dict[str, Any], **_: object) -> None:
         params.get("containerOverrides"),
         *(node.get("containerOverrides") for node in nodes),
     ]:
-        if command := (overrides or {}).get("command"):
+        command = (overrides or {}).get("command")
+        if overrides is not None and command:
             overrides["command"] = wrap_command(command)
 
 
@@ -381,7 +396,7 @@ def submit_events(order: SubmitOrder) -> EventLog:
     )
 
 
-def refusal_reason(answer: dict[str, Any]) -> str | None:
+def refusal_reason(answer: SubmitAnswer) -> str | None:
     """Return why Batch refused the request if a retry would be refused too, otherwise None."""
     from ebbflow.infra.aws.calls import is_throttled
 

@@ -18,9 +18,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbflow.core.errors import CloudError, CloudUnavailable
+from ebbflow.flows.attempts.submit_request import SubmitRequest
 
 if TYPE_CHECKING:
     from botocore.awsrequest import AWSPreparedRequest, AWSResponse
@@ -76,7 +77,7 @@ class LostAnswers:
         handlers.BUILTIN_HANDLERS.append(("before-parameter-build.batch.SubmitJob", self.mark))
         handlers.BUILTIN_HANDLERS.append(("before-send.batch.SubmitJob", self.answer))
 
-    def mark(self, params: dict[str, Any], **_: object) -> None:
+    def mark(self, params: SubmitRequest, **_: object) -> None:
         """Add a new random mark to the parameters of a SubmitJob request, in place.
 
         The AWS SDK calls this.

@@ -11,6 +11,7 @@ from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import Event
 from ebbflow.core.layout import KnownJob, job_prefix
 from ebbflow.core.store import Store
+from ebbflow.cost.report.parts import ReportJson
 from ebbflow.cost.report.report import RunReport
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class TrainedModel:
     price_kind: str
     hours: float
     interruptions: int
-    report: dict[str, Any] = field(repr=False)
+    report: ReportJson = field(repr=False)
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], TrainedModel], tuple[dict[str, Any]]]:
         """Pickle as plain data, so that other versions of Ebbflow can read the artifact."""
@@ -193,11 +194,11 @@ def describe_training(
         outcome=str(report.outcome or Outcome.INTERRUPTED),
         commit=None if final is None else final.ref.key,
         best=best,
-        steps=int(report.actual["steps"]) if final is None else final.ref.step,
+        steps=int(report.actual.get("steps") or 0) if final is None else final.ref.step,
         weights_sha256=report.weights_sha256,
         usd=float(report.total_usd),
         price_kind=fold(events).price_kind,
-        hours=float(report.actual["wall_hours"]),
+        hours=float(report.actual.get("wall_hours") or 0.0),
         interruptions=report.interruptions,
         report=report.to_json(),
     )

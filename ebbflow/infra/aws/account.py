@@ -2,6 +2,8 @@
 of this machine.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -9,11 +11,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ebbflow.core.errors import CloudRefused
+from ebbflow.core.json_values import Json
+from ebbflow.infra.aws.answers import (
+    BucketLocation,
+    ImagesAnswer,
+    LifecycleAnswer,
+    PublicAccessAnswer,
+    QuotaAnswer,
+    RoleAnswer,
+    SimulationAnswer,
+    TrustPolicy,
+)
 from ebbflow.infra.aws.calls import (
+    Answer,
     RequestDeadline,
     aws_client,
     call_aws,
@@ -21,6 +35,9 @@ from ebbflow.infra.aws.calls import (
     request_name,
     required_field,
 )
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 # Regions for which GetBucketLocation returns another name.
 LOCATIONS = {"": "us-east-1", "EU": "eu-west-1"}
@@ -70,7 +87,7 @@ class BucketState:
     abort_days: int | None  # days until S3 deletes parts of an unfinished upload; None: never
 
 
-def sibling_client(service: str, batch: Any, region: str | None = None) -> Any:
+def sibling_client(service: str, batch: BaseClient, region: str | None = None) -> BaseClient:
     """Make a client for another AWS service, in the region of a Batch client unless `region` names
     another region.
 
@@ -101,46 +118,49 @@ def quota_code(instance_type: str, market: str) -> str | None:
     return _QUOTAS[market, group]
 
 
-def vcpu_quota(code: str, client: Any, deadline: RequestDeadline) -> Quota:
+def vcpu_quota(code: str, client: BaseClient, deadline: RequestDeadline) -> Quota:
     """Read one vCPU quota. client: botocore client for "service-quotas". Raises CloudError."""
-    answer = call_aws(client, "get_service_quota", deadline, ServiceCode="ec2", QuotaCode=code)
-    vcpus = required_field(answer, "Quota.Value", client, "get_service_quota")
-    return Quota(code=code, name=answer["Quota"].get("QuotaName", code), vcpus=float(vcpus))
+    call = "get_service_quota"
+    answer = call_aws(client, call, deadline, shape=QuotaAnswer, ServiceCode="ec2", QuotaCode=code)
+    quota = required_field(answer.get("Quota"), "Quota", client, call)
+    vcpus = required_field(quota.get("Value"), "Quota.Value", client, call)
+    return Quota(code=code, name=quota.get("QuotaName", code), vcpus=float(vcpus))
 
 
-def role_state(arn: str, client: Any, deadline: RequestDeadline) -> RoleState | None:
+def role_state(arn: str, client: BaseClient, deadline: RequestDeadline) -> RoleState | None:
     """Read an IAM role, or return None if it does not exist. client: botocore client for "iam".
 
     Raises CloudError.
     """
     try:
-        answer = call_aws(client, "get_role", deadline, RoleName=arn.rpartition("/")[2])
+        answer = call_aws(
+            client, "get_role", deadline, shape=RoleAnswer, RoleName=arn.rpartition("/")[2]
+        )
     except CloudRefused as error:
         if error.code == "NoSuchEntity":
             return None
         raise
-    found = required_field(answer, "Role.Arn", client, "get_role")
-    return RoleState(
-        arn=found, trusted=trusted_services(answer["Role"].get("AssumeRolePolicyDocument"))
-    )
+    role = required_field(answer.get("Role"), "Role", client, "get_role")
+    found = required_field(role.get("Arn"), "Role.Arn", client, "get_role")
+    return RoleState(arn=found, trusted=trusted_services(role.get("AssumeRolePolicyDocument")))
 
 
-def trusted_services(document: Any) -> tuple[str, ...]:
+def trusted_services(document: str | TrustPolicy | None) -> tuple[str, ...]:
     """Return the services that a trust policy (a dict or URL-encoded JSON) allows to assume its
     role.
     """
     if isinstance(document, str):
-        policy = json.loads(unquote(document))
+        policy: TrustPolicy = json.loads(unquote(document))
     else:
         policy = document or {}
     statements = policy.get("Statement") or []
     found: list[str] = []
     for statement in statements if isinstance(statements, list) else [statements]:
         principal = statement.get("Principal") or {}
-        if isinstance(principal, dict):
-            services = principal.get("Service", [])
-        else:
+        if isinstance(principal, str):
             services = []
+        else:
+            services = principal.get("Service", [])
         if statement.get("Effect") == "Allow":
             if isinstance(services, str):
                 found += [services]
@@ -153,7 +173,7 @@ def denied_actions(
     arn: str,
     actions: Sequence[str],
     resources: Sequence[str],
-    client: Any,
+    client: BaseClient,
     deadline: RequestDeadline,
 ) -> tuple[str, ...]:
     """Return the actions that a role may not perform on at least one of the resources.
@@ -173,17 +193,15 @@ def denied_actions(
         "ActionNames": list(actions),
         "ResourceArns": list(resources),
     }
-    answer = call_aws(client, "simulate_principal_policy", deadline, **request)
     call = "simulate_principal_policy"
-    results = required_field(answer, "EvaluationResults", client, call)
-    decided = {
-        required_field(result, "EvalActionName", client, call): required_field(
-            result, "EvalDecision", client, call
-        )
-        == "allowed"
-        # One denial is enough
-        for result in sorted(results, key=lambda result: result.get("EvalDecision") != "allowed")
-    }
+    answer = call_aws(client, call, deadline, shape=SimulationAnswer, **request)
+    results = required_field(answer.get("EvaluationResults"), "EvaluationResults", client, call)
+    decided: dict[str, bool] = {}
+    # One denial is enough
+    for result in sorted(results, key=lambda result: result.get("EvalDecision") != "allowed"):
+        name = required_field(result.get("EvalActionName"), "EvalActionName", client, call)
+        decision = required_field(result.get("EvalDecision"), "EvalDecision", client, call)
+        decided[name] = decision == "allowed"
     if missing := [action for action in actions if action not in decided]:
         raise CloudRefused(
             f"{request_name(client, call)}: the answer has no decision on {', '.join(missing)}"
@@ -191,49 +209,50 @@ def denied_actions(
     return tuple(action for action, allowed in decided.items() if not allowed)
 
 
-def bucket_state(bucket: str, client: Any, deadline: RequestDeadline) -> BucketState:
+def bucket_state(bucket: str, client: BaseClient, deadline: RequestDeadline) -> BucketState:
     """Read a bucket's properties. client: botocore client for "s3".
 
     Raises CloudError if a property cannot be read.
     """
-    location = call_aws(client, "get_bucket_location", deadline, Bucket=bucket).get(
-        "LocationConstraint"
-    )
+    location = call_aws(
+        client, "get_bucket_location", deadline, shape=BucketLocation, Bucket=bucket
+    ).get("LocationConstraint")
     block = _call_optional(
         client,
         "get_public_access_block",
         deadline,
         "NoSuchPublicAccessBlockConfiguration",
+        shape=PublicAccessAnswer,
         iam_action="s3:GetBucketPublicAccessBlock",
         Bucket=bucket,
     )
-    rules = _call_optional(
+    call = "get_bucket_lifecycle_configuration"
+    lifecycle = _call_optional(
         client,
-        "get_bucket_lifecycle_configuration",
+        call,
         deadline,
         "NoSuchLifecycleConfiguration",
+        shape=LifecycleAnswer,
         iam_action="s3:GetLifecycleConfiguration",
         Bucket=bucket,
     )
+    if lifecycle is None:
+        rules = []
+    else:
+        rules = required_field(lifecycle.get("Rules"), "Rules", client, call)
+    name = "AbortIncompleteMultipartUpload.DaysAfterInitiation"
     days = [
         required_field(
-            rule,
-            "AbortIncompleteMultipartUpload.DaysAfterInitiation",
-            client,
-            "get_bucket_lifecycle_configuration",
+            rule["AbortIncompleteMultipartUpload"].get("DaysAfterInitiation"), name, client, call
         )
-        for rule in (
-            required_field(rules, "Rules", client, "get_bucket_lifecycle_configuration")
-            if rules is not None
-            else ()
-        )
+        for rule in rules
         if rule.get("Status") == "Enabled" and "AbortIncompleteMultipartUpload" in rule
     ]
     blocked = "PublicAccessBlockConfiguration"
     if block is None:
         flags = {}
     else:
-        flags = required_field(block, blocked, client, "get_public_access_block")
+        flags = required_field(block.get(blocked), blocked, client, "get_public_access_block")
     wanted = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
     return BucketState(
         region=LOCATIONS.get(location or "", location or ""),
@@ -250,7 +269,7 @@ def ecr_region(image: str) -> str | None:
     return match["region"]
 
 
-def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
+def image_exists(image: str, client: BaseClient, deadline: RequestDeadline) -> bool:
     """Return whether an image exists in ECR. client: botocore client for "ecr" in the image's
     region.
 
@@ -268,6 +287,7 @@ def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
             client,
             "describe_images",
             deadline,
+            shape=ImagesAnswer,
             registryId=match["account"],
             repositoryName=match["repository"],
             imageIds=[wanted],
@@ -276,7 +296,8 @@ def image_exists(image: str, client: Any, deadline: RequestDeadline) -> bool:
         if error.code in ("ImageNotFoundException", "RepositoryNotFoundException"):
             return False
         raise
-    return bool(required_field(answer, "imageDetails", client, "describe_images"))
+    images = required_field(answer.get("imageDetails"), "imageDetails", client, "describe_images")
+    return bool(images)
 
 
 def metaflow_settings(environment: Mapping[str, str] | None = None) -> dict[str, tuple[str, str]]:
@@ -320,16 +341,17 @@ def metaflow_setting(name: str) -> str:
 
 
 def _call_optional(
-    client: Any,
+    client: BaseClient,
     operation: str,
     deadline: RequestDeadline,
     absent: str,
     *,
+    shape: type[Answer],
     iam_action: str,
-    **request: Any,
-) -> Any:
+    **request: Json,
+) -> Answer | None:
     try:
-        return call_aws(client, operation, deadline, iam_action=iam_action, **request)
+        return call_aws(client, operation, deadline, shape=shape, iam_action=iam_action, **request)
     except CloudRefused as error:
         if error.code == absent:
             return None

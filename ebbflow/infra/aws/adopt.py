@@ -4,6 +4,8 @@ account.
 The command does not change these resources.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import shlex
@@ -11,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
 from ebbflow.core.errors import CloudError, Outcome
+from ebbflow.core.json_values import JsonObject
 from ebbflow.infra.aws.account import (
     CONTAINERS,
     LOCATIONS,
@@ -23,9 +26,21 @@ from ebbflow.infra.aws.account import (
     sibling_client,
     trusted_services,
 )
+from ebbflow.infra.aws.answers import (
+    BucketLocation,
+    BucketsAnswer,
+    CallerIdentity,
+    ImageDetail,
+    RepositoryDetail,
+    RoleDetail,
+    StackDetail,
+)
 from ebbflow.infra.aws.calls import RequestDeadline, call_aws, paginate
 from ebbflow.infra.batch import QueueState, batch_client, describe_queues
 from ebbflow.infra.batch.queues import AUTO_INSTANCE_TYPES
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 T = TypeVar("T")
 
@@ -151,7 +166,7 @@ class _Account:
         self.notes: list[str] = []  # one line each, for the user
         self.name = self._tried(
             "sts",
-            lambda client, limit: call_aws(client, "get_caller_identity", limit)["Account"],
+            _account,
             "unknown",
         )
         # Outputs, by name
@@ -160,7 +175,9 @@ class _Account:
         self.roles = self._tried("iam", _roles, [])  # ARNs of roles that containers may assume
         self.images = self._tried("ecr", _images, [])
 
-    def _tried(self, service: str, read: Callable[[Any, RequestDeadline], T], otherwise: T) -> T:
+    def _tried(
+        self, service: str, read: Callable[[BaseClient, RequestDeadline], T], otherwise: T
+    ) -> T:
         try:
             return read(sibling_client(service, self._batch), RequestDeadline.after(_SECONDS))
         except CloudError as error:
@@ -180,8 +197,14 @@ class _Account:
         return None
 
 
-def _stacks(client: Any, deadline: RequestDeadline) -> dict[str, dict[str, str]]:
-    listed = paginate(client, "describe_stacks", "Stacks", deadline, token="NextToken")
+def _account(client: BaseClient, deadline: RequestDeadline) -> str:
+    return call_aws(client, "get_caller_identity", deadline, shape=CallerIdentity)["Account"]
+
+
+def _stacks(client: BaseClient, deadline: RequestDeadline) -> dict[str, dict[str, str]]:
+    listed = paginate(
+        client, "describe_stacks", "Stacks", deadline, shape=StackDetail, token="NextToken"
+    )
     stacks = {}
     for stack in listed:
         pairs = stack.get("Outputs") or []
@@ -191,21 +214,23 @@ def _stacks(client: Any, deadline: RequestDeadline) -> dict[str, dict[str, str]]
     return stacks
 
 
-def _buckets(client: Any, deadline: RequestDeadline) -> list[str]:
+def _buckets(client: BaseClient, deadline: RequestDeadline) -> list[str]:
     """Return the buckets in the client's region that have "ebbflow" or "metaflow" in their name.
 
     If no bucket of the account has such a name, return those of the account's first 20 buckets that
     are in the region. Buckets whose region cannot be read are left out.
     """
-    listed = call_aws(client, "list_buckets", deadline, iam_action="s3:ListAllMyBuckets")["Buckets"]
-    names = [bucket["Name"] for bucket in listed]
+    answer = call_aws(
+        client, "list_buckets", deadline, shape=BucketsAnswer, iam_action="s3:ListAllMyBuckets"
+    )
+    names = [bucket["Name"] for bucket in answer["Buckets"]]
     here = []
     for name in [name for name in names if _is_named_for_this(name)] or names[:_MOST_BUCKETS]:
         try:
             location = (
-                call_aws(client, "get_bucket_location", deadline, Bucket=name).get(
-                    "LocationConstraint"
-                )
+                call_aws(
+                    client, "get_bucket_location", deadline, shape=BucketLocation, Bucket=name
+                ).get("LocationConstraint")
                 or ""
             )
         except CloudError:
@@ -215,29 +240,40 @@ def _buckets(client: Any, deadline: RequestDeadline) -> list[str]:
     return here
 
 
-def _roles(client: Any, deadline: RequestDeadline) -> list[str]:
+def _roles(client: BaseClient, deadline: RequestDeadline) -> list[str]:
     arns = [
         role["Arn"]
-        for role in paginate(client, "list_roles", "Roles", deadline, token="Marker")
+        for role in paginate(
+            client, "list_roles", "Roles", deadline, shape=RoleDetail, token="Marker"
+        )
         if CONTAINERS in trusted_services(role.get("AssumeRolePolicyDocument"))
         and "/aws-service-role/" not in role["Arn"]
     ]
     return sorted(arns, key=lambda arn: not _is_named_for_this(arn))
 
 
-def _images(client: Any, deadline: RequestDeadline) -> list[str]:
+def _images(client: BaseClient, deadline: RequestDeadline) -> list[str]:
     """Return the newest tagged image of each repository with "ebbflow" or "metaflow" in its name."""
     found = []
-    for repository in paginate(client, "describe_repositories", "repositories", deadline):
+    repositories = paginate(
+        client, "describe_repositories", "repositories", deadline, shape=RepositoryDetail
+    )
+    for repository in repositories:
         name = repository["repositoryName"]
         if _is_named_for_this(name):
             images = paginate(
-                client, "describe_images", "imageDetails", deadline, repositoryName=name
+                client,
+                "describe_images",
+                "imageDetails",
+                deadline,
+                shape=ImageDetail,
+                repositoryName=name,
             )
             tagged = [image for image in images if image.get("imageTags")]
             if tagged:
                 newest = max(tagged, key=lambda image: image["imagePushedAt"])
-                found.append(f"{repository['repositoryUri']}:{newest['imageTags'][0]}")
+                tag = newest.get("imageTags", [])[0]
+                found.append(f"{repository['repositoryUri']}:{tag}")
     return found
 
 
@@ -402,7 +438,7 @@ class _Setup:
         gangs = self._gang_queues()
         queues = []
         for state in self.queues:
-            entry: dict[str, Any] = {"name": state.name, "market": state.market}
+            entry: JsonObject = {"name": state.name, "market": state.market}
             # An open-ended choice cannot be listed
             if not set(AUTO_INSTANCE_TYPES) & set(state.instance_types):
                 if state.instance_types:
@@ -412,7 +448,7 @@ class _Setup:
             queues.append(entry | ({"multi_node": True} if state in gangs else {}))
         optional = {"light_queue": self.light_queue, "image": self.image, "job_role": self.job_role}
         if self.store is None:
-            document: dict[str, Any] = {}
+            document: JsonObject = {}
         else:
             document = {"store": self.store}
         document |= {

@@ -4,18 +4,30 @@ botocore is imported only when a client is made. Its own retries are off because
 deadline.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cache
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
+import typing_extensions
+
 from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.retry import backoff_pauses, call_within, retry
 from ebbflow.core.store.s3 import aws_settings
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+    from botocore.loaders import Loader
+
+T = typing_extensions.TypeVar("T")
+# An answer, or an item of a listing
+Answer = typing_extensions.TypeVar("Answer", default=JsonObject)
 
 # AWS's error codes for too many requests, which a later retry may cure.
 _THROTTLED = frozenset(
@@ -86,7 +98,7 @@ class RequestDeadline:
         return self.until - self.monotonic()
 
 
-def aws_client(service: str, region: str | None = None) -> Any:
+def aws_client(service: str, region: str | None = None) -> BaseClient:
     """Make a botocore client with short timeouts. botocore's own retries are off, since `call_aws`
     retries.
 
@@ -112,7 +124,7 @@ def aws_client(service: str, region: str | None = None) -> Any:
         ) from error
 
 
-def is_amazons(client: Any) -> bool:
+def is_amazons(client: BaseClient) -> bool:
     """Return whether a client's endpoint belongs to Amazon, and not to an AWS emulator such as a
     test server.
     """
@@ -121,13 +133,20 @@ def is_amazons(client: Any) -> bool:
 
 
 def call_aws(
-    client: Any, operation: str, deadline: RequestDeadline, *, iam_action: str = "", **request: Any
-) -> Mapping[str, Any]:
+    client: BaseClient,
+    operation: str,
+    deadline: RequestDeadline,
+    *,
+    shape: type[Answer] | None = None,  # noqa: ARG001 (for the type checker)
+    iam_action: str = "",
+    **request: Json | datetime,
+) -> Answer:
     """Send one request to AWS and return the answer. Retry with backoff while a retry may help.
 
     Args:
         operation: name of the client's method, such as "describe_jobs".
         deadline: limit for the request and all its retries.
+        shape: type of the answer (`ebbflow.infra.aws.answers`), which is not checked.
         iam_action: the IAM action to name in errors, if its name differs from the operation's.
 
     Raises:
@@ -162,15 +181,16 @@ def call_aws(
 
 
 def paginate(
-    client: Any,
+    client: BaseClient,
     operation: str,
     key: str,
     deadline: RequestDeadline,
     *,
+    shape: type[Answer],  # noqa: ARG001 (for the type checker)
     iam_action: str = "",
     token: str = "nextToken",
-    **request: Any,
-) -> Iterator[Any]:
+    **request: Json | datetime,
+) -> Iterator[Answer]:
     """Yield the items of a listing, page by page, for at most 2,000 pages.
 
     Raises CloudError like `call_aws`.
@@ -178,6 +198,7 @@ def paginate(
     The items are in the field `key` of a page. The next page is requested once the caller has
     consumed the items of the current page.
 
+    shape: type of an item (`ebbflow.infra.aws.answers`), which is not checked.
     token: name of the field that requests the next page. It is "nextToken", "NextToken" or
     "Marker", depending on the service.
     """
@@ -187,49 +208,67 @@ def paginate(
             more = {}
         else:
             more = {token: following}
-        answer = call_aws(client, operation, deadline, iam_action=iam_action, **request, **more)
-        yield from answer.get(key) or []
+        answer = call_aws(
+            client,
+            operation,
+            deadline,
+            shape=dict[str, list[Answer] | str | None],
+            iam_action=iam_action,
+            **request,
+            **more,
+        )
+        items = answer.get(key)
+        if isinstance(items, list):
+            yield from items
         before = following
-        following = answer.get(token) or None
+        found = answer.get(token)
+        following = found if isinstance(found, str) and found else None
         if following is None or following == before:
             return
 
 
 def describe_in_parts(
-    client: Any, operation: str, plural: str, names: Sequence[str], deadline: RequestDeadline
-) -> list[Mapping[str, Any]]:
+    client: BaseClient,
+    operation: str,
+    plural: str,
+    names: Sequence[str],
+    deadline: RequestDeadline,
+    *,
+    shape: type[Answer],  # noqa: ARG001 (for the type checker)
+) -> list[Answer]:
     """Describe resources by name, with at most 100 names per request (Batch's limit).
 
     Return the descriptions.
 
     plural: name of the request parameter for the resource names, and of the response field with the
         descriptions.
+    shape: type of a description (`ebbflow.infra.aws.answers`), which is not checked.
     """
-    found: list[Mapping[str, Any]] = []
+    found: list[Answer] = []
     for start in range(0, len(names), _NAMES_IN_A_REQUEST):
-        part: dict[str, Any] = {plural: list(names[start : start + _NAMES_IN_A_REQUEST])}
-        found += call_aws(client, operation, deadline, **part).get(plural) or []
+        part: dict[str, Json] = {plural: list(names[start : start + _NAMES_IN_A_REQUEST])}
+        answer = call_aws(
+            client,
+            operation,
+            deadline,
+            shape=dict[str, list[Answer] | None],
+            iam_action="",
+            **part,
+        )
+        found += answer.get(plural) or []
     return found
 
 
-def required_field(answer: Mapping[str, Any], path: str, client: Any, operation: str) -> Any:
-    """Return the value at a dotted path in an answer, such as "Quota.Value".
+def required_field(value: T | None, name: str, client: BaseClient, operation: str) -> T:
+    """Return the value of an answer's field that must be there.
 
-    Raises CloudRefused, which names the call and the path, if there is no value. An answer with
+    Raises CloudRefused, which names the call and the field, if the value is None. An answer with
     status 200 may still lack a field if it comes from a proxy, an AWS emulator or another version
     of the service.
     """
-    found: Any = answer
-    for at, name in enumerate(names := path.split("."), start=1):
-        if isinstance(found, Mapping):
-            found = found.get(name)
-        else:
-            found = None
-        if found is None:
-            raise CloudRefused(
-                f"{request_name(client, operation)}: the answer lacks {'.'.join(names[:at])}"
-            )
-    return found
+    if value is None:
+        raise CloudRefused(f"{request_name(client, operation)}: the answer lacks {name}")
+    return value
 
 
 def is_throttled(status: int, code: str) -> bool:
@@ -237,7 +276,7 @@ def is_throttled(status: int, code: str) -> bool:
     return code in _THROTTLED or status == 429
 
 
-def request_name(client: Any, operation: str) -> str:
+def request_name(client: BaseClient, operation: str) -> str:
     """Return a request's name for messages, such as "batch:DescribeJobQueues in us-east-1"."""
     return str(_Request(client, operation, ""))
 
@@ -255,7 +294,7 @@ def within(seconds: float, find: Callable[[], T], what: str) -> T:
 
 
 @cache
-def _loader(path: str | None) -> Any:
+def _loader(path: str | None) -> Loader:
     """Return a cached loader of botocore's service descriptions.
 
     Reading EC2's description alone takes a second.
@@ -266,7 +305,7 @@ def _loader(path: str | None) -> Any:
 
 
 class _Request:
-    def __init__(self, client: Any, operation: str, iam_action: str) -> None:
+    def __init__(self, client: BaseClient, operation: str, iam_action: str) -> None:
         meta = client.meta
         self.iam_action = (
             iam_action

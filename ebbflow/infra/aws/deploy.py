@@ -17,17 +17,55 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Required, TypedDict, cast
 
 import yaml
 
 from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
+from ebbflow.core.json_values import Json, JsonObject
+from ebbflow.infra.aws.answers import (
+    ChangeSetAnswer,
+    LogGroupDetail,
+    ResourceChangeDetail,
+    StackChange,
+    StackEvent,
+    StacksAnswer,
+)
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 TEMPLATE = Path(__file__).with_name("template.yaml")
 # https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a
 # request, in bytes.
 LARGEST_TEMPLATE = 51_200
+
+
+class TemplateParameter(TypedDict, total=False):
+    """Parameter of the template."""
+
+    Type: Required[str]
+    Default: str | int
+    AllowedValues: list[str | int]
+    AllowedPattern: str
+    MinValue: int
+    MaxValue: int
+
+
+class TemplateResource(TypedDict, total=False):
+    """Resource of the template."""
+
+    Type: Required[str]
+    Condition: str  # name of the condition under which it is created
+
+
+class Template(TypedDict, total=False):
+    """CloudFormation template, with the parts that are read."""
+
+    Parameters: Required[dict[str, TemplateParameter]]
+    Conditions: dict[str, Json]
+    Resources: Required[dict[str, TemplateResource]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +83,25 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that accepts CloudFormation's short forms, such as `!Ref X` for `{"Ref": "X"}`."""
 
 
-def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> dict[str, Any]:
+def _short_form(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> JsonObject:
     if isinstance(node, yaml.ScalarNode):
         text = str(loader.construct_scalar(node))
         if name == "GetAtt":
-            value: Any = text.split(".", 1)
+            value: Json = text.split(".", 1)
         else:
             value = text
     elif isinstance(node, yaml.SequenceNode):
         value = loader.construct_sequence(node, deep=True)
     else:
         assert isinstance(node, yaml.MappingNode)
-        value = loader.construct_mapping(node, deep=True)
+        value = cast(JsonObject, loader.construct_mapping(node, deep=True))
     return {name if name in ("Ref", "Condition") else f"Fn::{name}": value}
 
 
 _Loader.add_multi_constructor("!", _short_form)
 
 
-def read_template(text: str) -> dict[str, Any]:
+def read_template(text: str) -> Template:
     return yaml.load(text, _Loader)
 
 
@@ -71,11 +109,11 @@ class _Dumper(yaml.SafeDumper):
     """YAML dumper that writes short forms, and no anchors, which CloudFormation does not know."""
 
     # The argument is that of PyYAML's method.
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+    def ignore_aliases(self, data: Json) -> bool:  # noqa: ARG002
         return True
 
 
-def _write_short_form(dumper: yaml.SafeDumper, value: dict[str, Any]) -> yaml.Node:
+def _write_short_form(dumper: yaml.SafeDumper, value: dict[str, str]) -> yaml.Node:
     if value.keys() == {"Ref"} or (
         value.keys() == {"Fn::Sub"} and isinstance(value["Fn::Sub"], str)
     ):
@@ -89,21 +127,23 @@ def _write_short_form(dumper: yaml.SafeDumper, value: dict[str, Any]) -> yaml.No
 _Dumper.add_representer(dict, _write_short_form)
 
 
-def condense_template(template: Mapping[str, Any]) -> str:
+def condense_template(template: Template) -> str:
     """Return the template as it is sent: without comments and indentation, so that it fits into a
     request.
     """
-    plain: dict[str, Any] = {
-        "default_flow_style": True,
-        "width": 10**9,
-        "sort_keys": False,
-        "allow_unicode": True,
-    }
+    text = yaml.dump(
+        template,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        width=10**9,
+        sort_keys=False,
+        allow_unicode=True,
+    )
     # Quoted without need
-    return re.sub(r"(!\w+) '([\w.]+)'", r"\1 \2", yaml.dump(template, Dumper=_Dumper, **plain))
+    return re.sub(r"(!\w+) '([\w.]+)'", r"\1 \2", text)
 
 
-def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict[str, str]:
+def _given_parameters(pairs: Sequence[str], template: Template) -> dict[str, str]:
     """Return the values given by --parameter, by name.
 
     Raises CloudRefused for unknown parameters and invalid values. The message has one line per
@@ -129,7 +169,7 @@ def _given_parameters(pairs: Sequence[str], template: Mapping[str, Any]) -> dict
 
 
 def planned_resources(
-    template: Mapping[str, Any], given: Mapping[str, str], *, region: str
+    template: Template, given: Mapping[str, str], *, region: str
 ) -> list[ResourceChange]:
     """Return the resources that a new stack with these parameters would create, in the template's
     order.
@@ -146,7 +186,7 @@ def planned_resources(
     ]
 
 
-def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
+def _not_allowed(parameter: TemplateParameter, value: str) -> str:
     allowed = [str(value) for value in parameter.get("AllowedValues", [])]
     if allowed and value not in allowed:
         return f"one of {', '.join(allowed)} is allowed"
@@ -164,23 +204,30 @@ def _not_allowed(parameter: Mapping[str, Any], value: str) -> str:
     return ""
 
 
-def _holds(condition: Mapping[str, Any], values: Mapping[str, str]) -> bool:
+def _holds(condition: Json, values: Mapping[str, str]) -> bool:
     """Evaluate a condition of the template.
 
     Only Fn::Equals, Fn::Not, Fn::And and Ref are supported.
     """
+    if not isinstance(condition, dict):
+        raise ValueError(f"{condition} is not a condition")
     [(function, arguments)] = condition.items()
+    if not isinstance(arguments, list):
+        raise ValueError(f"condition {function} has no list of arguments")
     if function == "Fn::And":
         return all(_holds(argument, values) for argument in arguments)
     if function == "Fn::Not":
         return not _holds(arguments[0], values)
     if function == "Fn::Equals":
-        left, right = (
-            values[argument["Ref"]] if isinstance(argument, dict) else str(argument)
-            for argument in arguments
-        )
+        left, right = (_operand(argument, values) for argument in arguments)
         return left == right
     raise ValueError(f"condition {function} is not supported")
+
+
+def _operand(argument: Json, values: Mapping[str, str]) -> str:
+    if isinstance(argument, dict):
+        return values[str(argument["Ref"])]
+    return str(argument)
 
 
 BATCH_LOG_GROUP = "/aws/batch/job"
@@ -206,15 +253,17 @@ def _with_found(
 
     def listed(
         what: str, give: str, service: str, operation: str, key: str, **request: str
-    ) -> list[Any] | None:
+    ) -> list[LogGroupDetail] | None:
         try:
             client = aws_client(service, region)
-            return (
-                call_aws(client, operation, RequestDeadline.after(_ANSWER_SECONDS), **request).get(
-                    key
-                )
-                or []
+            answer = call_aws(
+                client,
+                operation,
+                RequestDeadline.after(_ANSWER_SECONDS),
+                shape=dict[str, list[LogGroupDetail]],
+                **request,
             )
+            return answer.get(key) or []
         except CloudError as error:
             say(f"whether {what} is unknown; --parameter {give}: {error}")
             return None
@@ -278,7 +327,7 @@ class Stack:
     Requests have deadlines. `tell` prints progress.
     """
 
-    def __init__(self, client: Any, name: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, client: BaseClient, name: str, tell: Callable[[str], None]) -> None:
         self._client = client
         self._name = name
         self._tell = tell
@@ -286,13 +335,14 @@ class Stack:
     def state(self, deadline: RequestDeadline) -> StackState | None:
         """Read the stack's state, or return None if there is no such stack. Raises CloudError."""
         try:
-            [found] = call_aws(self._client, "describe_stacks", deadline, StackName=self._name)[
-                "Stacks"
-            ]
+            answer = call_aws(
+                self._client, "describe_stacks", deadline, shape=StacksAnswer, StackName=self._name
+            )
         except CloudRefused as error:
             if "does not exist" in str(error):
                 return None
             raise
+        [found] = answer["Stacks"]
         return StackState(
             status=found["StackStatus"],
             reason=found.get("StackStatusReason", ""),
@@ -321,7 +371,9 @@ class Stack:
         call_aws(self._client, "create_change_set", deadline, **update)
         try:
             while True:
-                answer = call_aws(self._client, "describe_change_set", deadline, **request)
+                answer = call_aws(
+                    self._client, "describe_change_set", deadline, shape=ChangeSetAnswer, **request
+                )
                 if answer["Status"] == "FAILED":
                     if _nothing_to_do(answer.get("StatusReason", "")):
                         return []
@@ -329,9 +381,14 @@ class Stack:
                         f"stack {self._name}: no change set: {answer.get('StatusReason')}"
                     )
                 if answer["Status"] == "CREATE_COMPLETE":
-                    pages = {"token": "NextToken", **request}
                     found = paginate(
-                        self._client, "describe_change_set", "Changes", deadline, **pages
+                        self._client,
+                        "describe_change_set",
+                        "Changes",
+                        deadline,
+                        shape=StackChange,
+                        token="NextToken",
+                        **request,
                     )
                     return [
                         _change(change["ResourceChange"])
@@ -340,7 +397,13 @@ class Stack:
                     ]
                 self._pause(deadline, f"its change set is {answer['Status']}")
         finally:
-            call_aws(self._client, "delete_change_set", RequestDeadline.after(30), **request)
+            call_aws(
+                self._client,
+                "delete_change_set",
+                RequestDeadline.after(30),
+                StackName=self._name,
+                ChangeSetName=name,
+            )
 
     def apply(
         self,
@@ -405,10 +468,8 @@ class Stack:
             "\n".join([f"stack {self._name}: {state.status}", *(f"  {cause}" for cause in causes)])
         )
 
-    def _request(
-        self, body: str, given: Mapping[str, str], state: StackState | None
-    ) -> dict[str, Any]:
-        parameters = [
+    def _request(self, body: str, given: Mapping[str, str], state: StackState | None) -> JsonObject:
+        parameters: list[JsonObject] = [
             {"ParameterKey": name, "ParameterValue": value} for name, value in given.items()
         ]
         if state is not None:
@@ -430,9 +491,16 @@ class Stack:
             "Tags": tags,
         }
 
-    def _events(self, deadline: RequestDeadline) -> Iterator[Mapping[str, Any]]:
-        request = {"token": "NextToken", "StackName": self._name}
-        return paginate(self._client, "describe_stack_events", "StackEvents", deadline, **request)
+    def _events(self, deadline: RequestDeadline) -> Iterator[StackEvent]:
+        return paginate(
+            self._client,
+            "describe_stack_events",
+            "StackEvents",
+            deadline,
+            shape=StackEvent,
+            token="NextToken",
+            StackName=self._name,
+        )
 
     def _pause(self, deadline: RequestDeadline, what: str) -> None:
         if deadline.left() <= _POLL_SECONDS:
@@ -445,7 +513,7 @@ class Stack:
         deadline.sleep(_POLL_SECONDS)
 
 
-def _change(found: Mapping[str, Any]) -> ResourceChange:
+def _change(found: ResourceChangeDetail) -> ResourceChange:
     details = [detail.get("Target", {}).get("Name") for detail in found.get("Details", [])]
     return ResourceChange(
         action=found["Action"],
@@ -490,25 +558,25 @@ def _why_unchangeable(name: str, state: StackState) -> str:
     )
 
 
-def _reason(event: Mapping[str, Any]) -> str:
+def _reason(event: StackEvent) -> str:
     return " ".join(str(event.get("ResourceStatusReason") or "").split())
 
 
-def _line(event: Mapping[str, Any]) -> str:
+def _line(event: StackEvent) -> str:
     line = f"{event.get('ResourceStatus', ''):<28} {event.get('LogicalResourceId', '')}"
     if reason := _reason(event):
         return f"{line}: {reason}"
     return line
 
 
-def _failure(event: Mapping[str, Any]) -> list[str]:
+def _failure(event: StackEvent) -> list[str]:
     status = event.get("ResourceStatus", "")
     reason = _reason(event)
     is_stack = event.get("ResourceType") == "AWS::CloudFormation::Stack"
     if not status.endswith("_FAILED") or is_stack or reason.startswith(_SECONDARY):
         return []
     return [
-        f"{event['LogicalResourceId']} ({event['ResourceType']}): {status}: "
+        f"{event.get('LogicalResourceId')} ({event.get('ResourceType')}): {status}: "
         f"{reason or 'no reason given'}"
     ]
 
@@ -519,7 +587,7 @@ _STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _MARKS = {"Add": "+", "Modify": "~", "Remove": "-"}
 
 
-def add_deploy_command(commands: Any) -> None:
+def add_deploy_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "deploy", help="the stack on AWS: network, bucket, queues, roles, schedule, budget"
     )
@@ -575,7 +643,7 @@ def deploy(options: argparse.Namespace) -> int:
 
 
 def _dry_run(
-    stack: Stack, client: Any, body: str, template: Mapping[str, Any], given: Mapping[str, str]
+    stack: Stack, client: BaseClient, body: str, template: Template, given: Mapping[str, str]
 ) -> None:
     deadline = RequestDeadline.after(_QUESTION_SECONDS)
     region = client.meta.region_name
@@ -595,7 +663,11 @@ def _dry_run(
 
 
 def _apply(
-    stack: Stack, client: Any, body: str, given: Mapping[str, str], options: argparse.Namespace
+    stack: Stack,
+    client: BaseClient,
+    body: str,
+    given: Mapping[str, str],
+    options: argparse.Namespace,
 ) -> None:
     deadline = RequestDeadline.after(60.0 * options.minutes)
     region = client.meta.region_name

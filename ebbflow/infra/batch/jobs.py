@@ -1,16 +1,22 @@
 """Jobs of AWS Batch: make a client, describe and terminate jobs, and classify why a job ended."""
 
+from __future__ import annotations
+
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ebbflow.core.errors import CloudError
+from ebbflow.infra.aws.answers import JobDetail
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, describe_in_parts
 
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
-def batch_client(region: str | None = None) -> Any:
+
+def batch_client(region: str | None = None) -> BaseClient:
     """Make a client for AWS Batch (see `aws_client`). Raises CloudRefused."""
     return aws_client("batch", region)
 
@@ -25,7 +31,7 @@ TERMINATED = "Ebbflow: ended"
 def cancel_job(
     job_id: str,
     reason: str,
-    client: Any,
+    client: BaseClient,
     *,
     words: str = NEVER_STARTED,
     deadline_seconds: float = 20.0,
@@ -122,19 +128,9 @@ class BatchAttempt:
     def finished(self) -> bool:
         return self.status in FINISHED
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Build an attempt from JSON that any version of Ebbflow wrote.
-
-        Unknown keys are ignored.
-        """
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        times = tuple((started, stopped) for started, stopped in data.get("node_times") or ())
-        return cls(**{**known, "node_times": times})
-
 
 def describe_attempts(
-    job_ids: Sequence[str], client: Any, *, deadline_seconds: float = _SECONDS
+    job_ids: Sequence[str], client: BaseClient, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
     """Map job ids to descriptions of the jobs, each with the cause of the job's end.
 
@@ -150,7 +146,7 @@ def describe_attempts(
     children = []
     for job in gangs:
         children += _child_ids(job)
-    parts: dict[str, Mapping[str, Any]] = {}
+    parts: dict[str, JobDetail] = {}
     with contextlib.suppress(CloudError):  # the job's own description is enough
         parts = _describe(
             children, client, RequestDeadline.after(min(_NODES_SECONDS, deadline.left()))
@@ -162,7 +158,7 @@ def describe_attempts(
     return found
 
 
-def _child_ids(job: Mapping[str, Any]) -> list[str]:
+def _child_ids(job: JobDetail) -> list[str]:
     """Return the ids of the nodes of a job, which are jobs of their own."""
     return [f"{job['jobId']}#{index}" for index in range(_nodes(job))]
 
@@ -212,14 +208,14 @@ def classify_cause(  # noqa: PLR0911 (one return for each cause, in the order of
 
 
 def _describe(
-    job_ids: Sequence[str], client: Any, deadline: RequestDeadline
-) -> dict[str, Mapping[str, Any]]:
-    jobs = describe_in_parts(client, "describe_jobs", "jobs", job_ids, deadline)
+    job_ids: Sequence[str], client: BaseClient, deadline: RequestDeadline
+) -> dict[str, JobDetail]:
+    jobs = describe_in_parts(client, "describe_jobs", "jobs", job_ids, deadline, shape=JobDetail)
     found = {job["jobId"]: job for job in jobs}
     return {job_id: found[job_id] for job_id in job_ids if job_id in found}
 
 
-def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> BatchAttempt:
+def _attempt(job: JobDetail, parts: Sequence[JobDetail]) -> BatchAttempt:
     reasons = _reasons(job)
     for part in parts:
         reasons += _reasons(part)
@@ -266,7 +262,7 @@ def _attempt(job: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Batc
     )
 
 
-def _reasons(job: Mapping[str, Any]) -> list[str]:
+def _reasons(job: JobDetail) -> list[str]:
     last = (job.get("attempts") or [{}])[-1]
     reasons = []
     for description in (job, last):
@@ -275,13 +271,13 @@ def _reasons(job: Mapping[str, Any]) -> list[str]:
     return [reason for reason in reasons if reason]
 
 
-def _exit_code(job: Mapping[str, Any]) -> int | None:
+def _exit_code(job: JobDetail) -> int | None:
     last = (job.get("attempts") or [{}])[-1]
     codes = [(state.get("container") or {}).get("exitCode") for state in (job, last)]
     return next((code for code in codes if code is not None), None)
 
 
-def _nodes(job: Mapping[str, Any]) -> int:
+def _nodes(job: JobDetail) -> int:
     return int((job.get("nodeProperties") or {}).get("numNodes") or 1)
 
 

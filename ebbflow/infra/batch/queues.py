@@ -4,14 +4,17 @@ declares.
 Instance families: https://docs.aws.amazon.com/ec2/latest/instancetypes/instance-type-names.html
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ebbflow.core.config.schema import BatchConfig, QueueConfig, RunConfig
 from ebbflow.core.errors import CloudError, InfraError
 from ebbflow.core.store.s3 import aws_settings
+from ebbflow.infra.aws.answers import EnvironmentDetail, JobDetail, QueueDetail
 from ebbflow.infra.aws.calls import (
     RequestDeadline,
     aws_client,
@@ -19,6 +22,9 @@ from ebbflow.infra.aws.calls import (
     is_amazons,
     paginate,
 )
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
 
 # Batch chooses from the families c6i, c7i, m6i and r6i, or their Arm variants; none has a GPU.
 # https://docs.aws.amazon.com/batch/latest/userguide/instance-type-compute-table.html
@@ -129,7 +135,7 @@ def is_arm(instance_type: str) -> bool:
 
 
 def describe_queues(
-    names: Sequence[str] | None, client: Any, *, deadline_seconds: float = _SECONDS
+    names: Sequence[str] | None, client: BaseClient, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, QueueState]:
     """Return queues with their compute environments, by name or ARN.
 
@@ -166,7 +172,7 @@ def describe_queues(
     return {name: known.get(name) or missing[name] for name in wanted}
 
 
-def parse_environment(detail: Mapping[str, Any]) -> ComputeEnvironment:
+def parse_environment(detail: EnvironmentDetail) -> ComputeEnvironment:
     """Parse one entry of Batch's DescribeComputeEnvironments.
 
     The entry may lack state, status and type.
@@ -211,12 +217,11 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
     They are the fallback if Batch does not answer.
     """
     return {
-        queue.name: _unseen(
-            queue.name,
+        queue.name: replace(
+            _unseen(queue.name, configured_region=queue_region(queue, batch)),
             market=queue.market,
             instance_types=tuple(queue.instance_types),
             multi_node=queue.multi_node,
-            configured_region=queue_region(queue, batch),
             reservation=queue.reservation,
         )
         for queue in batch.queues
@@ -224,7 +229,7 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
 
 
 def training_queues(
-    batch: BatchConfig, client: Any, *, deadline_seconds: float = 20.0
+    batch: BatchConfig, client: BaseClient, *, deadline_seconds: float = 20.0
 ) -> dict[str, QueueState]:
     """Return the queues for training by name: the configured ones or, if there are none, all EC2
     queues of the region.
@@ -259,7 +264,7 @@ def training_queues(
 
 
 def queues_to_plan(
-    batch: BatchConfig, *, ask: bool, notify: Callable[[str], Any]
+    batch: BatchConfig, *, ask: bool, notify: Callable[[str], None]
 ) -> dict[str, QueueState] | None:
     """Return the queues that a plan may use, marked usable even if they are not now; None if no
     queue is known.
@@ -428,7 +433,7 @@ def has_gpus_only(queue: QueueState) -> bool:
 
 
 def find_marked_jobs(
-    queue: str, job_name: str, mark: str, client: Any, *, deadline_seconds: float = 20.0
+    queue: str, job_name: str, mark: str, client: BaseClient, *, deadline_seconds: float = 20.0
 ) -> list[str]:
     """Return the ids of the queue's jobs that have this name and mark, in any state, oldest first.
 
@@ -439,28 +444,40 @@ def find_marked_jobs(
     deadline = RequestDeadline.after(deadline_seconds)
     by_name = [{"name": "JOB_NAME", "values": [job_name]}]
     listed = paginate(
-        client, "list_jobs", "jobSummaryList", deadline, jobQueue=queue, filters=by_name
+        client,
+        "list_jobs",
+        "jobSummaryList",
+        deadline,
+        shape=JobDetail,
+        jobQueue=queue,
+        filters=by_name,
     )
     named = [job["jobId"] for job in listed if job.get("jobName") == job_name]
-    jobs = describe_in_parts(client, "describe_jobs", "jobs", named, deadline)
+    jobs = describe_in_parts(client, "describe_jobs", "jobs", named, deadline, shape=JobDetail)
     found = [job for job in jobs if (job.get("parameters") or {}).get(MARK) == mark]
     return [job["jobId"] for job in sorted(found, key=lambda job: job.get("createdAt") or 0)]
 
 
 def _queues(
-    wanted: list[str] | None, client: Any, deadline: RequestDeadline
-) -> list[Mapping[str, Any]]:
+    wanted: list[str] | None, client: BaseClient, deadline: RequestDeadline
+) -> list[QueueDetail]:
+    call = "describe_job_queues"
     if wanted is None:
-        return list(paginate(client, "describe_job_queues", "jobQueues", deadline))
-    return describe_in_parts(client, "describe_job_queues", "jobQueues", wanted, deadline)
+        return list(paginate(client, call, "jobQueues", deadline, shape=QueueDetail))
+    return describe_in_parts(client, call, "jobQueues", wanted, deadline, shape=QueueDetail)
 
 
 def _environments(
-    arns: Sequence[str], client: Any, deadline: RequestDeadline
+    arns: Sequence[str], client: BaseClient, deadline: RequestDeadline
 ) -> dict[str, ComputeEnvironment]:
     found: dict[str, ComputeEnvironment] = {}
     listed = describe_in_parts(
-        client, "describe_compute_environments", "computeEnvironments", arns, deadline
+        client,
+        "describe_compute_environments",
+        "computeEnvironments",
+        arns,
+        deadline,
+        shape=EnvironmentDetail,
     )
     for detail in listed:
         environment = parse_environment(detail)
@@ -472,14 +489,14 @@ def _environments(
     return found
 
 
-def _environment_arns(detail: Mapping[str, Any]) -> list[str]:
+def _environment_arns(detail: QueueDetail) -> list[str]:
     order = sorted(
         detail.get("computeEnvironmentOrder") or [], key=lambda entry: entry.get("order", 0)
     )
     return [entry["computeEnvironment"] for entry in order]
 
 
-def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -> QueueState:
+def _state(detail: QueueDetail, known: Mapping[str, ComputeEnvironment]) -> QueueState:
     environments = tuple(known[arn] for arn in _environment_arns(detail) if arn in known)
     usable = tuple(environment for environment in environments if environment.usable)
     considered = usable or environments
@@ -516,7 +533,7 @@ def _state(detail: Mapping[str, Any], known: Mapping[str, ComputeEnvironment]) -
 
 
 def _problem(
-    detail: Mapping[str, Any],
+    detail: QueueDetail,
     environments: Sequence[ComputeEnvironment],
     usable: Sequence[ComputeEnvironment],
     market: Market | None,
@@ -526,7 +543,7 @@ def _problem(
         return f"queue {name} is {detail.get('state', 'in no state')} and accepts no jobs"
     if (detail.get("status") or "VALID") not in ("VALID", "UPDATING"):  # the field is optional
         why = " ".join(str(detail.get("statusReason") or "").split())
-        return f"queue {name} is {detail['status']}{': ' + why if why else ''}"
+        return f"queue {name} is {detail.get('status')}{': ' + why if why else ''}"
     if not environments:
         return f"queue {name} has no compute environment"
     if not usable:
@@ -539,19 +556,23 @@ def _problem(
     return ""
 
 
-def _unseen(name: str, **fields: Any) -> QueueState:
+def _unseen(
+    name: str, *, arn: str = "", configured_region: str | None = None, problem: str = ""
+) -> QueueState:
     """Return the state of a queue that Batch has not described.
 
     It counts as usable unless `problem` is given.
     """
-    state: dict[str, Any] = {
-        "arn": "",
-        "market": None,
-        "instance_types": (),
-        "multi_node": False,
-        "problem": "",
-    }
-    return QueueState(name=name, usable="problem" not in fields, **state | fields)
+    return QueueState(
+        name=name,
+        arn=arn,
+        market=None,
+        instance_types=(),
+        multi_node=False,
+        usable=not problem,
+        problem=problem,
+        configured_region=configured_region,
+    )
 
 
 def _narrowed(state: QueueState, declared: QueueConfig) -> QueueState:

@@ -8,8 +8,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
+from http.client import HTTPMessage
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from ebbflow.core.errors import ObjectNotFound, StoreError, StoreForbidden
 from ebbflow.core.layout import METAFLOW_FOLDER, job_prefix, records_root, runs_folder
@@ -267,11 +268,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(
         self,
-        req: Any,  # noqa: ARG002 (urllib's interface)
-        fp: Any,  # noqa: ARG002 (urllib's interface)
+        req: urllib.request.Request,  # noqa: ARG002 (urllib's interface)
+        fp: IO[bytes],  # noqa: ARG002 (urllib's interface)
         code: int,  # noqa: ARG002 (urllib's interface)
         msg: str,  # noqa: ARG002 (urllib's interface)
-        headers: Any,  # noqa: ARG002 (urllib's interface)
+        headers: HTTPMessage,  # noqa: ARG002 (urllib's interface)
         newurl: str,  # noqa: ARG002 (urllib's interface)
     ) -> None:
         return None

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.preflight import (
     Check,
     CheckFinding,
@@ -16,6 +17,7 @@ from ebbflow.core.preflight import (
     render_results,
     skipped,
 )
+from ebbflow.infra.kubernetes.answers import JobManifest
 from ebbflow.infra.kubernetes.cluster import (
     JOBSET_GROUP,
     QUOTA,
@@ -213,7 +215,7 @@ def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(command=_check)
 
 
-def _example(context: PreflightContext) -> dict:
+def _example(context: PreflightContext) -> JobManifest:
     """Return a minimal Job or, unless the job has one node, JobSet with a control job and a worker
     job.
     """
@@ -222,14 +224,15 @@ def _example(context: PreflightContext) -> dict:
         or os.environ.get("METAFLOW_KUBERNETES_CONTAINER_IMAGE")
         or "python"
     )
-    pod = {"restartPolicy": "Never", "containers": [{"name": "check", "image": image}]}
-    job = {"spec": {"backoffLimit": 0, "template": {"spec": pod}}}
-    metadata = {"name": "ebbflow-check"}
+    pod: JsonObject = {"restartPolicy": "Never", "containers": [{"name": "check", "image": image}]}
+    job_spec: JsonObject = {"backoffLimit": 0, "template": {"spec": pod}}
+    metadata: JsonObject = {"name": "ebbflow-check"}
     if context.config.cluster.nodes == 1:
-        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, **job}
-    spec = {
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job_spec}
+    spec: JsonObject = {
         "replicatedJobs": [
-            {"name": name, "replicas": 1, "template": job} for name in ("control", "worker")
+            {"name": name, "replicas": 1, "template": {"spec": job_spec}}
+            for name in ("control", "worker")
         ]
     }
     return {

@@ -6,6 +6,8 @@ ebbflow/jobsets/js-1a2b3c; AWS Batch's ids contain no slash. The `kubernetes` pa
 only when needed.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json
@@ -15,11 +17,28 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.retry import retry
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
+from ebbflow.infra.kubernetes.answers import (
+    AccessReview,
+    EventList,
+    JobManifest,
+    Node,
+    NodeList,
+    Owner,
+    PendingWorkloads,
+    Pod,
+    PodChanges,
+    PodList,
+)
+
+if TYPE_CHECKING:
+    from kubernetes.client import ApiClient
+    from urllib3 import HTTPResponse
 
 JOBSET_GROUP = "jobset.x-k8s.io"
 JOBSET_VERSION = "v1alpha2"
@@ -59,6 +78,9 @@ _ENDING = (
     "cloud.google.com/impending-node-termination",
     "ToBeDeletedByClusterAutoscaler",
 )
+Answer = TypeVar("Answer")
+# Method of the client. Without preloaded content it returns the HTTP response.
+ApiMethod = Callable[..., object]
 _SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 
@@ -92,7 +114,7 @@ class PodState:
 class Cluster:
     """Client of a Kubernetes API server (see `open_cluster`). Each request has a deadline."""
 
-    def __init__(self, api_client: Any, seconds: float = _SECONDS) -> None:
+    def __init__(self, api_client: ApiClient, seconds: float = _SECONDS) -> None:
         from kubernetes import client
 
         self._core = client.CoreV1Api(api_client)
@@ -102,62 +124,86 @@ class Cluster:
         self._labels: dict[str, dict[str, str]] = {}  # by node; {} if they may not be read
 
     def ask(
-        self, what: str, call: Callable[..., Any], *args: Any, **options: Any
-    ) -> dict[str, Any]:
+        self,
+        what: str,
+        call: ApiMethod,
+        *args: Json,
+        shape: type[Answer],
+        **options: Json,
+    ) -> Answer:
         """Send a request and return the parsed JSON answer; retry it for some seconds.
 
         Raises CloudError.
 
-        what: name of the request in error messages.
+        Args:
+            what: name of the request in error messages.
+            shape: type of the answer, which is not checked.
         """
         limit = time.monotonic() + self._seconds
         return retry(
-            lambda: self._ask(what, call, *args, **options),
+            lambda: self._ask(what, call, *args, shape=shape, **options),
             left=lambda: limit - time.monotonic(),
             curable=lambda error, _: isinstance(error, CloudUnavailable),
             pauses=itertools.repeat(_PAUSE_SECONDS),
         )
 
     def _find(
-        self, what: str, call: Callable[..., Any], *args: Any, **options: Any
-    ) -> dict[str, Any] | None:
+        self,
+        what: str,
+        call: ApiMethod,
+        *args: Json,
+        shape: type[Answer],
+        **options: Json,
+    ) -> Answer | None:
         """Send a request with `ask`.
 
         Return None if the object does not exist. Raises CloudError.
         """
         try:
-            return self.ask(what, call, *args, **options)
+            return self.ask(what, call, *args, shape=shape, **options)
         except CloudRefused as error:
             if error.code == "404":
                 return None
             raise
 
     def _ask(
-        self, what: str, call: Callable[..., Any], *args: Any, **options: Any
-    ) -> dict[str, Any]:
+        self,
+        what: str,
+        call: ApiMethod,
+        *args: Json,
+        shape: type[Answer],  # noqa: ARG002 (for the type checker)
+        **options: Json,
+    ) -> Answer:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
-            answer = call(*args, **options, _preload_content=False, _request_timeout=self._seconds)
+            answer = cast(
+                "HTTPResponse",
+                call(*args, **options, _preload_content=False, _request_timeout=self._seconds),
+            )
             if answer.status >= 400:
                 raise _api_error(what, answer.status, _json(answer.data))
             if options.get("watch"):
-                return {"items": [json.loads(line) for line in answer.data.splitlines()]}
+                changes = [json.loads(line) for line in answer.data.splitlines()]
+                return cast(Answer, {"items": changes})
             return json.loads(answer.data or b"{}")
         except ApiException as error:
             raise _api_error(what, error.status or 0, _json(error.body)) from None
         except (HTTPError, OSError, ValueError) as error:
             raise CloudUnavailable(f"Kubernetes: {what}: {str(error)[:300]}") from None
 
-    def owner(self, job_id: str) -> dict[str, Any] | None:
+    def owner(self, job_id: str) -> Owner | None:
         """Return the Job or JobSet of an attempt, or None if it no longer exists.
 
         Raises CloudError.
         """
         _, kind, name = job_id.split("/")
         return self._find(
-            f"get {kind} {name}", self._custom.get_namespaced_custom_object, *_path(job_id)
+            f"get {kind} {name}",
+            self._custom.get_namespaced_custom_object,
+            *_path(job_id),
+            shape=Owner,
         )
 
     def pods(self, job_id: str) -> tuple[list[PodState], str]:
@@ -165,7 +211,7 @@ class Cluster:
 
         Raises CloudError.
         """
-        found = self._list_pods("list pods", job_id)
+        found = self._list_pods("list pods", job_id, shape=PodList)
         pods = [
             replace(pod, labels=self._node_labels(pod.machine))
             for pod in map(_pod_state, found["items"])
@@ -177,18 +223,29 @@ class Cluster:
 
         Raises CloudError.
         """
-        since = {"resource_version": version, "watch": True, "timeout_seconds": 1}
-        found = self._list_pods("watch pods", job_id, **since)["items"]
+        found = self._list_pods(
+            "watch pods",
+            job_id,
+            shape=PodChanges,
+            resource_version=version,
+            watch=True,
+            timeout_seconds=1,
+        )["items"]
         return [_pod_state(change["object"]) for change in found if change["type"] == "DELETED"]
 
-    def _list_pods(self, what: str, job_id: str, **options: Any) -> dict[str, Any]:
+    def _list_pods(self, what: str, job_id: str, *, shape: type[Answer], **options: Json) -> Answer:
         space, kind, name = job_id.split("/")
         if kind == "jobs":
             label = "job-name"
         else:
             label = _JOBSET_LABEL
         return self.ask(
-            what, self._core.list_namespaced_pod, space, label_selector=f"{label}={name}", **options
+            what,
+            self._core.list_namespaced_pod,
+            space,
+            shape=shape,
+            label_selector=f"{label}={name}",
+            **options,
         )
 
     def refused_pods(self, job_id: str) -> str:
@@ -197,8 +254,13 @@ class Cluster:
         Raises CloudError.
         """
         space, _, name = job_id.split("/")
-        which = {"field_selector": "reason=FailedCreate,involvedObject.kind=Job"}
-        found = self.ask("list events", self._core.list_namespaced_event, space, **which)["items"]
+        found = self.ask(
+            "list events",
+            self._core.list_namespaced_event,
+            space,
+            shape=EventList,
+            field_selector="reason=FailedCreate,involvedObject.kind=Job",
+        )["items"]
         mine = [
             event for event in found if str(event["involvedObject"].get("name")).startswith(name)
         ]
@@ -213,7 +275,13 @@ class Cluster:
         """
         _, kind, name = job_id.split("/")
         call = self._custom.delete_namespaced_custom_object
-        self._find(f"delete {kind} {name}", call, *_path(job_id), propagation_policy="Foreground")
+        self._find(
+            f"delete {kind} {name}",
+            call,
+            *_path(job_id),
+            shape=JsonObject,
+            propagation_policy="Foreground",
+        )
 
     def evict(self, job_id: str, pod: str) -> None:
         """Evict a pod.
@@ -226,7 +294,14 @@ class Cluster:
             "kind": "Eviction",
             "metadata": {"name": pod, "namespace": space},
         }
-        self.ask(f"evict pod {pod}", self._core.create_namespaced_pod_eviction, pod, space, body)
+        self.ask(
+            f"evict pod {pod}",
+            self._core.create_namespaced_pod_eviction,
+            pod,
+            space,
+            body,
+            shape=JsonObject,
+        )
 
     def may(self, verb: str, group: str, resource: str) -> bool:
         """Return whether the current account has a permission in the namespace.
@@ -241,12 +316,20 @@ class Cluster:
             "resource": name,
             "subresource": sub,
         }
-        body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-        body["spec"] = {"resourceAttributes": about}  # type: ignore[assignment]
-        answer = self.ask("review access", self._access.create_self_subject_access_review, body)
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": about},
+        }
+        answer = self.ask(
+            "review access",
+            self._access.create_self_subject_access_review,
+            body,
+            shape=AccessReview,
+        )
         return bool(answer.get("status", {}).get("allowed"))
 
-    def try_create(self, body: dict[str, Any]) -> None:
+    def try_create(self, body: JobManifest) -> None:
         """Let the API server check a Job or JobSet without creating it. Raises CloudError."""
         kind = f"{body['kind'].lower()}s"
         where = (*body["apiVersion"].split("/"), namespace(), kind)
@@ -254,7 +337,8 @@ class Cluster:
             f"create {kind} (dry run)",
             self._custom.create_namespaced_custom_object,
             *where,
-            body,
+            cast(JsonObject, body),
+            shape=JsonObject,
             dry_run="All",
         )
 
@@ -269,8 +353,8 @@ class Cluster:
             return None
         for workload in (found or {}).get("items") or []:
             if any(
-                each.get("name") == name
-                for each in workload["metadata"].get("ownerReferences") or []
+                owner.get("name") == name
+                for owner in workload["metadata"].get("ownerReferences") or []
             ):
                 return int(workload.get("positionInLocalQueue") or 0)
         return None
@@ -279,31 +363,34 @@ class Cluster:
         """Return whether the namespace has this Kueue queue (LocalQueue). Raises CloudError."""
         return self._of_kueue("kueue.x-k8s.io", namespace(), queue) is not None
 
-    def _of_kueue(self, group: str, space: str, name: str) -> dict[str, Any] | None:
+    def _of_kueue(self, group: str, space: str, name: str) -> PendingWorkloads | None:
         what = f"get localqueues {name}"
         call = self._custom.get_namespaced_custom_object
         versions = ("v1beta2", "v1beta1")  # releases serve one or both
         answers = (
-            self._find(what, call, group, version, space, "localqueues", name)
+            self._find(
+                what, call, group, version, space, "localqueues", name, shape=PendingWorkloads
+            )
             for version in versions
         )
         return next((answer for answer in answers if answer is not None), None)
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[Node]:
         """Return all nodes of the cluster.
 
         Raises CloudError, for example if this account may not list nodes.
         """
-        return self.ask("list nodes", self._core.list_node)["items"]
+        return self.ask("list nodes", self._core.list_node, shape=NodeList)["items"]
 
-    def _node(self, name: str) -> dict[str, Any] | None:
-        """Return the cluster's node `name`, {} if the request fails, or None if the node no longer
-        exists.
+    def _node(self, name: str) -> Node | None:
+        """Return the cluster's node `name`, or None if it no longer exists.
+
+        If the request fails, nothing is known of the node but its name.
         """
         try:
-            return self._find(f"get node {name}", self._core.read_node, name)
+            return self._find(f"get node {name}", self._core.read_node, name, shape=Node)
         except CloudError:
-            return {}
+            return {"metadata": {"name": name}, "status": {}}
 
     def has_lost(self, name: str) -> bool:
         """Return whether a node is gone or its kubelet no longer reports.
@@ -311,24 +398,25 @@ class Cluster:
         Return False if nodes cannot be read.
         """
         node = self._node(name)
-        conditions = ((node or {}).get("status") or {}).get("conditions") or []
         return node is None or any(
             condition["type"] == "Ready" and condition["status"] == "Unknown"
-            for condition in conditions
+            for condition in node["status"].get("conditions") or []
         )
 
     def announced_end(self, name: str) -> str:
         """Return the taint that announces that a node will be taken away, or "" if the node has no
         such taint.
         """
-        taints = ((self._node(name) or {}).get("spec") or {}).get("taints") or []
+        node = self._node(name)
+        if node is None:
+            return ""
+        taints = (node.get("spec") or {}).get("taints") or []
         return next((taint["key"] for taint in taints if taint["key"].startswith(_ENDING)), "")
 
     def _node_labels(self, name: str) -> dict[str, str]:
         if name and name not in self._labels:
-            self._labels[name] = ((self._node(name) or {}).get("metadata") or {}).get(
-                "labels"
-            ) or {}
+            node = self._node(name)
+            self._labels[name] = {} if node is None else node["metadata"].get("labels") or {}
         return self._labels.get(name, {})
 
 
@@ -343,7 +431,7 @@ def _path(job_id: str) -> tuple[str, ...]:
     return (JOBSET_GROUP, JOBSET_VERSION, space, kind, name)
 
 
-def _json(body: Any) -> dict[str, Any]:
+def _json(body: str | bytes | None) -> JsonObject:
     try:
         found = json.loads(body or b"{}")
     except (ValueError, TypeError):
@@ -353,7 +441,7 @@ def _json(body: Any) -> dict[str, Any]:
     return {}
 
 
-def _api_error(what: str, status: int, body: Mapping[str, Any]) -> CloudError:
+def _api_error(what: str, status: int, body: JsonObject) -> CloudError:
     text = f"Kubernetes: {what}: {str(body.get('message') or 'no reason given')[:500]} ({status})"
     if status in (401, 403) and QUOTA not in text:
         return CloudForbidden(text)
@@ -362,13 +450,13 @@ def _api_error(what: str, status: int, body: Mapping[str, Any]) -> CloudError:
     return CloudRefused(text, str(status))
 
 
-def _unix(text: Any) -> float | None:
+def _unix(text: str | None) -> float | None:
     if text:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
     return None
 
 
-def _pod_state(pod: Mapping[str, Any]) -> PodState:
+def _pod_state(pod: Pod) -> PodState:
     metadata = pod["metadata"]
     status = pod.get("status") or {}
     labels = pod["metadata"].get("labels") or {}
@@ -487,7 +575,7 @@ class AttemptWatch:
             time.sleep(0.3)
             self.look(cluster, time.time())
 
-    def _read_owner(self, owner: Mapping[str, Any]) -> None:
+    def _read_owner(self, owner: Owner) -> None:
         spec = owner.get("spec") or {}
         status = owner.get("status") or {}
         conditions = {condition["type"]: condition for condition in status.get("conditions") or []}

@@ -275,7 +275,7 @@ def _open(
     settings = loaded.script_settings()
     job = job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else "")
     use_signing_key(loaded.config.checkpoint.signing_key_env)
-    uri = adopt_job_store(settings["store"], job)
+    uri = adopt_job_store(str(settings["store"]), job)
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
     job_store = Store.open(uri).sub(job_prefix(job))
     spec = open_job(
