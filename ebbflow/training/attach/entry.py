@@ -249,7 +249,7 @@ def _open(
     settings = loaded.script_settings()
     job = job_of_script(None if name is None else str(name), sys.argv[0] if sys.argv else "")
     use_signing_key(loaded.config.checkpoint.signing_key_env)
-    uri = Store.open(settings["store"]).uri
+    uri = Store.open(str(settings["store"])).uri
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
     job_store = Store.open(uri).sub(job_prefix(job))
     spec = open_job(

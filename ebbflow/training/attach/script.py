@@ -125,7 +125,7 @@ def main(words: list[str]) -> int:
         Fault.parse(given.rehearse).check(max_steps=sys.maxsize, nodes=1, world_size=ranks)
     config = loaded.script_settings()
     job = job_of_script(given.job, str(script))
-    uri = Store.open(config["store"]).uri
+    uri = Store.open(str(config["store"])).uri
     job_store = Store.open(uri).sub(job_prefix(job))
     folder = remember_job(runs_folder(PROJECT_ROOT), KnownJob(job, uri))
     # The name of a run must be new, because the agents' secret is stored under it.
