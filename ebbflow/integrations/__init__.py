@@ -11,8 +11,9 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
-from typing import Any
+from typing import Any, TypeVar
 
+R = TypeVar("R")
 # module with the Trainer: (the adapter, the method that trains, the argument with the checkpoint to
 # resume from)
 _TRAINERS = {
@@ -74,10 +75,10 @@ def _constructing(
 
 
 def _committing(
-    original: Callable[..., Any], library: str, method: str, argument: str
-) -> Callable[..., Any]:
+    original: Callable[..., R], library: str, method: str, argument: str
+) -> Callable[..., R]:
     @functools.wraps(original)
-    def train(trainer: Any, *given: Any, **options: Any) -> Any:
+    def train(trainer: Any, *given: Any, **options: Any) -> R:
         callback = _commit_callback(library)
         if library == "transformers":
             callbacks = trainer.callback_handler.callbacks

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.compat import PrefixStore, Store, all_gather_flat, open_tcp_store
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
@@ -47,7 +48,7 @@ class Gang:
     group: dist.ProcessGroup | None = None  # for the exchanges; None for the default one
     collective_seconds: float | None = None  # the timeout of each collective; None: torch's default
     # What the probe of the network found (`training.network_probe`)
-    network: dict[str, Any] | None = None
+    network: JsonObject | None = None
     device_note: str = ""  # a message if GPUs of this machine remain unused, else ""
 
     @property

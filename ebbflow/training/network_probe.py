@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.compat import PrefixStore, Store
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.transport import control_ports
@@ -143,11 +144,11 @@ def time_all_reduce(device: torch.device, world_size: int) -> float:
     )
 
 
-def summarize_links(links: Sequence[Link], *, nodes: int, seconds: float) -> dict[str, Any]:
+def summarize_links(links: Sequence[Link], *, nodes: int, seconds: float) -> JsonObject:
     """Return the worst value of each measurement, each with its link, as data of a `network` event."""
     where: dict[str, str] = {}
 
-    def worst(key: str, pick: Callable[..., Link]) -> Any:
+    def worst(key: str, pick: Callable[..., Link]) -> float | None:
         known = [link for link in links if getattr(link, key) is not None]
         if not known:
             return None

@@ -47,7 +47,7 @@ _SECONDS = 0.2
 _AGAIN_SECONDS = 0.05  # after a restart, which has an earlier measurement
 _SIZE = {"cpu": 1024, "cuda": 4096}
 _INTERVAL_SECONDS = 10.0
-Emit = Callable[..., Any]
+Emit = Callable[..., object]  # takes (name, step=, flush=, **data)
 _GPU_WAIT_SECONDS = 1.0
 
 
@@ -188,7 +188,7 @@ class NodeMetrics:
     def watching(self, emit: Emit) -> Emit:
         """Return a function that calls `emit` and then updates the metrics from the emitted event."""
 
-        def emit_and_show(name: str, *, step: int | None = None, **more: Any) -> Any:
+        def emit_and_show(name: str, *, step: int | None = None, **more: Any) -> object:
             event = emit(name, step=step, **more)
             try:
                 self._show(name, step, more)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.config.schema import CheckpointConfig, RunConfig
 from ebbflow.core.errors import Outcome, StoreError, StoreUnavailable
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import FAULT_INJECTED, NOTICE, OUTCOME, RESTORE, Origin
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
@@ -371,7 +371,7 @@ def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) 
     )
 
 
-def _describe_rejected(rejected: RejectedCommit, restored: RestoreResult) -> dict[str, Any]:
+def _describe_rejected(rejected: RejectedCommit, restored: RestoreResult) -> JsonObject:
     """Return the data of a damaged commit for the `restore` event: key, reason, lost steps and lost
     dollars.
     """

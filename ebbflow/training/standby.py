@@ -19,13 +19,22 @@ import os
 import select
 import signal
 import sys
-from typing import Any
+from typing import TypedDict
 
 from ebbflow.core.process import die_with_parent
 
 _PR_SET_NAME = 15  # <linux/prctl.h>
 # The agent decides how its ranks end. Slurm sends its signals to every process of a task.
 _LEFT_TO_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class RankRequest(TypedDict):
+    """Request to the standby to start a rank: its number, environment, log file and name."""
+
+    start: int
+    environment: dict[str, str]
+    log: str
+    name: str
 
 
 def serve(agent_pid: int) -> None:
@@ -58,7 +67,7 @@ def _import_for_ranks() -> None:
     find_default_workload()
 
 
-def _await_request() -> dict[str, Any]:
+def _await_request() -> RankRequest:
     """Fork a child for each request of the agent, and report to the agent when a child ends.
 
     This function returns only in the children, each with its request.
@@ -95,12 +104,12 @@ def _await_request() -> dict[str, Any]:
             _answer({"started": request["start"], "pid": pid})
 
 
-def _answer(message: dict[str, Any]) -> None:
+def _answer(message: dict[str, int]) -> None:
     """Send one line to the agent. A line is short enough for the pipe to write it atomically."""
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def _become(request: dict[str, Any], parent_pid: int) -> None:
+def _become(request: RankRequest, parent_pid: int) -> None:
     """Give a forked child the session, signal handlers, output files, environment and name of its
     rank.
     """

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar, cast
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.layout import workload_prefix
 from ebbflow.core.program import IMPORT_ROOT, PACKAGE_ROOT, PROJECT_ROOT
 from ebbflow.core.store import Store
@@ -28,6 +30,8 @@ from ebbflow.training.errors import TrainingError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.workload import Workload, WorkloadContext
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # Workloads are plug-ins: the built-in ones are named as those of users are.
 DEFAULT_WORKLOAD = "ebbflow.workloads:TextWorkload"
 # Exceptions that mean a mistake in the code, which every attempt would repeat. RuntimeError,
@@ -61,7 +65,7 @@ def workload_context(
     gang: Gang,
     *,
     store: Store,
-    prepared: Mapping[str, Any] | None = None,
+    prepared: Mapping[str, Json] | None = None,
     alive: Callable[[], object] = lambda: None,
 ) -> WorkloadContext:
     """Return the `WorkloadContext` of one rank. A user's workload gets its own folder in `store`.
@@ -92,14 +96,14 @@ def find_default_workload() -> WorkloadFactory:
     return _find_factory(DEFAULT_WORKLOAD)
 
 
-def prepare_data(config: RunConfig, context: WorkloadContext) -> dict[str, Any]:
+def prepare_data(config: RunConfig, context: WorkloadContext) -> JsonObject:
     """Run the workload's `prepare`, if the workload has one, and return the dict that it returned.
 
     The keys "fingerprint" and "weight_unit" are added to the dict if missing. Raises WorkloadError
     if `prepare` raises an exception or returns something other than a JSON object.
     """
     door = find_workload(config)
-    described: dict[str, Any] = {}
+    described: JsonObject = {}
     if has_prepare(door):
         with user_code(f"{config.workload or 'text'}: prepare"):
             described = door.prepare(context)  # type: ignore[attr-defined]
@@ -180,9 +184,9 @@ class _WrappedWorkload:
         return found
 
 
-def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
+def _named(method: Callable[P, R], what: str) -> Callable[P, R]:
     @wraps(method)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: P.args, **options: P.kwargs) -> R:
         try:
             return method(*arguments, **options)
         except MISTAKES as error:
@@ -196,7 +200,7 @@ def _named(method: Callable[..., Any], what: str) -> Callable[..., Any]:
 def _find_factory(workload: str) -> WorkloadFactory:
     module_name, _, name = workload.partition(":")
     module = _import(module_name)
-    found: Any = module
+    found = module
     for part in name.split("."):
         if not hasattr(found, part):
             raise WorkloadError(_no_such_name(module, name))
@@ -227,7 +231,7 @@ def _raised(error: BaseException, what: str) -> WorkloadError:
     )
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> ModuleType:
     if str(PROJECT_ROOT) not in sys.path:
         sys.path.append(str(PROJECT_ROOT))
     try:
@@ -245,7 +249,7 @@ def _import(name: str) -> Any:
         raise _raised(error, f"importing workload module {name}") from error
 
 
-def _no_such_name(module: Any, name: str) -> str:
+def _no_such_name(module: ModuleType, name: str) -> str:
     own = {
         key: value
         for key, value in vars(module).items()
@@ -260,7 +264,7 @@ def _no_such_name(module: Any, name: str) -> str:
     return f"{module.__file__}: has no {name!r}, which workload names; fix: {hint}"
 
 
-def _as_json(described: Any, config: RunConfig) -> dict[str, Any]:
+def _as_json(described: Any, config: RunConfig) -> JsonObject:
     try:
         plain = json.loads(json.dumps(described, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -277,7 +281,7 @@ def _as_json(described: Any, config: RunConfig) -> dict[str, Any]:
     return plain
 
 
-def _place(code: Any) -> str:
+def _place(code: Callable[..., Any]) -> str:
     """Return "file:line: " for a class or function, or "" if its source is unknown."""
     try:
         return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "

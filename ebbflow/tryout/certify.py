@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import RESTORE, STEP
+from ebbflow.core.json_values import JsonObject
 from ebbflow.infra.instance import describe_machine
 from ebbflow.training.checkpoint.verified_io import sha256_text
 from ebbflow.training.errors import TrainingError
@@ -92,12 +93,43 @@ class RecordedWorkload:
         return getattr(self._workload, name)
 
 
+class InterruptedRun(TypedDict):
+    """How an interrupted run differs from the uninterrupted one; equal runs have no differences."""
+
+    interruption: str
+    starts: int
+    generations: int
+    resumed_from: list[int]
+    redone_steps: int
+    differences: list[str]
+
+
+class Certificate(TypedDict):
+    """Resume certificate of a job."""
+
+    version: int
+    kind: str
+    holds: bool
+    issued_at: str
+    config_sha256: str
+    workload: str
+    steps: int
+    nodes: int | str
+    processes_per_node: int | str
+    mode: str
+    weights_sha256: str | None
+    samples_sha256: str
+    losses_sha256: str
+    interruptions: list[InterruptedRun]
+    machine: JsonObject
+
+
 @dataclass(frozen=True, kw_only=True)
 class CertifiedRun:
     interruption: str  # key of INTERRUPTIONS, or UNINTERRUPTED
     outcome: GangOutcome
     # Number and figures of each step; a repeated step occurs again
-    steps: list[tuple[int, dict[str, Any]]]
+    steps: list[tuple[int, JsonObject]]
     samples: list[tuple[int, int, str]]  # (rank, first sample, SHA-256 of the batch) of each batch
     starts: int  # number of times that the gang was started
     generations: int  # number of generations that took steps
@@ -136,7 +168,7 @@ def content_sha256(batch: Any) -> str:
 
 
 def certified_run(
-    config: RunConfig, prepared: dict[str, Any], folder: Path, interruption: str
+    config: RunConfig, prepared: JsonObject, folder: Path, interruption: str
 ) -> CertifiedRun:
     """Run the job to its end in at most four starts.
 
@@ -168,8 +200,8 @@ def certified_run(
 
 
 def build_certificate(
-    config: RunConfig, small: RunConfig, runs: Sequence[CertifiedRun], machine: dict[str, object]
-) -> dict[str, Any]:
+    config: RunConfig, small: RunConfig, runs: Sequence[CertifiedRun], machine: JsonObject
+) -> Certificate:
     uninterrupted, *interrupted = runs
     compared = [_compare(uninterrupted, run) for run in interrupted]
     return {
@@ -195,7 +227,7 @@ def config_sha256(config: RunConfig) -> str:
     return sha256_text(config.model_dump_json().encode())
 
 
-def format_certificate(certificate: dict[str, Any]) -> str:
+def format_certificate(certificate: Certificate) -> str:
     verdict = "holds" if certificate["holds"] else "DOES NOT HOLD"
     ranks = f"{certificate['nodes']} × {certificate['processes_per_node']} ranks"
     lines = [
@@ -243,8 +275,9 @@ def main(arguments: list[str]) -> int:
     config = given_config(parser, given)
     only = given.only or tuple(INTERRUPTIONS)
     certificate = certify(config, steps=given.steps, parent=given.folder, interruptions=only)
-    write_answer(given.json, certificate)
-    write_answer(given.output, certificate)
+    answer = cast(JsonObject, certificate)
+    write_answer(given.json, answer)
+    write_answer(given.output, answer)
     print(format_certificate(certificate), flush=True)
     return 0 if certificate["holds"] else 1
 
@@ -255,7 +288,7 @@ def certify(
     steps: int = DEFAULT_STEPS,
     parent: Path | None = None,
     interruptions: Sequence[str] = tuple(INTERRUPTIONS),
-) -> dict[str, Any]:
+) -> Certificate:
     """Run the job once uninterrupted and once per interruption, and return the certificate.
 
     Takes minutes.
@@ -279,7 +312,7 @@ def certify_in_child(
     *,
     steps: int = DEFAULT_STEPS,
     interruptions: Sequence[str] = tuple(INTERRUPTIONS),
-) -> dict[str, Any]:
+) -> Certificate:
     """Run `certify` in a child process, because this process must not import torch.
 
     Raises TrainingError.
@@ -298,7 +331,7 @@ def certify_in_child(
         raise TrainingError(
             f"certify: ended with exit code {child.exit_code}; see its output above"
         )
-    return child.answer
+    return cast(Certificate, child.answer)
 
 
 def _wrapped_context(context: WorkloadContext) -> WorkloadContext:
@@ -346,7 +379,7 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
     return samples
 
 
-def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> dict[str, Any]:
+def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> InterruptedRun:
     """Compare a run with the uninterrupted one, and return its entry in the certificate."""
     differences = [
         *_different_steps(uninterrupted, run)[:_MOST_NAMED],

@@ -8,10 +8,9 @@ import inspect
 import json
 import math
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError
@@ -36,6 +35,19 @@ WORKLOAD_CHECK = "workload"
 EXAMINE_SECONDS = 90.0
 _LAST_LINES = 3
 _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class MeasuredScript(TypedDict, total=False):
+    """Figures of a script's second step (`ebbflow.training.attach.guards.Probe`); {} if it has none.
+
+    samples, flops: of one rank. divided: whether the ranks divide the steps among them.
+    """
+
+    samples: float
+    steps: int
+    divided: bool
+    parameters: int
+    flops: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +133,7 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
     return Examination(text=text, shape=shape, prepared=prepared)
 
 
-def script_shape(measured: Mapping[str, Any], config: RunConfig) -> ModelShape:
+def script_shape(measured: MeasuredScript, config: RunConfig) -> ModelShape:
     """Return a script's `ModelShape`, computed from the measurements of
     `ebbflow.training.attach.guards.Probe`.
     """
@@ -186,7 +198,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _measure_script(script: Path, words: list[str]) -> tuple[dict[str, Any], str]:
+def _measure_script(script: Path, words: list[str]) -> tuple[MeasuredScript, str]:
     """Return the figures of a script's second step, or none and the problem."""
     [variables] = torchrun_variables(1)
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
@@ -209,7 +221,7 @@ def _measure_script(script: Path, words: list[str]) -> tuple[dict[str, Any], str
             return {}, _too_slow(f"script {script.name}", EXAMINE_SECONDS)
     if child.answer is None:
         return {}, _last_lines(child.output)
-    return child.answer, ""
+    return cast(MeasuredScript, child.answer), ""
 
 
 def _too_slow(name: str, seconds: float) -> str:

@@ -21,6 +21,7 @@ from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import Event, read_events
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.process import OwnProgram, die_with_parent, own_program_line
 from ebbflow.core.program import PROJECT_ROOT, python_path
@@ -75,7 +76,7 @@ def given_config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
     return load_config(given.config, given.set, project_root=PROJECT_ROOT).config
 
 
-def write_answer(path: Path | None, answer: Mapping[str, Any]) -> None:
+def write_answer(path: Path | None, answer: Mapping[str, Json]) -> None:
     """Write the figures of a tool as JSON, if a file was requested."""
     if path is not None:
         path.write_text(json.dumps(answer, indent=1) + "\n")
@@ -210,14 +211,14 @@ def single_rank_context(config: RunConfig) -> WorkloadContext:
     return workload_context(config, Gang(), store=Store.open(config.store))
 
 
-def prepare(config: RunConfig) -> dict[str, Any]:
+def prepare(config: RunConfig) -> JsonObject:
     """Prepare the data of a small job, and return their description. Imports torch."""
     from ebbflow.training.workload_loader import prepare_data
 
     return prepare_data(config, single_rank_context(config))
 
 
-def local_spec(config: RunConfig, prepared: dict[str, Any], *, job: str, logs: Path) -> GangSpec:
+def local_spec(config: RunConfig, prepared: JsonObject, *, job: str, logs: Path) -> GangSpec:
     """Return the specification of a gang on this machine. `config` comes from `small_config`."""
     nodes, processes = fixed_gang_size(config)
     return GangSpec(

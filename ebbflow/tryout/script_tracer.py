@@ -23,11 +23,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypedDict, TypeVar
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.process import die_with_parent
 from ebbflow.tryout.script_copy import detach, detach_before
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
 _DEPTH = 3  # of members within members, such as `trainer.optimizers['body']`
 _MOST_MEMBERS = 64  # of a list or dict whose members are looked at
 _SETTLE_SECONDS = 20.0  # for the other ranks, and for a commit of `ebbflow.attach`
@@ -56,9 +63,9 @@ class Tracer:
         self._copy = folder
         self._step = 0
         # The begun step's part of a record, until its optimizer steps
-        self._record: dict[str, Any] = {}
-        self._optimizer: Any = None
-        self._model: Any = None
+        self._record: JsonObject = {}
+        self._optimizer: Optimizer | None = None
+        self._model: nn.Module | None = None
         self._saved = -1
         self._loaded = ""
         self._files = set[str]()
@@ -87,28 +94,28 @@ class Tracer:
         if dist.is_available():
             join = dist.init_process_group
 
-            def join_on_cpu(backend: str | None = None, *given: Any, **options: Any) -> Any:
-                return join("gloo" if backend and "nccl" in backend else backend, *given, **options)
+            def join_on_cpu(backend: str | None = None, *given: Any, **options: Any) -> None:
+                join("gloo" if backend and "nccl" in backend else backend, *given, **options)
 
             dist.init_process_group = dist.distributed_c10d.init_process_group = join_on_cpu
 
-    def _detaching(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _detaching(self, call: Callable[P, R]) -> Callable[P, R]:
         """Wrap a function that opens its file without an audit event.
 
         The file is its second argument.
         """
 
-        def detached(*given: Any, **options: Any) -> Any:
+        def detached(*given: P.args, **options: P.kwargs) -> R:
             for path in (*given[1:2], options.get("f"), options.get("filename")):
                 detach(self._copy, path, emptied=True)
             return call(*given, **options)
 
         return detached
 
-    def _saving(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _saving(self, call: Callable[P, R]) -> Callable[P, R]:
         save = self._detaching(call)
 
-        def tell(*given: Any, **options: Any) -> Any:
+        def tell(*given: P.args, **options: P.kwargs) -> R:
             result = save(*given, **options)
             numbers = self._saved_numbers(given[0] if given else options.get("obj"))
             self._write(
@@ -118,8 +125,8 @@ class Tracer:
 
         return tell
 
-    def _loading(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def tell(*given: Any, **options: Any) -> Any:
+    def _loading(self, call: Callable[P, R]) -> Callable[P, R]:
+        def tell(*given: P.args, **options: P.kwargs) -> R:
             result = call(*given, **options)
             self._loaded = self._loaded or self._place()
             return result
@@ -173,11 +180,11 @@ class Tracer:
     def _name_of(self, frame: FrameType) -> str:
         return frame.f_code.co_filename.removeprefix(self._folder)
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: JsonObject) -> None:
         self._trace.write(json.dumps(line) + "\n")
         self._trace.flush()
 
-    def _forward(self, module: Any, inputs: Any) -> None:
+    def _forward(self, module: nn.Module, inputs: Any) -> None:
         import torch
 
         if self._record or not module.training or not torch.is_grad_enabled():
@@ -193,13 +200,13 @@ class Tracer:
             "buffers": digest(dict(self._model.named_buffers())),
         }
 
-    def _before(self, optimizer: Any, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, *_: object) -> None:
         self._optimizer = self._optimizer or optimizer
         if optimizer is self._optimizer:
-            self._write({**self._record, **self._state()})
+            self._write({**self._record, **self._state(optimizer)})
 
-    def _state(self) -> dict[str, Any]:
-        trained = _trained(self._optimizer)
+    def _state(self, optimizer: Optimizer) -> JsonObject:
+        trained = _trained(optimizer)
         weights = TrainedWeights(trained, self._model)
         objects: dict[str, tuple[str, str, int]] = {}
         counters: dict[str, int] = {}
@@ -260,7 +267,7 @@ class Tracer:
         attributes = list(getattr(value, "__dict__", {}).items())
         return [(f"{name}.{key}", attribute) for key, attribute in attributes]
 
-    def _after(self, optimizer: Any, *_: Any) -> None:
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer is not self._optimizer:
             return
         self._step += 1
@@ -299,7 +306,7 @@ class Tracer:
 class TrainedWeights:
     """The weights that the optimizer trains, from which the states of other objects are told apart."""
 
-    def __init__(self, trained: list[Any], model: Any) -> None:
+    def __init__(self, trained: list[Tensor], model: nn.Module | None) -> None:
         self._torch = sys.modules["torch"]
         self._ids = {id(weight) for weight in trained}
         self._shapes = Counter(tuple(weight.shape) for weight in trained)
@@ -420,14 +427,14 @@ def _integers(path: str, value: Any, depth: int) -> Iterator[tuple[str, int]]:
         yield from _integers(path, getattr(value, "__dict__", None), depth)
 
 
-def _trained(optimizer: Any) -> list[Any]:
-    weights = []
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    weights: list[Tensor] = []
     for group in optimizer.param_groups:
         weights += group["params"]
     return weights
 
 
-def _address(tensor: Any) -> int:
+def _address(tensor: Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.footprint import ModelShape
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.engine import tensor_parallel
 from ebbflow.training.engine.optimizer import hidden_matrices
 from ebbflow.training.errors import WorkloadError
@@ -94,7 +95,7 @@ class Trial:
     def text(self) -> str:
         return "; ".join([f"{self.name}: {', '.join(self.done)}", *self.notes])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {"text": self.text, "shape": self.shape and self.shape.to_json()}
 
 

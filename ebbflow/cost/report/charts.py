@@ -576,7 +576,7 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
     return found
 
 
-def _segments(spans: Sequence[Span], start: float) -> list[tuple[float, float, str]]:
+def _segments(spans: Sequence[Span], start: float) -> list[list[float | str]]:
     """Convert spans to [start, end, class with the most time].
 
     Join equal neighbours; above 40, merge short ones.
@@ -602,7 +602,7 @@ def _segments(spans: Sequence[Span], start: float) -> list[tuple[float, float, s
                 merged.append((begin, end, kind))
         joined = merged
     return [
-        (_short(start + begin / MICRO), _short(start + end / MICRO), kind)
+        [_short(start + begin / MICRO), _short(start + end / MICRO), kind]
         for begin, end, kind in joined
     ]
 

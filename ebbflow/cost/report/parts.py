@@ -344,7 +344,7 @@ class Evaluations(TypedDict):
 class Lane(TypedDict):
     """Node of a generation over time, in seconds since the job's first event.
 
-    segments: (start, end, class of paid time).
+    segments: [start, end, class of paid time].
     """
 
     generation: int
@@ -357,7 +357,7 @@ class Lane(TypedDict):
     end: float
     ended: str
     step: int
-    segments: list[tuple[float, float, str]]
+    segments: list[list[float | str]]
 
 
 class RankRow(TypedDict, total=False):

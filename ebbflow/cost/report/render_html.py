@@ -468,7 +468,10 @@ def _timeline(report: RunReport) -> str:
     for lane in lanes:
         parts = []
         paid = max(lane["end"] - lane["start"], 1e-9)
-        for begin, until, kind in lane["segments"]:
+        for segment in lane["segments"]:
+            begin = float(segment[0])
+            until = float(segment[1])
+            kind = str(segment[2])
             used[kind] = True
             usd = lane["usd"] * (until - begin) / paid
             text = (

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import PROMISE
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.standalone import record_exception
 from ebbflow.training.attach.state import BatchSource
@@ -57,12 +58,12 @@ class ScriptGuards:
 
     def __init__(self, session: JobSession) -> None:
         self._session = session
-        self._promised: dict[str, Any] = {}
+        self._promised: JsonObject = {}
         path = os.environ.get(PROBE_VARIABLE)
         self._probe = Probe(path) if path else None
         self._timed = False
         self._own_seconds = 0.0
-        self._slowest: dict[str, Any] = {}
+        self._slowest: JsonObject = {}
         # Samples before it are skipped after a rewind
         self.first_sample = session.guards.overrides.first_sample
 
@@ -100,7 +101,7 @@ class ScriptGuards:
 
         model.register_forward_hook(mark)
 
-    def end_pace(self) -> dict[str, Any]:
+    def end_pace(self) -> JsonObject:
         """Return the fields of a step's event about the rank's own time."""
         if not self._timed:
             return {}
@@ -134,7 +135,7 @@ class ScriptGuards:
         if self._probe is not None:
             self._probe.end_step(step, model, **facts)
 
-    def promise(self, step: int, promise: dict[str, Any]) -> None:
+    def promise(self, step: int, promise: JsonObject) -> None:
         """On rank 0, record how exactly this job resumes (`describe_promise`), unless an equal
         promise is on record.
         """
@@ -279,7 +280,7 @@ def make_script_guards(
     spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
 ) -> Guards:
     """Return the guards of an attached job. They go back to a commit instead of skipping a step."""
-    changed: dict[str, Any] = {"memory_growth": "off"}
+    changed: JsonObject = {"memory_growth": "off"}
     if config.guards.non_finite == "skip":
         changed["non_finite"] = "rewind"
     if config.guards.spike == "skip":
@@ -311,7 +312,7 @@ def describe_promise(
     resized: str,
     stray: str,
     watch: ScriptWatch,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return how exactly the job resumes, as data of the event `promise`: level, same_data and
     reasons.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from ebbflow.training.attach.capture import ScriptState, Stateful
 from ebbflow.training.attach.loop import AttachedLoop, refuse
@@ -17,6 +17,7 @@ from ebbflow.training.attach.state import (
 )
 from ebbflow.training.errors import AttachError
 
+Batch = TypeVar("Batch")
 __all__ = ["AttachedJob", "Stateful", "refuse"]
 
 
@@ -109,7 +110,7 @@ class AttachedJob:
                 self._state.begin_epoch(self.epoch + 1)
                 self._loop.end_epoch(self.epoch - 1)
 
-    def batches(self, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Batch], *, epochs: int | None = None) -> Iterator[Batch]:
         """Yield the remaining batches of `epochs` epochs; without `epochs`, those of the current
         epoch of the job.
         """
@@ -159,7 +160,7 @@ class AttachedJob:
         """Make the next plain loop over `loader` in each epoch the loop of the epoch."""
         iterate = type(loader).__iter__
 
-        def iterate_epoch(loader: Any) -> Iterator[Any]:
+        def iterate_epoch(loader: Iterable[Batch]) -> Iterator[Batch]:
             if self._reads_epoch:
                 return self._epoch(loader)
             return iterate(loader)
@@ -175,7 +176,7 @@ class AttachedJob:
         except AttachError as error:
             refuse(error)
 
-    def _epoch(self, loader: Any) -> Iterator[Any]:
+    def _epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch, each as a step."""
         loop = self._loop
         state = self._state

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome, describe_error
 from ebbflow.core.events import NOTICE, OUTCOME
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.attach.capture import JobState
 from ebbflow.training.attach.guards import (
     LoopWatch,
@@ -432,7 +433,7 @@ class AttachedLoop:
                 message=describe_exception(error),
             )
 
-    def _describe_promise(self) -> dict[str, Any]:
+    def _describe_promise(self) -> JsonObject:
         state = self._state
         return describe_promise(
             state.model,
@@ -478,7 +479,7 @@ class AttachedLoop:
         session = self.session
         session.reporter.mark_trained(self.step)
         seconds = session.reporter.clock.take()
-        data: dict[str, Any] = {"tokens": self.step_log.take("tokens", samples), "seconds": seconds}
+        data: JsonObject = {"tokens": self.step_log.take("tokens", samples), "seconds": seconds}
         if self._state.optimizer is not None:
             learning_rate = self._state.optimizer.param_groups[0]["lr"]
         if isinstance(learning_rate, float):

@@ -15,15 +15,16 @@ import os
 import random
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ebbflow.core.json_values import Json
 from ebbflow.training.checkpoint.state import SHARED_PREFIX, model_tensors
 from ebbflow.training.errors import AttachError
 
@@ -222,7 +223,7 @@ class StrayReads:
         kind: Any = _BaseDataLoaderIter
         draw = kind.__next__
 
-        def observe(batches: Any) -> Any:
+        def observe(batches: _BaseDataLoaderIter) -> Any:
             self._observe(batches, sys._getframe(1))
             return draw(batches)
 
@@ -232,7 +233,7 @@ class StrayReads:
         finally:
             kind.__next__ = draw
 
-    def _observe(self, batches: Any, caller: FrameType) -> None:
+    def _observe(self, batches: _BaseDataLoaderIter, caller: FrameType) -> None:
         # Without gradients: an evaluation
         if self.found or not self.step or not torch.is_grad_enabled():
             return
@@ -246,7 +247,7 @@ class StrayReads:
             )
 
 
-def split_state(state: object, path: str, tensors: dict[str, Tensor]) -> Any:
+def split_state(state: object, path: str, tensors: dict[str, Tensor]) -> Json:
     """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to
     `tensors`.
 
@@ -356,7 +357,7 @@ def find_generators(dataset: Any) -> list[Any]:
     """Return the random generators of a dataset: in its attributes, such as transforms, and as
     globals of its code.
     """
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
     # Whose states are part of the commit
     common = [torch.default_generator, getattr(random, "_inst", None)]
@@ -516,7 +517,7 @@ def _is_numpy_number(state: Any) -> bool:
     return state.dtype.kind in "biuf"
 
 
-def _key(key: object, path: str) -> Any:
+def _key(key: object, path: str) -> Json:
     if isinstance(key, str | int | bool | None):
         return key
     if isinstance(key, tuple):
@@ -547,7 +548,7 @@ def _seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed % 2**32)
 
 
-class _SeededBatch(list):
+class _SeededBatch(list[int]):
     """The indices of a batch, with the seed that is set before the batch is loaded."""
 
     seed = 0
@@ -594,16 +595,16 @@ class _SeededDataset:
 class _EpochOrder:
     """Batch sampler for one epoch of a loader, without the first `skip` batches."""
 
-    def __init__(self, sampler: Any, seed: int, skip: int, *, seeded: bool) -> None:
+    def __init__(self, sampler: Sampler[list[int]], seed: int, skip: int, *, seeded: bool) -> None:
         self._sampler = sampler
         self._seed = seed
         self._skip = skip
         self._seeds_batches = seeded
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(cast(Sized, self._sampler))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[list[int]]:
         with random_numbers_of(self._seed):
             order = iter(self._sampler)
             # A sampler shuffles when it is asked
@@ -613,7 +614,7 @@ class _EpochOrder:
             return self._seeded(batches)
         return batches
 
-    def _seeded(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _seeded(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         for number, indices in enumerate(batches, start=self._skip):
             batch = _SeededBatch(indices)
             batch.seed = derive_seed(self._seed, number)

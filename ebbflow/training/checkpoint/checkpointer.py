@@ -89,7 +89,7 @@ class Checkpointer:
         upload_bytes_per_second: float | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         request_seconds: float = 60.0,
-        emit: Callable[..., Any] | None = None,
+        emit: Callable[..., object] | None = None,
         waiting: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self._store = Store.open(job_store_uri, request_timeout_seconds=request_seconds)
@@ -285,7 +285,9 @@ class Checkpointer:
             return flights.last_commit
         known = flights.last_commit and (flights.last_commit.generation, flights.last_commit.step)
         if flights.last_failure is None and known != (self._generation.number, last.save.step):
-            flights.submit(last, command="await")
+            flights.submit(
+                last, {"command": "await", "save": last.name, "seconds": last.left_seconds}
+            )
             flights.settle()
         flights.raise_if_lost()
         return flights.last_commit
@@ -412,17 +414,21 @@ class Checkpointer:
         self._layout_of = known
         self._saves.submit(
             flight,
-            command="save",
-            buffer=staged.buffer,
-            length=layout.length,
-            layout=layout.number,
-            items=items,
-            common=common,
-            data_key=data_key(flight.save.generation, flight.save.step, self._rank),
-            retention=self._retention.__dict__,
-            upload={
-                "bytes_per_second": self._bytes_per_second,
-                "deadline_seconds": self.limit_seconds,
-                "chunk_bytes": self._chunk_bytes,
+            {
+                "command": "save",
+                "save": flight.name,
+                "seconds": flight.left_seconds,
+                "buffer": staged.buffer,
+                "length": layout.length,
+                "layout": layout.number,
+                "items": items,
+                "common": common,
+                "data_key": data_key(flight.save.generation, flight.save.step, self._rank),
+                "retention": self._retention.__dict__,
+                "upload": {
+                    "bytes_per_second": self._bytes_per_second,
+                    "deadline_seconds": self.limit_seconds,
+                    "chunk_bytes": self._chunk_bytes,
+                },
             },
         )

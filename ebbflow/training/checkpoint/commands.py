@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, ObjectNotFound, describe_error
@@ -39,6 +39,25 @@ _BAD_USAGE = 2
 # signatures.
 _CHECKING = ("export", "pin", "prune", "sign")
 _KINDS = ("dcp", "safetensors", "torch")
+
+
+class CommitRow(TypedDict):
+    """Commit as the subcommand `list` shows it. None: unknown, since the commit cannot be read."""
+
+    step: int
+    generation: int
+    key: str
+    age_seconds: float
+    bytes: int | None
+    world_size: int | None
+    loads_at: str | None
+    pinned: bool
+    best: bool
+    metrics: dict[str, float]
+    state: str  # torn, whole or verified
+    verified_at: float | None  # Unix time
+    reachable: bool
+    reason: str | None  # why it is not reachable
 
 
 def main(argv: list[str]) -> int:
@@ -266,7 +285,7 @@ def _list(store: Store, options: argparse.Namespace) -> int:
     return 0
 
 
-def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
+def _row(store: Store, traced: TracedCommit) -> CommitRow:
     """Describe a commit as a row of the subcommand `list`.
 
     The state of the commit is "verified" (every byte was read and checked), "whole" (the manifest
@@ -274,8 +293,10 @@ def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
     """
     ref = traced.ref
     reason = traced.unreachable_because
-    row: dict[str, Any] = {
-        **{name: getattr(ref, name) for name in ("step", "generation", "key")},
+    row: CommitRow = {
+        "step": ref.step,
+        "generation": ref.generation,
+        "key": ref.key,
         "age_seconds": max(0.0, time.time() - traced.modified),
         "bytes": None,
         "world_size": None,
@@ -285,22 +306,24 @@ def _row(store: Store, traced: TracedCommit) -> dict[str, Any]:
         "metrics": {},  # of the evaluation at this step
         "state": "torn",
         "verified_at": None,
+        "reachable": False,
+        "reason": None,
     }
     try:
         manifest = read_manifest(store, ref.key)
-        row |= {
-            "bytes": manifest.size,
-            "world_size": manifest.save.world_size,
-            "loads_at": "any number",
-            "metrics": metrics_at_step(manifest.common.get("extra") or {}, ref.step),
-        }
-        row |= _state(store, manifest, ref.sha256)
+        row["bytes"] = manifest.size
+        row["world_size"] = manifest.save.world_size
+        row["loads_at"] = "any number"
+        row["metrics"] = metrics_at_step(manifest.common.get("extra") or {}, ref.step)
+        row["state"], row["verified_at"] = _state(store, manifest, ref.sha256)
     except CheckpointError as error:
         reason = reason or str(error)
-    return {**row, "reachable": reason is None, "reason": reason}
+    row["reachable"] = reason is None
+    row["reason"] = reason
+    return row
 
 
-def _mark_best(store: Store, rows: list[dict[str, Any]]) -> None:
+def _mark_best(store: Store, rows: list[CommitRow]) -> None:
     rule = BestRule.of_job(store)
     values = {
         row["key"]: row["metrics"][rule.metric]
@@ -312,20 +335,21 @@ def _mark_best(store: Store, rows: list[dict[str, Any]]) -> None:
         row["best"] = row["key"] == best
 
 
-def _state(store: Store, manifest: Manifest, sha256: str) -> dict[str, Any]:
+def _state(store: Store, manifest: Manifest, sha256: str) -> tuple[str, float | None]:
+    """Return the state of a commit, and the Unix time at which it was verified, if it was."""
     sizes = {
         meta.key: meta.size
         for meta in store.list(data_prefix(manifest.save.generation, manifest.save.step))
     }
     if any(sizes.get(data.key) != data.size for data in manifest.data):
-        return {"state": "torn"}
+        return "torn", None
     key = verified_key(sha256)
     if store.head(key) is None:
-        return {"state": "whole"}
+        return "whole", None
     try:
-        return {"state": "verified", "verified_at": unseal(store.get(key), key)["t_wall"]}
+        return "verified", unseal(store.get(key), key)["t_wall"]
     except CorruptCommit:
-        return {"state": "whole"}
+        return "whole", None
 
 
 def _show(store: Store, options: argparse.Namespace) -> int:

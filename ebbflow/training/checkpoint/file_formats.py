@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.checkpoint.hugging_face import their_name, write_settings
 from ebbflow.training.checkpoint.portable_state import (
@@ -501,7 +502,7 @@ def _write(
     """
     named = {name: tensor for name, tensor in content.named().items() if name.startswith(prefix)}
     order = sorted(named, key=lambda name: -named[name].element_size())
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: JsonObject = {"__metadata__": metadata}
     end = 0
     for name in order:
         start = end

@@ -9,9 +9,9 @@ model.
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from ebbflow.core.config.schema import ModelConfig
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.errors import WorkloadError
 
 _KINDS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -79,7 +79,7 @@ def _renamed(
     return name
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> JsonObject:
     """Return the settings of the section `model` that a folder's config.json decides.
 
     Raises WorkloadError.
@@ -177,7 +177,7 @@ def check_settings(model: ModelConfig, weights: str) -> None:
         )
 
 
-def write_settings(model: ModelConfig) -> dict[str, Any]:
+def write_settings(model: ModelConfig) -> JsonObject:
     """Return the config.json of the built-in model as a dict.
 
     Raises WorkloadError if transformers lacks the model.

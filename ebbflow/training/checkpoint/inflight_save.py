@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ebbflow.core.errors import StoreFull
 from ebbflow.core.events import COMMIT, COMMIT_FAILED
@@ -23,6 +23,14 @@ from ebbflow.core.process import OwnProgram, describe_exit, own_program_line
 from ebbflow.core.program import python_path
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId
+from ebbflow.training.checkpoint.upload_messages import (
+    CommittedAnswer,
+    SaveName,
+    UploadAnswer,
+    UploadCommand,
+    UploadedAnswer,
+    UploadWork,
+)
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoom
 from ebbflow.training.remarks import remark
@@ -48,7 +56,7 @@ class UploaderClient:
         self._store_uri = store_uri
         self._rank = rank
         self._buffers = buffers
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[UploadAnswer] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
         self.start()
@@ -97,17 +105,17 @@ class UploaderClient:
             )
         return self.pid
 
-    def tell(self, command: dict[str, Any]) -> None:
+    def tell(self, command: UploadCommand) -> None:
         """Send a command without checking that the process is alive; the command may be lost."""
         if self._process is not None:
             self._lines.put(json.dumps(command) + "\n")
 
-    def ask(self, command: dict[str, Any]) -> None:
+    def ask(self, command: UploadCommand) -> None:
         """Send a command; restart the process first if it has died."""
         self.running()
         self.tell(command)
 
-    def answer(self, timeout_seconds: float) -> dict[str, Any] | None:
+    def answer(self, timeout_seconds: float) -> UploadAnswer | None:
         """Wait for the uploader's next answer and return it.
 
         Return None if no answer arrives in time.
@@ -157,6 +165,20 @@ class InflightSave:
     size: int  # bytes of this rank's part
     stall_seconds: float  # time for which the save held up training
 
+    @property
+    def name(self) -> SaveName:
+        return {
+            "job": self.save.job,
+            "generation": self.save.generation,
+            "step": self.save.step,
+            "world_size": self.save.world_size,
+        }
+
+    @property
+    def left_seconds(self) -> float:
+        """Seconds that the uploader has for the save, at least one."""
+        return max(self.deadline.remaining_seconds, 1.0)
+
 
 def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
     assert process.stdin is not None
@@ -168,9 +190,7 @@ def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) 
                 process.stdin.flush()
 
 
-def _read_answers(
-    process: subprocess.Popen[str], answers: queue.SimpleQueue[dict[str, Any]]
-) -> None:
+def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[UploadAnswer]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         answers.put(json.loads(line))
@@ -187,7 +207,7 @@ class SaveTracker:
         self,
         uploader: UploaderClient,
         rank: int,
-        emit: Callable[..., Any],
+        emit: Callable[..., object],
         waiting: Callable[[], Callable[[], None]],
     ) -> None:
         self.uploader = uploader
@@ -226,11 +246,8 @@ class SaveTracker:
             left = max(usual - (time.monotonic() - self._current.began), 0.0)
         return left + size * self._seconds_per_byte
 
-    def submit(self, flight: InflightSave, *, command: str, **more: Any) -> None:
-        seconds = max(flight.deadline.remaining_seconds, 1.0)
-        self.uploader.ask(
-            {"command": command, "save": flight.save.__dict__, "seconds": seconds, **more}
-        )
+    def submit(self, flight: InflightSave, command: UploadWork) -> None:
+        self.uploader.ask(command)
         self._current = self.last = flight
 
     def settle(self) -> None:
@@ -320,7 +337,7 @@ class SaveTracker:
                 )
         return True
 
-    def _on_uploaded(self, answer: dict[str, Any]) -> None:
+    def _on_uploaded(self, answer: UploadedAnswer) -> None:
         """Record that this rank's part is durable.
 
         On rank 0 the save stays in flight until it is committed.
@@ -335,7 +352,7 @@ class SaveTracker:
         if self._rank != 0:
             self._done(answer["step"])
 
-    def _on_committed(self, answer: dict[str, Any]) -> None:
+    def _on_committed(self, answer: CommittedAnswer) -> None:
         ref = CommitRef.from_key(answer["key"])
         flight = self.last
         if flight is not None and flight.save.step == ref.step and self._rank == 0:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.layout import data_key, parse_commit_key
 from ebbflow.training.checkpoint.verified_io import canonical_json, seal, sha256_text, unseal
 from ebbflow.training.errors import CheckpointError, CorruptCommit, MisplacedCommit
@@ -54,11 +55,11 @@ class IndexEntry:
     start: int  # offset of the piece in the data object, in bytes
     length: int  # length of the piece in bytes
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[Json]:
         return list(self.__dict__.values())
 
     @classmethod
-    def from_json(cls, row: Sequence[Any]) -> IndexEntry:
+    def from_json(cls, row: Sequence[Json]) -> IndexEntry:
         return cls(**_fields(cls, row))
 
 
@@ -78,7 +79,7 @@ class DataObject:
     # not stored
     sha256: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         return {name: value for name, value in self.__dict__.items() if name != "sha256" or value}
 
     @classmethod
@@ -333,7 +334,7 @@ def _entry(
     )
 
 
-def _fields(kind: type, row: Sequence[Any]) -> dict[str, Any]:
+def _fields(kind: type, row: Sequence[Json]) -> dict[str, Any]:
     """Convert a JSON list to the fields of the dataclass `kind`, in order.
 
     Nested lists become tuples.

@@ -123,7 +123,7 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
     weights.
     """
     weights: dict[str, Tensor] = {}
-    seen: set[tuple[Any, ...]] = set()
+    seen: set[tuple[int | tuple[int, ...] | torch.dtype, ...]] = set()
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(

@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -491,7 +491,7 @@ def _first_of_each_window(commits: Sequence[WholeCommit], steps: int | None) -> 
 
 def _beyond_cap(
     commits: Sequence[WholeCommit],
-    kept: Mapping[str, Any],
+    kept: Collection[str],
     policy: RetentionPolicy,
     *,
     expendable: Sequence[WholeCommit],

@@ -48,6 +48,13 @@ from ebbflow.training.checkpoint.manifest import CheckpointId, DataObject, Index
 from ebbflow.training.checkpoint.part_uploader import PartSettings, PartUploader
 from ebbflow.training.checkpoint.retention import Retention, RetentionPolicy
 from ebbflow.training.checkpoint.signing import signed_index_bytes, signer
+from ebbflow.training.checkpoint.upload_messages import (
+    FinishCommand,
+    SaveCommand,
+    UploadAnswer,
+    UploadCommand,
+    UploadWork,
+)
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import GenerationSuperseded, TrainingError
 
@@ -84,7 +91,7 @@ class Uploader:
         self._items = ()
         self._swept_at = -math.inf
 
-    def serve(self, command: dict[str, Any]) -> None:
+    def serve(self, command: UploadWork) -> None:
         save = CheckpointId(**command["save"])
         deadline = Deadline(command["seconds"])
         try:
@@ -99,10 +106,11 @@ class Uploader:
             else:
                 self._save_in_room(store, save, command, deadline)
         except GenerationSuperseded as error:
-            _answer("superseded", save=save, message=str(error))
+            _answer({"event": "superseded", "step": save.step, "message": str(error)})
         except (TrainingError, InfraError, OSError, ValueError) as error:
             cause = type(error.__cause__ or error).__name__
-            _answer("failed", save=save, message=f"rank {self._rank}: {error}", cause=cause)
+            message = f"rank {self._rank}: {error}"
+            _answer({"event": "failed", "step": save.step, "message": message, "cause": cause})
 
     def _open_store(self, deadline: Deadline) -> Store:
         """Open the store with a request timeout that leaves time for retries before the deadline."""
@@ -113,7 +121,7 @@ class Uploader:
         return self._store
 
     def _save_in_room(
-        self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
+        self, store: Store, save: CheckpointId, command: SaveCommand, deadline: Deadline
     ) -> None:
         """Upload and commit a checkpoint. If the store is full, delete old commits and try again.
 
@@ -144,7 +152,7 @@ class Uploader:
                     waited = True
 
     def _save(
-        self, store: Store, save: CheckpointId, command: dict[str, Any], deadline: Deadline
+        self, store: Store, save: CheckpointId, command: SaveCommand, deadline: Deadline
     ) -> None:
         began = time.monotonic()
         cpu_began = time.process_time()
@@ -158,7 +166,15 @@ class Uploader:
         retry_until(deadline, f"put {key}", lambda: put_verified(store, key, raw))
         seconds = time.monotonic() - began
         cpu_seconds = time.process_time() - cpu_began
-        _answer("uploaded", save=save, bytes=data.size, seconds=seconds, cpu_seconds=cpu_seconds)
+        _answer(
+            {
+                "event": "uploaded",
+                "step": save.step,
+                "bytes": data.size,
+                "seconds": seconds,
+                "cpu_seconds": cpu_seconds,
+            }
+        )
         if self._rank == 0:
             _committed(
                 save,
@@ -169,7 +185,7 @@ class Uploader:
         else:
             commit_as_backup(store, save, self._rank, deadline, self._commands.wait)
 
-    def _index_entries(self, command: dict[str, Any]) -> tuple[IndexEntry, ...]:
+    def _index_entries(self, command: SaveCommand) -> tuple[IndexEntry, ...]:
         """Return the index entries of a command's layout.
 
         Only the first command with that layout contains them.
@@ -181,7 +197,7 @@ class Uploader:
             raise ValueError(f"layout {command['layout']} was never sent to this uploader")
         return self._items
 
-    def _upload(self, store: Store, command: dict[str, Any], deadline: Deadline) -> DataObject:
+    def _upload(self, store: Store, command: SaveCommand, deadline: Deadline) -> DataObject:
         """Upload the data within 90 % of the remaining time, which leaves the rest for the index
         and the commit.
         """
@@ -211,7 +227,7 @@ class Uploader:
         try:
             self._retention_of(save, policy).run(store, save, lambda: self._commands.wait(0))
         except GenerationSuperseded as error:
-            _answer("superseded", save=save, message=str(error))
+            _answer({"event": "superseded", "step": save.step, "message": str(error)})
         except (TrainingError, InfraError) as error:
             self._warn(save, f"retention: {error}")
 
@@ -222,7 +238,8 @@ class Uploader:
         return self._retention
 
     def _warn(self, save: CheckpointId, message: str) -> None:
-        _answer("warning", save=save, message=f"rank {self._rank}: {message}")
+        text = f"rank {self._rank}: {message}"
+        _answer({"event": "warning", "step": save.step, "message": text})
 
     def _sweep(self, save: CheckpointId, deadline_seconds: float) -> None:
         """Abort unfinished multipart uploads that are too old to belong to a running save."""
@@ -255,7 +272,7 @@ class CommandQueue:
         self._changed = threading.Condition()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
-    def next(self) -> dict[str, Any]:
+    def next(self) -> UploadWork | FinishCommand:
         with self._changed:
             self._changed.wait_for(lambda: self._lines)
             return json.loads(self._lines.popleft())
@@ -271,7 +288,7 @@ class CommandQueue:
 
     def _read(self) -> None:
         for line in sys.stdin:
-            command = json.loads(line)
+            command: UploadCommand = json.loads(line)
             if command["command"] == "hurry":
                 self.hurried = True
                 self.throttle.bytes_per_second = None
@@ -321,11 +338,18 @@ class _SharedBuffer:
 
 def _committed(save: CheckpointId, attempt: CommitAttempt) -> None:
     assert attempt.commit is not None
-    _answer("committed", save=save, key=attempt.commit.key, bytes=attempt.size)
+    _answer(
+        {
+            "event": "committed",
+            "step": save.step,
+            "key": attempt.commit.key,
+            "bytes": attempt.size,
+        }
+    )
 
 
-def _answer(event: str, *, save: CheckpointId, **data: Any) -> None:
-    print(json.dumps({"event": event, "step": save.step, **data}), flush=True)
+def _answer(answer: UploadAnswer) -> None:
+    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from ebbflow.core.errors import (
     StoreMisconfigured,
     WrongStore,
 )
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.retry import backoff_pauses, retry
 from ebbflow.core.store import Store
 from ebbflow.training.errors import CheckpointError, CorruptCommit
@@ -79,7 +80,7 @@ def crc_of_pieces(pieces: Sequence[Buffer], value: int = 0) -> int:
     return value
 
 
-def canonical_json(document: dict[str, Any]) -> bytes:
+def canonical_json(document: JsonObject) -> bytes:
     """Serialise to ASCII JSON with sorted keys and no spaces.
 
     Raises ValueError for NaN and infinity.
@@ -96,7 +97,7 @@ def sha256_text(data: Buffer) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def seal(document: dict[str, Any]) -> bytes:
+def seal(document: JsonObject) -> bytes:
     """Serialise a document to canonical JSON with its checksum in the field "seal".
 
     This is for objects whose key contains no checksum.

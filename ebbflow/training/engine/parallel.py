@@ -208,7 +208,7 @@ def make_mesh(gang: Gang, *, shard: int, tensor: int = 1) -> DeviceMesh:
 
 def replicate_model(
     module: nn.Module, ddp: DdpConfig, gang: Gang
-) -> tuple[DistributedDataParallel, Any]:
+) -> tuple[DistributedDataParallel, Callable[[], object]]:
     """Wrap the model in DDP.
 
     Return it, and a function that resets its gradient compression. Collective.

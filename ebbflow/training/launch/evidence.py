@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.process import process_state
 from ebbflow.core.program import IMPORT_ROOT, INSTALLED, PACKAGE_ROOT
 from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, RECORDER, STACKS
@@ -309,7 +309,7 @@ class Dump:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         self.at = at
-        self._futures: dict[int, Future[dict[str, Any]]] = {
+        self._futures: dict[int, Future[JsonObject]] = {
             rank: pool.submit(_locate, pid, heartbeat, folder / f"rank-{rank}.txt")
             for rank, (pid, heartbeat) in heartbeats.items()
         }
@@ -318,7 +318,7 @@ class Dump:
     def done(self) -> bool:
         return all(future.done() for future in self._futures.values())
 
-    def position(self, rank: int) -> dict[str, Any]:
+    def position(self, rank: int) -> JsonObject:
         future = self._futures.get(rank)
         if future is None or future.exception():
             return {"where": ""}
@@ -700,7 +700,7 @@ class _UnixConnection(http.client.HTTPConnection):
             os.close(folder)
 
 
-def _locate(pid: int, heartbeat: Path, path: Path) -> dict[str, Any]:
+def _locate(pid: int, heartbeat: Path, path: Path) -> JsonObject:
     stack = (
         _run_py_spy(pid)
         or _signal_faulthandler(pid, heartbeat.with_suffix(STACKS))

@@ -8,6 +8,7 @@ catalog (GPU Deployment and Management Documentation). Xids that a program can c
 """
 
 import contextlib
+import ctypes
 import importlib
 import os
 import re
@@ -15,8 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias, TypeVar
 
+T = TypeVar("T")
+# Handle of a GPU, as NVML's Python module has it
+Device: TypeAlias = "ctypes._Pointer[ctypes.Structure]"
 _FRESH_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
 _ANSWER_SECONDS = 1.0
@@ -220,7 +225,7 @@ def kernel_records(log: int) -> Iterator[tuple[float, str]]:
             return
 
 
-def _visible_devices(library: Any) -> list[Any]:
+def _visible_devices(library: ModuleType) -> list[Device]:
     """Return the handles of the GPUs that this job may use. Other GPUs may belong to other jobs."""
     devices = [
         library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())
@@ -240,7 +245,7 @@ def _visible_devices(library: Any) -> list[Any]:
     return visible
 
 
-def _uuid(library: Any, device: Any) -> str:
+def _uuid(library: ModuleType, device: Device) -> str:
     name = library.nvmlDeviceGetUUID(device)
     if isinstance(name, bytes):
         return name.decode()
@@ -254,7 +259,7 @@ class _FaultFinder:
     increased.
     """
 
-    def __init__(self, library: Any, devices: list[Any], kernel_log: str) -> None:
+    def __init__(self, library: ModuleType, devices: list[Device], kernel_log: str) -> None:
         self._library = library
         self._devices = devices
         self._names = [_device_name(library, device, index) for index, device in enumerate(devices)]
@@ -298,7 +303,7 @@ class _FaultFinder:
             self._before[index] = before | now
         return [fault for fault in found if fault is not None]
 
-    def _state(self, device: Any) -> dict[str, int]:
+    def _state(self, device: Device) -> dict[str, int]:
         """Return one error counter per kind of fault.
 
         Counters that the GPU does not have are left out.
@@ -326,7 +331,7 @@ class _FaultFinder:
         return state
 
 
-def _device_name(library: Any, device: Any, index: int) -> str:
+def _device_name(library: ModuleType, device: Device, index: int) -> str:
     try:
         address = library.nvmlDeviceGetPciInfo(device).busId
         if isinstance(address, bytes):
@@ -338,7 +343,7 @@ def _device_name(library: Any, device: Any, index: int) -> str:
         return str(index)
 
 
-def _counters(library: Any, devices: list[Any]) -> tuple[dict[str, int], list[int]]:
+def _counters(library: ModuleType, devices: list[Device]) -> tuple[dict[str, int], list[int]]:
     found = {"gpus": len(devices)}
     used = list[int]()
     if memory := _query(library.nvmlDeviceGetMemoryInfo, devices):
@@ -359,8 +364,8 @@ def _counters(library: Any, devices: list[Any]) -> tuple[dict[str, int], list[in
     return found, used
 
 
-def _query(function: Any, devices: list[Any], *more: Any) -> list[Any]:
-    answers = []
+def _query(function: Callable[..., T], devices: list[Device], *more: int) -> list[T]:
+    answers: list[T] = []
     for device in devices:
         with contextlib.suppress(Exception):  # not supported by this device, or not permitted
             answers.append(function(device, *more))

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 from ebbflow.core.layout import log_key
 from ebbflow.core.program import REPLACE_UNPRINTABLE, own_command
@@ -146,7 +146,7 @@ class NonBlockingOutput:
     """
 
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Any, str, threading.Event]] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[TextIO, str, threading.Event]] = SimpleQueue()
         self._guard = threading.RLock()  # reentrant: a signal handler may interrupt its holder
         self._thread: threading.Thread | None = None
         self._kept = self._dropped = 0  # characters, lines
@@ -601,7 +601,7 @@ def _last_lines(path: Path) -> list[str]:
     return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
 
 
-def _write_to(output: Any, text: str) -> None:
+def _write_to(output: TextIO, text: str) -> None:
     """Write text.
 
     Replace characters that are not in the output's encoding by similar ASCII characters or escapes.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer, StrictInt, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -24,6 +24,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import EndReason
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.requirements import installed_versions
 from ebbflow.core.terms import Terms
 from ebbflow.diagnose.rules import load_rules
@@ -329,7 +330,7 @@ def describe_node(spec: GangSpec) -> dict[str, dict]:
     """Return what all nodes should have alike: the versions of their packages, and the settings of
     a step.
     """
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     config = spec.config.model_dump(mode="json", include=set(_ALIKE))
     for section in _ALIKE:
         value = config[section]

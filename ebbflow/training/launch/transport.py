@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbflow.core.errors import InfraError, ObjectNotFound, Outcome
+from ebbflow.core.json_values import Json
 from ebbflow.core.layout import secret_key
 from ebbflow.core.process import AwakeClock
 from ebbflow.core.store import Store
@@ -401,7 +402,7 @@ def new_nonce() -> str:
 
 
 def proof_of(
-    role: str, secret: bytes, token: str, hello: Mapping[str, Any], nonces: tuple[str, str]
+    role: str, secret: bytes, token: str, hello: Mapping[str, Json], nonces: tuple[str, str]
 ) -> str:
     """Return the HMAC with which one side of the handshake proves that it knows the secret.
 

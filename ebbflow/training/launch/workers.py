@@ -27,6 +27,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.keeper import Keeper, RemoteChild, kill_until_none
 from ebbflow.core.process import (
     MessageReader,
@@ -198,7 +199,7 @@ class Standby:
         if not self.lost and not self._messages.read(self._note):
             self._lose()
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _note(self, message: dict[str, int]) -> None:
         if "ready" in message:
             self.ready = True
         elif "started" in message:
@@ -517,7 +518,7 @@ def find_open_device(pid: int) -> str:
     return ""
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> JsonObject:
     """Return the JSON object in a rank's file; {} if the file has other content, which user code
     may have written.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.errors import WorkloadError
 
 INDEX = "model.safetensors.index.json"
@@ -87,7 +88,7 @@ def list_weight_files(path: str) -> list[Path]:
     )
 
 
-def describe_files(path: str) -> list[dict[str, Any]]:
+def describe_files(path: str) -> list[JsonObject]:
     """Return the path, size in bytes, modification time and SHA-256 of each file.
 
     The SHA-256 is None if the files together are larger than 4 GiB.

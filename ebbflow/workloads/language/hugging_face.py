@@ -20,6 +20,7 @@ import numpy as np
 from torch import nn
 
 from ebbflow.core.config.schema import DataConfig
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.training.data.build import prepare_tokens
 from ebbflow.training.data.tokenizer import BYTES, open_tokenizer
 from ebbflow.training.errors import DataError, WorkloadError
@@ -110,7 +111,7 @@ class HuggingFace(TextWorkload):
             )
 
     @classmethod
-    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
+    def prepare(cls, context: WorkloadContext) -> JsonObject:
         """Tokenize and pack the dataset, unless the store already has its tokens.
 
         Copy the questions to the store.
@@ -123,7 +124,7 @@ class HuggingFace(TextWorkload):
         return about
 
     @classmethod
-    def _prepare_text(cls, context: WorkloadContext) -> dict[str, Any]:
+    def _prepare_text(cls, context: WorkloadContext) -> JsonObject:
         data = context.config.data
         root = context.project_root
         options = context.options
@@ -236,7 +237,7 @@ def _with_folder(context: WorkloadContext) -> WorkloadContext:
         raise WorkloadError(f"workload_options: there is no {', '.join(unknown)}; fix: {known}")
     data = context.config.data
     folder = _model_path(context)
-    changed: dict[str, Any] = {}
+    changed: JsonObject = {}
     if "dataset" in context.options:
         changed["path"] = str(context.options["dataset"])
     if data.tokenizer == BYTES:
@@ -256,7 +257,7 @@ def _number(options: Mapping[str, Any], name: str, kind: type) -> float:
     return value
 
 
-def _answers_only(options: Mapping[str, Any]) -> bool:
+def _answers_only(options: Mapping[str, Json]) -> bool:
     return bool(options.get("chat")) and bool(options.get("assistant_only_loss", True))
 
 

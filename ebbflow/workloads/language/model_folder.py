@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ebbflow.core.json_values import Json
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.weights.files import StoredTensor, find_weights, open_weights
 from ebbflow.training.weights.load import check_weights_fit, tied_names
@@ -205,7 +206,7 @@ class ChatTemplate:
                 "chat_template in its tokenizer_config.json"
             )
 
-    def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[list[int]]]:
+    def mark(self, messages: Sequence[Json]) -> tuple[str, list[list[int]]]:
         """Return the text of a conversation, and the spans of characters that assistants write.
 
         Raises DataError.
@@ -226,7 +227,7 @@ class ChatTemplate:
             marked = zip(found["offset_mapping"], found["assistant_masks"], strict=True)
             return text, [list(place) for place, counted in marked if counted]
         for number, message in enumerate(messages):
-            if message.get("role") == "assistant":
+            if isinstance(message, Mapping) and message.get("role") == "assistant":
                 begin = self.render(messages[:number], answer=True)
                 end = self.render(messages[: number + 1])
                 if not end.startswith(begin) or not text.startswith(end):
@@ -244,7 +245,7 @@ class ChatTemplate:
         """Return the text of one message by a user, up to where the assistant's answer begins."""
         return self.render([{"role": "user", "content": text}], answer=True)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
+    def render(self, messages: Sequence[Json], *, answer: bool = False) -> str:
         """Return the text of a conversation; if `answer`, up to where the next answer begins.
 
         Raises DataError.

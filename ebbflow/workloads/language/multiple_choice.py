@@ -8,11 +8,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ebbflow.core.json_values import Json
 from ebbflow.core.store import Store
 from ebbflow.training.data.tokenizer import Tokenizer
 from ebbflow.training.errors import DataError
@@ -149,23 +150,22 @@ class _Item(NamedTuple):
     bytes: int  # of the choice
 
 
-def _question(row: Mapping[str, Any]) -> Question:
+def _question(row: Mapping[str, Json]) -> Question:
     prompt = row["prompt"]
     choices = row["choices"]
     answer = row["answer"]
     if not isinstance(prompt, str) or not prompt:
         raise ValueError("the prompt is no text")
-    if (
-        not isinstance(choices, list)
-        or len(choices) < 2
-        or not all(isinstance(choice, str) and choice for choice in choices)
-    ):
+    texts: list[str] = []
+    if isinstance(choices, list):
+        texts = [choice for choice in choices if isinstance(choice, str) and choice]
+    if not isinstance(choices, list) or len(choices) < 2 or len(texts) < len(choices):
         raise ValueError("choices must be two texts or more")
-    if isinstance(answer, str) and answer in choices:
-        answer = choices.index(answer)
-    if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer {answer!r} is none of {len(choices)} choices")
-    return Question(prompt, choices, answer)
+    if isinstance(answer, str) and answer in texts:
+        answer = texts.index(answer)
+    if type(answer) is not int or not 0 <= answer < len(texts):
+        raise ValueError(f"answer {answer!r} is none of {len(texts)} choices")
+    return Question(prompt, texts, answer)
 
 
 def _place_of_largest(values: list[float]) -> int:

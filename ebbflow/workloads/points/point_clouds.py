@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.data.tokens import SampleOrder
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
@@ -171,13 +172,13 @@ class PointCloudDiffusion:
         self._shown: dict[str, Tensor] = {}
 
     @classmethod
-    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
+    def prepare(cls, context: WorkloadContext) -> JsonObject:
         """Copy the clouds of a folder to the store.
 
         Raises DataError for files that cannot be trained on.
         """
         options = read_options(PointOptions, context.options)
-        about: dict[str, Any] = {
+        about: JsonObject = {
             "categories": list(SHAPES),
             "train": options.synthetic_clouds,
             "packed": "",
@@ -203,10 +204,13 @@ class PointCloudDiffusion:
             free = options.num_points - options.known_points * partial
             for split in ("train", "held_out"):
                 _check_sizes(
-                    PackedClouds(context.store, about["packed"], split), free, "num_points", options
+                    PackedClouds(context.store, str(about["packed"]), split),
+                    free,
+                    "num_points",
+                    options,
                 )
                 if partial:
-                    given = PackedClouds(context.store, about["packed"], f"{split}-partial")
+                    given = PackedClouds(context.store, str(about["packed"]), f"{split}-partial")
                     _check_sizes(given, options.known_points, "known_points", options)
         # A sample is another one with these
         shapes = ("num_points", "known_points", "short_clouds", "timesteps")

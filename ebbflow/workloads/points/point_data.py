@@ -20,13 +20,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ebbflow.core.errors import ObjectNotFound
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.store import Store
 from ebbflow.training.data.tokens import download_shard
 from ebbflow.training.errors import DataError
@@ -261,7 +261,7 @@ def pack_folder(  # noqa: C901, PLR0912 - one refusal for each kind of bad file
     held_out: str,
     most_bad: int,
     most_points: int,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Copy the clouds of a folder into `store`, unless they are there, and return their
     description.
 
@@ -328,7 +328,7 @@ def pack_folder(  # noqa: C901, PLR0912 - one refusal for each kind of bad file
         about[name] = sum(row.split == split for row in clouds)
     if packed.head(DESCRIPTION) is not None:
         return about
-    splits: dict[str, Any] = {}
+    splits: JsonObject = {}
     for name, split in (("train", train), ("held_out", held_out)):
         own = [row for row in clouds if row.split == split]
         kinds = [categories.index(row.category) for row in own]
@@ -416,9 +416,9 @@ def _thin(cloud: np.ndarray, most: int) -> np.ndarray:
 
 def _write_shards(
     store: Store, name: str, clouds: Iterator[np.ndarray]
-) -> tuple[list[int], list[dict[str, Any]]]:
+) -> tuple[list[int], list[JsonObject]]:
     sizes: list[int] = []
-    shards: list[dict[str, Any]] = []
+    shards: list[JsonObject] = []
     held = bytearray()
     count = 0
 

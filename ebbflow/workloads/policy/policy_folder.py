@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.data.tokenizer import BYTES
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.weights.files import describe_files
@@ -129,7 +130,7 @@ class FolderModels:
     def flops_per_token(self) -> float:
         return self._flops
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return what identifies the given weights."""
         folders = {"model": self._folder, "reference": self._reference}
         return {name: _identify(folder) for name, folder in folders.items() if folder is not None}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ebbflow.core.config.schema import ModelConfig, RunConfig
 from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.checkpoint.hugging_face import our_name
 from ebbflow.training.data import SampleOrder
 from ebbflow.training.errors import DataError, WorkloadError
@@ -167,7 +168,7 @@ class PolicyModels(Protocol):
         """Return the operations of forward and backward."""
         ...
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return what identifies the given weights."""
         ...
 
@@ -217,7 +218,7 @@ class BuiltInModels:
             causal_lm_shape(self.config.model).flops_per_sample / self.config.model.sequence_length
         )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         given = {name: getattr(self._options, name) for name in ("weights", "reference")}
         root = self._context.project_root
         return {

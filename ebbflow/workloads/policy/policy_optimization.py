@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ebbflow.core.json_values import JsonObject
 from ebbflow.training.data import SampleOrder, check_vocabulary
 from ebbflow.training.engine.optimizer import make_optimizer
 from ebbflow.training.engine.parallel import DTYPES
@@ -183,14 +184,14 @@ class PolicyOptimization:
         return "; ".join([found, *remarks])
 
     @classmethod
-    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
+    def prepare(cls, context: WorkloadContext) -> JsonObject:
         """Copy the prompts to the store, and make the supervised start.
 
         Raises DataError for unusable prompts.
         """
         cls.check(context)
         options = PolicyOptions.of(context)
-        about: dict[str, Any] = {"prompts": ""}
+        about: JsonObject = {"prompts": ""}
         if options.path:
             path = locate(context.project_root, options.path)
             held_out = options.held_out_prompts
@@ -198,7 +199,7 @@ class PolicyOptimization:
                 context.store, path, column=options.prompt_column, held_out=held_out
             )
         models = _find_models(context, options)
-        prompts = _prompts_of(context, options, about["prompts"])
+        prompts = _prompts_of(context, options, str(about["prompts"]))
         codec = _codec_of(context, options, models)
         check_vocabulary(models.config, codec.vocab_size)
         check_lengths(prompts, codec, options.prompt_max_len)

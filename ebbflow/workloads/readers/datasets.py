@@ -19,12 +19,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.process import signal_name
 from ebbflow.training.attach.state import derive_seed, random_numbers_of, seed_all
 from ebbflow.training.data.tokens import SampleOrder
@@ -39,6 +40,7 @@ from ebbflow.workloads.readers.loader_processes import (
     name_output,
 )
 
+T = TypeVar("T")
 _NOTHING = -1  # a worker reads no sample
 _MOST_DEATHS = 5  # of worker processes of a rank, since it started
 START_METHODS = ("fork", "forkserver", "spawn")
@@ -315,7 +317,7 @@ class DatasetWorkload:
             )
 
     @classmethod
-    def prepare(cls, context: WorkloadContext) -> dict[str, Any]:
+    def prepare(cls, context: WorkloadContext) -> JsonObject:
         """Return the fingerprint of the data: name, options, length and, if the dataset has it, its
         `fingerprint`.
         """
@@ -593,7 +595,7 @@ class _Ahead:
             cursor = Cursor(cursor.first + self._batch_size, cursor.count)
 
 
-def _same(content: Any) -> Any:
+def _same(content: T) -> T:
     return content
 
 
@@ -660,7 +662,7 @@ def _digest_files(dataset: Any) -> str:
     return digest.hexdigest()
 
 
-def _compare_data(dataset: Any, prepared: Mapping[str, Any]) -> None:
+def _compare_data(dataset: Any, prepared: Mapping[str, Json]) -> None:
     """Raise DataError if this node has other data than the node that prepared the job."""
     begin = "other data on this node than where they were prepared"
     fix = "fix: copy or mount the same files on all nodes, or read them from one store"

@@ -22,10 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from ebbflow.core.errors import StoreUnavailable
 from ebbflow.core.retry import retry
@@ -428,7 +430,7 @@ def locate(root: Path, given: str) -> str | Path:
     return root / Path(given).expanduser()
 
 
-def import_arrow() -> Any:
+def import_arrow() -> ModuleType:
     try:
         import pyarrow as arrow  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -438,7 +440,7 @@ def import_arrow() -> Any:
     return arrow
 
 
-def import_parquet() -> Any:
+def import_parquet() -> ModuleType:
     import_arrow()
     return importlib.import_module("pyarrow.parquet")
 
@@ -473,9 +475,10 @@ class _BucketFile(io.RawIOBase):
         )
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        found = self._file.read(self._at, max(0, min(len(buffer), self._file.size - self._at)))
-        buffer[: len(found)] = found
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer)
+        found = self._file.read(self._at, max(0, min(len(view), self._file.size - self._at)))
+        view[: len(found)] = found
         self._at += len(found)
         return len(found)
 

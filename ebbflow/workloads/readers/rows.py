@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.training.errors import DataError
 from ebbflow.workloads.readers.files import (
     DataFile,
@@ -28,7 +29,7 @@ from ebbflow.workloads.readers.files import (
     import_parquet,
 )
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Json]
 
 _TRAIN = re.compile(r"(^|[/._-])train(ing)?([/._-]|$)", re.IGNORECASE)
 _OTHER_SPLIT = re.compile(
@@ -42,6 +43,12 @@ _COMPRESSIBLE = (".jsonl", ".json")
 # `datasets` keeps results of its own calls there
 _SCRATCH = re.compile(r"(^|/)(cache|indices)-[^/]*\.arrow$")
 _FILE_OF_ARROW = b"ARROW1"  # else it is a stream
+
+
+class RowTable(Protocol):
+    """Table of rows, as pyarrow has it."""
+
+    def to_pylist(self) -> list[JsonObject]: ...
 
 
 class PlacedRow(NamedTuple):
@@ -222,12 +229,12 @@ def _read_about(file: DataFile) -> dict[str, Any]:
     return {}
 
 
-def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
+def _read_json_lines(file: DataFile, column: str | None) -> Iterator[Json]:  # noqa: ARG001 (the interface of readers)
     with _reading(file), _open_rows(file) as stream:
         yield from _parse_lines(file, stream)
 
 
-def _parse_lines(file: DataFile, stream: Iterable[bytes]) -> Iterator[Any]:
+def _parse_lines(file: DataFile, stream: Iterable[bytes]) -> Iterator[Json]:
     for number, line in enumerate(stream, 1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -243,7 +250,7 @@ def _parse_lines(file: DataFile, stream: Iterable[bytes]) -> Iterator[Any]:
             ) from error
 
 
-def _read_json(file: DataFile, column: str | None) -> Iterator[Any]:  # noqa: ARG001 (the interface of readers)
+def _read_json(file: DataFile, column: str | None) -> Iterator[Json]:  # noqa: ARG001 (the interface of readers)
     """Yield the objects of a list, or of one line each."""
     with _reading(file), _open_rows(file) as stream:
         first = b""
@@ -279,8 +286,8 @@ def _reading(file: DataFile) -> Iterator[None]:
 
 
 def _read_tables(
-    file: DataFile, batches: Callable[[BinaryIO], Iterator[Any]], fix: str
-) -> Iterator[Any]:
+    file: DataFile, batches: Callable[[BinaryIO], Iterator[RowTable]], fix: str
+) -> Iterator[Json]:
     arrow = import_arrow()
     try:
         with file.open() as stream:
@@ -290,10 +297,10 @@ def _read_tables(
         raise DataError(f"{file}: {' '.join(str(error).split())[:200]}; fix: {fix}") from error
 
 
-def _read_parquet(file: DataFile, column: str | None) -> Iterator[Any]:
+def _read_parquet(file: DataFile, column: str | None) -> Iterator[Json]:
     parquet = import_parquet()
 
-    def batches(stream: BinaryIO) -> Iterator[Any]:
+    def batches(stream: BinaryIO) -> Iterator[RowTable]:
         with parquet.ParquetFile(stream) as content:
             yield from content.iter_batches(
                 columns=[column] if column in content.schema_arrow.names else None
@@ -302,10 +309,10 @@ def _read_parquet(file: DataFile, column: str | None) -> Iterator[Any]:
     return _read_tables(file, batches, "copy it again, or leave it out by a glob")
 
 
-def _read_arrow(file: DataFile, column: str | None) -> Iterator[Any]:
+def _read_arrow(file: DataFile, column: str | None) -> Iterator[Json]:
     arrow = import_arrow()
 
-    def batches(stream: BinaryIO) -> Iterator[Any]:
+    def batches(stream: BinaryIO) -> Iterator[RowTable]:
         head = stream.read(len(_FILE_OF_ARROW))
         stream.seek(0)
         if head == _FILE_OF_ARROW:
@@ -325,7 +332,7 @@ _OPEN_COMPRESSED: dict[str, Callable[[BinaryIO], io.BufferedIOBase]] = {
     ".bz2": bz2.BZ2File,
     ".zst": _open_zstd,
 }
-_READERS: dict[str, Callable[[DataFile, str | None], Iterator[Any]]] = {
+_READERS: dict[str, Callable[[DataFile, str | None], Iterator[Json]]] = {
     ".jsonl": _read_json_lines,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,

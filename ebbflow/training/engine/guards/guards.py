@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import torch
 from torch import nn
@@ -99,6 +99,21 @@ class Judgement:
     finite: bool = True  # False if the reason is a non-finite loss or gradient
 
 
+class LossGuardState(TypedDict, total=False):
+    """State of a `LossGuard` in a commit. It is empty in commits without guards."""
+
+    losses: list[float]
+    gradient_norms: list[float]
+    skipped_in_a_row: int
+
+
+class LossScaleState(TypedDict, total=False):
+    """State of a `LossScale` in a commit. It is empty in commits of other dtypes."""
+
+    value: float
+    good_steps: int
+
+
 class LossGuard:
     """Guard against spikes of the loss or gradient norm, and against non-finite values."""
 
@@ -126,11 +141,14 @@ class LossGuard:
         self.skipped_in_a_row = 0
         return Judgement(Action.STEP)
 
-    def to_json(self) -> dict[str, Any]:
-        windows = {"losses": list(self._losses.values), "gradient_norms": list(self._norms.values)}
-        return {**windows, "skipped_in_a_row": self.skipped_in_a_row}
+    def to_json(self) -> LossGuardState:
+        return {
+            "losses": list(self._losses.values),
+            "gradient_norms": list(self._norms.values),
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
 
-    def restore(self, data: Mapping[str, Any]) -> None:
+    def restore(self, data: LossGuardState) -> None:
         """Restore the state that `to_json` returned, or reset it if `data` is empty."""
         size = self._config.spike_window_steps
         self._losses = RobustWindow(size, data.get("losses", ()))
@@ -174,11 +192,11 @@ class LossScale:
     def __init__(self) -> None:
         self.restore({})
 
-    def restore(self, data: Mapping[str, Any]) -> None:
+    def restore(self, data: LossScaleState) -> None:
         self.value = data.get("value", self.FIRST)
         self._good_steps = data.get("good_steps", 0)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> LossScaleState:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def update(self, *, overflow: bool) -> str:
