@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.training.attach.standalone import record_exception
 from ebbflow.training.launch.heartbeat import Heartbeat
 
 
@@ -37,3 +39,24 @@ def test_heartbeats_go_on_although_the_users_code_patches_the_clock(
     before = real()
     heartbeat.beat(1, "forward")
     assert heartbeat.read().t_mono >= before / 1e9
+
+
+def test_a_secret_in_an_exceptions_text_is_not_in_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setenv("WAREHOUSE_PASSWORD", "sesame-42-sesame")
+    text = "cannot open postgres://ada:lovelace@db/x with sesame-42-sesame at line 7"
+    try:
+        raise ConnectionError(text)
+    except ConnectionError as error:
+        record_exception(error)
+    written = path.read_text()
+    assert "lovelace" not in written and "sesame" not in written
+    message = json.loads(written)["message"]
+    assert message["message"].startswith("ConnectionError: cannot open postgres://ada:[redacted: ")
+    assert message["message"].endswith("at line 7")
+    frames = message["extraInfo"]["py_callstack"]
+    assert "test_own_lines.py" in frames and "record_exception" not in frames.split("\n")[0]
+    assert text in capsys.readouterr().err, "its own output is left as it is"
