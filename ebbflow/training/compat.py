@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 # Torch's; the functions below are public too
-__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore"]
+__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"]
 
 # Collective: writes every rank's tensor, the second argument, of shape `[k]`, into the first, of
 # shape `[world_size * k]`. Renamed in torch 2.13.

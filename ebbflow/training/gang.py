@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ebbflow.core.json_values import JsonObject
-from ebbflow.training.compat import PrefixStore, Store, all_gather_flat, open_tcp_store
+from ebbflow.training.compat import (
+    FileStore,
+    PrefixStore,
+    Store,
+    all_gather_flat,
+    open_tcp_store,
+)
 from ebbflow.training.errors import RendezvousError
 from ebbflow.training.launch.devices import DeviceChoice, VisibleGpus, assign_gpus, detect_gpus
 from ebbflow.training.launch.transport import is_loopback
@@ -131,6 +137,7 @@ def connect(
     device_choice: DeviceChoice = "auto",
     promised_gpus: int = 0,
     kept: Path | None = None,
+    keys_path: Path | None = None,
 ) -> Gang:
     """Join the gang that torchrun's environment variables describe.
 
@@ -143,6 +150,8 @@ def connect(
         promised_gpus: number of GPUs that each node should have; 0 if unknown.
         kept: folder that outlives this start. A mark in it makes later starts skip the network
             probe.
+        keys_path: file of the key-value store, in a folder that only this user can enter, for a
+            gang on one machine; None: a server at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         RendezvousError: ranks are missing, or nodes cannot reach each other; the message names
@@ -158,7 +167,12 @@ def connect(
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     began = time.monotonic()
     if "MASTER_ADDR" in os.environ:
-        store = PrefixStore(generation, _open_store(os.environ, rank, world_size, start_seconds))
+        if keys_path is not None:
+            # torch's server has no authentication: any user of the machine could read its keys
+            opened: Store = FileStore(str(keys_path), world_size)
+        else:
+            opened = _open_store(os.environ, rank, world_size, start_seconds)
+        store = PrefixStore(generation, opened)
         seen = _roll_call(store, rank, world_size, start_seconds, own_gpus)
     assigned = assign_gpus(seen, device_choice)
     device = torch.device("cpu")

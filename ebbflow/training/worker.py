@@ -345,6 +345,7 @@ def _train(task: WorkerSpec | Request, try_workload: TryWorkload | None) -> Loop
         device_choice=config.cluster.device,
         promised_gpus=spec.promised_gpus if spec else 0,
         kept=Path(spec.kept_path) if spec and spec.kept_path else None,
+        keys_path=Path(spec.keys_path) if spec and spec.keys_path else None,
     )
     arrange_arithmetic(config.training, gang.device)
     if gang.device_note and gang.rank == 0:

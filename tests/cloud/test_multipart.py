@@ -225,13 +225,13 @@ def test_trouble_is_tried_again_and_a_lost_answer_is_settled_by_a_look(
     [
         (
             (503, {}, b"<Error><Code>SlowDown</Code></Error>"),
-            r"after \d+ tries within 1 s: part 2 of 2, .*SlowDown",
+            r"after \d+ tries in \S+ of 1 s: part 2 of 2, .*SlowDown",
         ),
         (
             (403, {}, b"<Error><Code>AccessDenied</Code></Error>"),
-            "after 1 try within 1 s: part 2 .* AccessDenied",
+            r"after 1 try in \S+ of 1 s: part 2 .* AccessDenied",
         ),
-        ((507, {}, b""), "after 1 try within 1 s: part 2 of 2, .* no space"),
+        ((507, {}, b""), r"after 1 try in \S+ of 1 s: part 2 of 2, .* no space"),
     ],
 )
 def test_a_permanent_error_of_a_part_ends_the_upload_in_time_and_cleans_up(

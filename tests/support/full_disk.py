@@ -1,4 +1,5 @@
-"""A job on a disk that fills up; to be run in a mount namespace of its own: full_disk.py FOLDER OUT
+"""A job on a disk that fills up; to be run in a mount namespace of its own: full_disk.py FOLDER OUT,
+or, for a disk that runs out of inodes, full_disk.py FOLDER OUT inodes
 
 Mounts 12 MB of memory on FOLDER, saves more than fits, then leaves no room at all. Writes what
 happened as JSON to OUT.
@@ -69,6 +70,27 @@ def main(folder: str, out: str) -> None:
     Path(out).write_text(json.dumps(found))
 
 
+def run_out_of_inodes(folder: str, out: str) -> None:
+    """Save 24 times where 12 saves find inodes, and write the committed and the kept steps."""
+    options = ["-o", "nr_inodes=100"]
+    subprocess.run(["mount", "-t", "tmpfs", *options, "none", folder], check=True)
+    job = Store.open(f"{folder}/jobs/job")
+    model = nn.Linear(8, 8)
+    generation = open_generation(job, run="r", attempt=0)
+    policy = RetentionPolicy(keep_last=100)
+    committed = []
+    with Checkpointer(
+        job.uri, generation=generation, deadline_seconds=20.0, retention=policy
+    ) as saver:
+        for step in range(1, 25):
+            saver.save(step, model, None, {})
+            commit = saver.wait()
+            assert commit is not None
+            committed.append(commit.step)
+    kept = [ref.step for ref in reachable_commits(job)]
+    Path(out).write_text(json.dumps({"committed": committed, "kept": kept}))
+
+
 def fill(path: Path) -> None:
     with path.open("ab", buffering=0) as file:
         try:
@@ -79,4 +101,7 @@ def fill(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[3:] == ["inodes"]:
+        run_out_of_inodes(*sys.argv[1:3])
+    else:
+        main(*sys.argv[1:])

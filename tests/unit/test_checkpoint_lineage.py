@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from ebbflow.core.errors import StoreError, StoreUnavailable
-from ebbflow.core.layout import generation_key, permit_key, quarantine_key, tombstone_key
+from ebbflow.core.layout import (
+    commit_key,
+    generation_key,
+    permit_key,
+    quarantine_key,
+    tombstone_key,
+)
 from ebbflow.core.signing_key import NAME_VARIABLE
 from ebbflow.core.store import ObjectMeta, Store
 from ebbflow.training.checkpoint.lineage import (
@@ -27,6 +33,7 @@ from ebbflow.training.checkpoint.lineage import (
     LineageChain,
     amend_parent,
     await_listed_ids,
+    choose_parent,
     is_readable_commit,
     newest_commits,
     newest_generation_number,
@@ -37,7 +44,7 @@ from ebbflow.training.checkpoint.lineage import (
     trace_lineage,
 )
 from ebbflow.training.checkpoint.signing import signer
-from ebbflow.training.checkpoint.verified_io import seal
+from ebbflow.training.checkpoint.verified_io import seal, sha256_text
 from ebbflow.training.errors import (
     CheckpointError,
     CorruptCommit,
@@ -777,3 +784,31 @@ def test_a_quarantined_commit_is_called_quarantined_and_not_refused(
         False,
         f"it is quarantined, see {quarantine_key(commit.sha256)}",
     )
+
+
+def test_a_copy_of_a_record_under_an_unpadded_number_counts_once(tmp_path: Path) -> None:
+    job = Store.open(str(tmp_path))
+    generation = put_generation(job, 1)
+    job.put(f"generations/1-{generation.id}.json", job.get(generation_key(1, generation.id)))
+    assert GenerationRecords(job, near=0).ids(1) == [generation.id]
+    assert LineageChain(job).newest == 1
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b'{"version": "2"}', b'{"version": null}'])
+def test_a_record_that_no_program_wrote_is_passed_over_like_garbage(
+    tmp_path: Path, content: bytes
+) -> None:
+    job = Store.open(str(tmp_path))
+    generation = put_generation(job, 1)
+    sound = put_commit(job, generation, 1)
+    job.put(commit_key(2, 1, sha256_text(content)), content)
+    assert choose_parent(job, None) == sound
+
+
+def test_a_record_of_a_newer_program_is_no_garbage(tmp_path: Path) -> None:
+    job = Store.open(str(tmp_path))
+    put_generation(job, 1)
+    content = b'{"version": 2}'
+    job.put(commit_key(2, 1, sha256_text(content)), content)
+    with pytest.raises(CheckpointError, match="version 2; this program reads version 1"):
+        choose_parent(job, None)

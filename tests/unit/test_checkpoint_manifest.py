@@ -170,8 +170,19 @@ def test_an_index_of_another_form_is_corrupt(change: Callable[[dict[str, Any]], 
         RankIndex.from_bytes(seal(document), "the index")
 
 
-@pytest.mark.parametrize("version", [0, 2, None])
-def test_another_version_is_an_error_and_no_damage(version: int | None) -> None:
+@pytest.mark.parametrize("version", [0, "2", None, True])
+def test_a_record_without_a_version_that_a_program_wrote_is_corrupt(version: object) -> None:
+    words = f"not a record of any version: {version!r}"
+    index = json.loads(FIRST.to_bytes())
+    del index["seal"]
+    with pytest.raises(CorruptCommit, match=words):
+        RankIndex.from_bytes(seal({**index, "version": version}), "index")
+    with pytest.raises(CorruptCommit, match=words):
+        parse({**as_json(manifest_of()), "version": version})
+
+
+def test_a_newer_version_is_an_error_and_no_damage() -> None:
+    version = 2
     words = f"version {version}; this program reads version 1"
     index = json.loads(FIRST.to_bytes())
     del index["seal"]

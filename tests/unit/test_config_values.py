@@ -5,6 +5,7 @@ place of each error.
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
 from typing import Annotated, Any, Literal
 
@@ -497,6 +498,18 @@ def test_deep_nesting_is_a_problem_without_a_place() -> None:
         parse(SourceText("f", "[" * 600))
     (problem,) = caught.value.problems
     assert (problem.message, problem.place) == ("f: nested too deeply to be a configuration", None)
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "{a: " * 5000, "a: " + "[" * 9000 + "]" * 9000])
+def test_nested_brackets_are_refused_in_under_a_second_of_work(text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        parse(SourceText("f", text))
+    assert time.process_time() - began < 1.0
+
+
+def test_brackets_one_after_the_other_are_no_nesting() -> None:
+    assert parse(SourceText("f", "a: [" + "[1], " * 1000 + "[2]]")) is not None
 
 
 def test_an_anchor_that_is_used_twice_is_no_warning() -> None:

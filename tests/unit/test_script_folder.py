@@ -77,6 +77,22 @@ def test_a_script_folder_with_a_possible_secret_is_refused(project: Path, name: 
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["secrets.yaml", "utils/secret.json", "service_account.json", "token.txt", "kubeconfig"],
+)
+@pytest.mark.parametrize("git", [True, False])
+def test_files_with_names_of_secrets_are_left_out_and_named(
+    project: Path, capsys: pytest.CaptureFixture[str], name: str, git: bool
+) -> None:
+    if git:
+        subprocess.run(["git", "init", "-q", str(project)], check=True)
+    (project / name).write_text("secret")
+    (project / "tokens.txt").write_text("a vocabulary")
+    assert packed(project) == {"train.py", "utils/data.py", "tokens.txt"}
+    assert f"{name} is left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("import sys\n\nsys.exit(3)\n", ["RuntimeError", "train.py exited with 3", 3]),

@@ -355,3 +355,34 @@ def test_a_forked_child_does_not_count_the_calls_that_hang_in_its_parent() -> No
         for thread in hanging:
             thread.join(60)
     HANG_GUARD.run(lambda: None, 60, "put x")
+
+
+def test_a_delete_leaves_no_empty_folders_behind(folder: FolderBackend, tmp_path: Path) -> None:
+    put(folder, "data/1/0.bin", "data/2/0.bin", "other/x")
+    folder.delete("data/1/0.bin")
+    assert names_in(tmp_path / "data") == ["2"]
+    folder.delete("data/2/0.bin")
+    assert names_in(tmp_path) == ["other"]
+    folder.delete("other/x")
+    assert names_in(tmp_path) == [], "the root stays"
+
+
+def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(
+    folder: FolderBackend, tmp_path: Path
+) -> None:
+    problems: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(150):
+                put(folder, f"a/b/{name}")
+                folder.delete(f"a/b/{name}")
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(str(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == [] and names_in(tmp_path) == []

@@ -37,6 +37,8 @@ _FRACTION = re.compile(r"[-+]?\.[0-9]+[eE][-+]?[0-9]+")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
 _YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
+_BRACKETS = re.compile(r"[\[\]{}]")
+_DEEPEST = 200  # nested brackets; no configuration has a tenth of them
 _LARGEST = 10**15  # far above anything sensible, and exact as a float
 _LARGEST_FLOAT = 1e30  # a learning rate that rehearses a loss that is not finite
 
@@ -177,6 +179,7 @@ def parse(source: SourceText) -> Node | None:
     yaml = YAML(typ="safe", pure=True, plug_ins=[])
     yaml.composer.warn_double_anchors = False
     try:
+        _check_depth(source.text)
         return yaml.compose(source.text)
     except MarkedYAMLError as error:
         problem = _syntax_problem(source, error)
@@ -244,6 +247,18 @@ def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     if matches:
         return folded[matches[0]]
     return None
+
+
+def _check_depth(text: str) -> None:
+    """Raise RecursionError if brackets are nested too deeply.
+
+    The parser takes seconds to find that, since it looks back at each open bracket.
+    """
+    depth = 0
+    for bracket in _BRACKETS.findall(text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > _DEEPEST:
+            raise RecursionError
 
 
 def _mark(line: int, column: int) -> StringMark:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 # stores.
 UNFINISHED = re.compile(r".+#\d+")
 _MOST_ABANDONED = 64
+_MOST_FOLDERS_LOST = 100
 
 
 class HangGuard:
@@ -127,10 +128,8 @@ class FolderBackend:
         user can read the file.
         """
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}#{os.getpid()}{threading.get_ident()}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        descriptor = os.open(unfinished, flags, 0o600 if private else 0o666)
+        descriptor = create_file(unfinished, os.O_WRONLY, 0o600 if private else 0o666)
         try:
             try:
                 while data:
@@ -172,7 +171,16 @@ class FolderBackend:
         return found.st_size, found.st_mtime
 
     def delete(self, key: str) -> None:
-        self._path(key).unlink()
+        """Delete an object, and the folders that it leaves empty, since each takes an inode."""
+        path = self._path(key)
+        path.unlink()
+        for folder in path.parents:
+            if folder == self.root:
+                return
+            try:
+                folder.rmdir()
+            except OSError:  # not empty
+                return
 
     def list(self, prefix: str, after: str) -> list[tuple[str, int, float]]:
         """Return (key, size in bytes, Unix time of modification) of each file below the folder
@@ -233,6 +241,19 @@ class FolderBackend:
             raise StoreError(f"{self.root}/{key}: not a valid key")
         self._check_marker()
         return self.root.joinpath(*parts)
+
+
+def create_file(path: Path, flags: int, mode: int) -> int:
+    """Open an empty file for writing, in a folder that is created if it is missing, and return the
+    descriptor.
+
+    Another process may delete the folder while it is empty; then it is created again.
+    """
+    for _ in range(_MOST_FOLDERS_LOST):
+        with contextlib.suppress(FileNotFoundError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, flags | os.O_CREAT | os.O_TRUNC, mode)
+    return os.open(path, flags | os.O_CREAT | os.O_TRUNC, mode)
 
 
 def sync_folders(folder: Path, root: Path) -> None:

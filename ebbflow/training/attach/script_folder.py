@@ -22,6 +22,12 @@ _SECRET = re.compile(
     r"\.env(?!\.(?:example|sample|template)$)(\..+)?|\.netrc|\.pgpass|\.npmrc|\.pypirc|\.git-credentials|\.?credentials(\..+)?"
     r"|id_(rsa|dsa|ecdsa|ed25519)|.+\.(pem|key|p12|pfx)"
 )
+# Never copied. Unlike files of `_SECRET`, a script may well train without them
+_LEFT_OUT = re.compile(
+    r"secrets?\.(ya?ml|json|toml|txt|ini)|service[_-]?account.*\.json|token(\.(txt|json))?"
+    r"|\.?kubeconfig(\.ya?ml)?",
+    re.IGNORECASE,
+)
 
 
 class ScriptFolderError(InfraError, outcome=Outcome.CONFIG):
@@ -37,7 +43,8 @@ def pack_script(config: RunConfig, store: Store) -> str:
     Return the archive's hash, which is part of its key.
 
     In a git checkout, the archive contains only files that git does not ignore. Raises
-    ScriptFolderError if a file may be a secret or is too large.
+    ScriptFolderError if a file may be a secret or is too large. Files with names such as
+    secrets.yaml are left out, with a message.
     """
     assert config.script is not None
     folder = Path(config.script).parent
@@ -50,6 +57,9 @@ def pack_script(config: RunConfig, store: Store) -> str:
     with tarfile.open(fileobj=content, mode="w") as archive:
         for path in _files(folder):
             name = str(path.relative_to(folder))
+            if _LEFT_OUT.fullmatch(path.name):
+                print(f"script folder: {name} is left out, since its name is that of a secret")
+                continue
             size = path.stat().st_size
             fix = "move it out of the script's folder, or let git ignore it"
             if _SECRET.fullmatch(path.name):

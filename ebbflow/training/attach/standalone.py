@@ -271,18 +271,25 @@ def record_exception(
     `@record`.
 
     `at` is the Unix time of its cause, if that is earlier: of several failures, the first is the
-    culprit.
+    culprit. Secrets are redacted in the file, as in a bundle, and not in the rank's own output.
 
     `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the
     text, does not catch sys.exit, and prints nothing.
     """
+    # Late: its patterns are not needed to start, and ranks start again within hundredths of a second
+    from ebbflow.diagnose.bundle import redact, secret_values
+
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # What follows from this process's first error is not its cause
     if path and not os.path.exists(path):
         name = f"{type(error).__module__}.{type(error).__qualname__}"
-        known = {"py_callstack": text, "timestamp": str(int(at or time.time())), "class": name}
-        record = {"message": {"message": describe_exception(error), "extraInfo": known}}
+        # The record becomes events, reports and notifications, which leave this machine
+        own = secret_values(dict(os.environ))
+        callstack, _ = redact(text, own)
+        message, _ = redact(describe_exception(error), own)
+        known = {"py_callstack": callstack, "timestamp": str(int(at or time.time())), "class": name}
+        record = {"message": {"message": message, "extraInfo": known}}
         with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
             write_atomically(Path(path), json.dumps(record).encode())
     with contextlib.suppress(OSError, ValueError):  # the user's code may have closed stderr

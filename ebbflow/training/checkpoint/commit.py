@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ebbflow.core.errors import ObjectNotFound, StoreError, WrongStore
+from ebbflow.core.errors import ObjectNotFound, StoreError, StoreFull, WrongStore
 from ebbflow.core.layout import commit_key, commit_prefix, index_key, index_prefix
 from ebbflow.core.retry import backoff_pauses
 from ebbflow.core.store import Store
@@ -188,6 +188,10 @@ def await_commit(
                 cause = ""
         except WrongStore:
             raise  # waiting would hold up the save for its whole deadline
+        except StoreFull as error:  # also without inodes; the caller can make room
+            raise CheckpointError(
+                f"save of step {save.step} of {save.generation} was not committed: {error}"
+            ) from error
         except StoreError as error:
             cause = f"; last error: {error}"
         if deadline.remaining_seconds <= pause or (attempt.commit is None and given_up()):

@@ -105,7 +105,10 @@ class GenerationRecords:
                 number, _, generation_id = (
                     meta.key.rpartition("/")[2].removesuffix(".json").partition("-")
                 )
-                if number.isdigit() and generation_id:
+                if not number.isdigit() or not generation_id:
+                    continue
+                # A copy under an unpadded number is the same record
+                if generation_id not in found[int(number)]:
                     found[int(number)].append(generation_id)
             if last is not None and any(number > last for number in found):
                 break

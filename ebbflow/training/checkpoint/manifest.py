@@ -350,7 +350,12 @@ def _save_of(document: dict[str, Any]) -> CheckpointId:
 
 
 def _check_version(document: dict[str, Any], key: str) -> None:
-    if document.get("version") != VERSION:
-        raise CheckpointError(
-            f"{key}: version {document.get('version')}; this program reads version {VERSION}"
-        )
+    """Raise CheckpointError for a record of a newer program, and CorruptCommit for one that no
+    program wrote.
+    """
+    version = document.get("version")
+    if version == VERSION and not isinstance(version, bool):
+        return
+    if isinstance(version, int) and version > VERSION:
+        raise CheckpointError(f"{key}: version {version}; this program reads version {VERSION}")
+    raise CorruptCommit(f"{key}: not a record of any version: {version!r}"[:300])

@@ -149,10 +149,15 @@ def retry_until(
     of tries, `where` and the cause. Other errors are raised unchanged.
     """
 
+    began = time.monotonic()
+
     def give_up(error: Exception, tries: int) -> Exception:
         if not isinstance(error, StoreError):
             return error
-        tried = f"{tries} {'try' if tries == 1 else 'tries'} within {deadline.seconds:g} s"
+        seconds = time.monotonic() - began
+        tried = (
+            f"{tries} {'try' if tries == 1 else 'tries'} in {seconds:.3g} of {deadline.seconds:g} s"
+        )
         return CheckpointError(
             f"{what}: gave up after {tried}: {f'{where}: ' if where else ''}{error}"
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import TypeVar
 
 import ebbflow.core.events as ev
@@ -48,13 +49,14 @@ from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import CoordinatorPeers
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
 from ebbflow.training.launch.replacements import replacements_of
-from ebbflow.training.launch.transport import SECRET_BYTES, rendezvous_port
+from ebbflow.training.launch.transport import SECRET_BYTES, is_loopback, rendezvous_port
 from ebbflow.training.rehearse import Fault
 from ebbflow.training.retry import is_transient, retry_until_deadline, run_while
 
 T = TypeVar("T")
 # Outcomes that the coordinator records, because no rank can.
 _RECORDED_HERE = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
+_KEYS_FOLDER = "keys"  # below a generation's logs
 REGROUP_SECONDS = 30.0  # deadline for all nodes to end their ranks before the next generation
 _SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the agent exits
 
@@ -372,7 +374,13 @@ class GenerationPlanner:
             address = "127.0.0.1"
         else:
             address = ""
+        keys_path = ""
+        if is_loopback(spec.main_address):
+            # Below node 0's logs, since nothing that cleans temporary files looks there
+            folder = Path(spec.log_folder).absolute() / generation.name / _KEYS_FOLDER
+            keys_path = str(folder / "store")
         start = messages.GenerationStart(
+            keys_path=keys_path,
             generation=generation.number,
             generation_id=generation.id,
             candidates=[

@@ -240,10 +240,22 @@ class NodeGeneration:
             rehearse=start.rehearse,
             colocated_ranks=start.colocated_nodes(spec.node) * spec.processes_per_node,
             kept_path=str(kept),
+            keys_path=self._make_keys_path(),
             control_path=str(self._drain.create_order_record(self.folder)),
             notice_path=str(self._drain.rehearsal_path),
             agent_pid=os.getpid(),
         )
+
+    def _make_keys_path(self) -> str | None:
+        """Make the folder of the gang's key-value store, which only this user can enter, and return
+        the store's file; None for a gang on several machines.
+        """
+        if not self._start.keys_path:
+            return None
+        path = Path(self._start.keys_path)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.chmod(0o700)
+        return str(path)
 
     def _terms_now(self) -> Terms | None:
         """Return the job's budget, price and spending until now.

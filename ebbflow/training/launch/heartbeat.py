@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import math
 import mmap
 import os
@@ -42,6 +43,8 @@ _PHASE_NUMBER = {name: number for number, name in enumerate(PHASES)}
 _PID, _STEP, _PHASE, _NANOSECONDS, _ENTERED = range(5)
 _TRAINED = _ENTERED + len(PHASES)
 _FIELDS = _TRAINED + 1
+# A user's script may patch `time`, also in all modules (freezegun); a partial is left alone
+_monotonic_ns = functools.partial(time.monotonic_ns)
 
 _PR_SET_PTRACER = 0x59616D61  # <linux/prctl.h>
 # Endings of files beside a rank's heartbeat
@@ -96,7 +99,7 @@ class Heartbeat:
     def create(cls, path: Path) -> Heartbeat:
         path.write_bytes(bytes(_FIELDS * 8))
         heartbeat = cls(path)
-        heartbeat._record[_NANOSECONDS] = time.monotonic_ns()
+        heartbeat._record[_NANOSECONDS] = _monotonic_ns()
         return heartbeat
 
     def beat(self, step: int, phase: str) -> None:
@@ -111,7 +114,7 @@ class Heartbeat:
         record[_PHASE] = number
         if not goes_on:
             record[_ENTERED + number] += 1
-        record[_NANOSECONDS] = time.monotonic_ns()
+        record[_NANOSECONDS] = _monotonic_ns()
 
     def mark_trained(self, step: int) -> None:
         self._record[_TRAINED] = step

@@ -31,6 +31,7 @@ from ebbflow.core.program import REPLACE_UNPRINTABLE, own_command
 from ebbflow.core.rank_logs import LogLine, escape_controls, split_lines, utc_text
 from ebbflow.core.retry import backoff_pauses
 from ebbflow.core.store import Store
+from ebbflow.core.untrusted_text import printable
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.heartbeat import HeartbeatReading
 from ebbflow.training.launch.messages import GangSpec
@@ -580,8 +581,11 @@ def show_failed_logs(
 
 
 def print_line(text: str) -> None:
-    """Print a line on this process's output. Never raises, and blocks for at most 1 s."""
-    _OWN_OUTPUT.write(text + "\n")
+    """Print a line on this process's output, with unsafe characters escaped. Never raises, and
+    blocks for at most 1 s.
+    """
+    # Its writer bypasses sys.stdout, and so the filter of `guard_terminal`
+    _OWN_OUTPUT.write(printable(text) + "\n")
 
 
 def flush_output(seconds: float = _FLUSH_SECONDS) -> None:

@@ -160,6 +160,8 @@ class WorkerSpec(_StartSpec):
     colocated_ranks: int = 1  # number of ranks that share this machine's cores
     control_path: str | None = None  # file that holds the `OrderRecord`
     kept_path: str | None = None  # folder for measurements that later generations reuse
+    # File of the gang's key-value store if all its ranks are on this machine
+    keys_path: str | None = None
     # File into which a rank writes a rehearsed spot interruption notice
     notice_path: str | None = None
     heartbeat_path: str | None = None
@@ -287,6 +289,8 @@ class GenerationStart:
     rendezvous_port: int  # port of torch's store on node 0
     terms: Terms | None  # budget and price, with the spending so far
     rehearse: dict | None  # fault to inject
+    # File of the ranks' key-value store if all nodes are on one machine; "": a server serves it
+    keys_path: str = ""
     hosts: list[str]  # host names of these nodes
     # Nodes that take part, by their numbers in `GangSpec.node`, in the order of their ranks
     nodes: list[int]

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from ebbflow.core.errors import ObjectNotFound, StoreError, StoreTimeout, StoreUnavailable
 from ebbflow.core.store.errors import as_store_errors
-from ebbflow.core.store.folder import HANG_GUARD, UNFINISHED, sync_folders
+from ebbflow.core.store.folder import HANG_GUARD, UNFINISHED, create_file, sync_folders
 from ebbflow.core.store.marker import StoreMarker, find_marker
 from ebbflow.core.store.multipart.requests import (
     Buffer,
@@ -312,8 +312,7 @@ class FolderSink:
 
         def opened() -> _File:
             self._check_marker()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            cached = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+            cached = create_file(unfinished, os.O_RDWR | os.O_NONBLOCK, 0o666)
             direct = None
             if size >= _SMALLEST_DIRECT and hasattr(os, "O_DIRECT"):
                 with contextlib.suppress(OSError):
