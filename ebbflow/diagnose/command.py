@@ -13,7 +13,7 @@ from ebbflow.core.events import read_events
 from ebbflow.core.rank_logs import find_job, find_logs, read_logs, unknown_job
 from ebbflow.diagnose.against import Comparison, compare_jobs
 from ebbflow.diagnose.job import diagnose_job
-from ebbflow.diagnose.judging import Candidate, Diagnosis, Finding, diagnose_files, shorten
+from ebbflow.diagnose.judging import Diagnosis, Finding, PossibleCause, diagnose_files, shorten
 from ebbflow.diagnose.reading import log_files
 from ebbflow.diagnose.rules import load_rules
 
@@ -174,7 +174,7 @@ def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> 
     return diagnose_files(files)
 
 
-def _render_candidate(candidate: Candidate) -> str:
+def _render_candidate(candidate: PossibleCause) -> str:
     rule = candidate.rule
     return (
         f"  {rule.title}  [{rule.id}, {candidate.probability:.0%}]; to tell: {candidate.separate}"

@@ -114,7 +114,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PossibleCause:
     """A possible cause, its calibrated probability, and the test that separates it from the first
     candidate ("" for the first one).
     """
@@ -141,7 +141,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     abstained: bool
     scans: tuple[FileScan, ...]
-    candidates: tuple[Candidate, ...] = ()  # at most three causes, the likeliest first
+    candidates: tuple[PossibleCause, ...] = ()  # at most three causes, the likeliest first
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -309,7 +309,7 @@ def _add_detail(finding: Finding, facts: Sequence[Fact]) -> Finding:
     return finding
 
 
-def _list_candidates(root: Finding, suspects: Sequence[Seen]) -> tuple[Candidate, ...]:
+def _list_candidates(root: Finding, suspects: Sequence[Seen]) -> tuple[PossibleCause, ...]:
     """Return the root and up to two other causes: those that the logs show beside it, then those
     that its rule is confused with. They share what the root's probability leaves.
     """
@@ -325,11 +325,11 @@ def _list_candidates(root: Finding, suspects: Sequence[Seen]) -> tuple[Candidate
     others = others | {
         symptom: test for symptom, test in root.rule.confused.items() if symptom not in others
     }
-    candidates = [Candidate(root.rule, probability)]
+    candidates = [PossibleCause(root.rule, probability)]
     for share, (symptom, test) in zip(_SHARES, others.items(), strict=False):
         rule = load_rules().find(symptom)
         if rule is not None:
-            candidates.append(Candidate(rule, (1 - probability) * share, test))
+            candidates.append(PossibleCause(rule, (1 - probability) * share, test))
     return tuple(candidates)
 
 
