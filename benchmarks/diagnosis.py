@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from ebbflow.core.program import PROJECT_ROOT
-from ebbflow.diagnose.judging import diagnose_files
-from ebbflow.diagnose.rules import load_rules
+from ebbflow.diagnose.judging import diagnose_files, evidence_class
+from ebbflow.diagnose.rules import VALUES, load_rules
 
 _COLLECTED = PROJECT_ROOT / "tests/support/diagnosis"
 _THREADS = PROJECT_ROOT / "tests/support/threads.yaml"
@@ -189,6 +189,7 @@ def _judge_threads(folder: Path) -> int:
     """Print the F1 of the threads, and each thread whose root differs from its label."""
     threads = load_threads()
     roots: list[str | None] = []
+    outcomes: dict[tuple[bool, str], list[bool]] = {}  # by whether it is late, and class
     for thread in threads:
         path = folder / f"{thread.name}.log"
         if not path.is_file():
@@ -200,9 +201,12 @@ def _judge_threads(folder: Path) -> int:
         findings = diagnose_files([path]).findings
         named = [finding for finding in findings if finding.role == "root"]
         roots.append(named[0].rule.id if named else None)
+        if named:
+            key = (thread.late, evidence_class(named[0]))
+            outcomes.setdefault(key, []).append(roots[-1] == thread.symptom)
         if roots[-1] != thread.symptom:
             also = f" (or {', '.join(thread.also)})" if thread.also else ""
-            sure = f" {named[0].confidence:.2f}" if named else ""
+            sure = f" {named[0].probability:.2f}" if named else ""
             print(f"{thread.name}: {thread.symptom}{also} -> {roots[-1]}{sure}")
     print(f"all: {score_threads(threads, roots).render()}")
     judged = list(zip(threads, roots, strict=True))
@@ -219,6 +223,12 @@ def _judge_threads(folder: Path) -> int:
     for name, pairs in parts.items():
         score = score_threads([thread for thread, _ in pairs], [root for _, root in pairs])
         print(f"{name.strip()}: {score.render()}")
+    for (late, kind), right in sorted(outcomes.items()):
+        # A prior of 6 threads of which 3.6 are right, because new logs are harder than old ones
+        fitted = (sum(right) + 3.6) / (len(right) + 6)
+        when = "late (not used to fit)" if late else f"early, fitted {fitted:.2f}"
+        stated = VALUES["calibration"][kind]
+        print(f"{kind}, {when}: stated {stated:.2f}, right {sum(right)} of {len(right)}")
     return 0
 
 

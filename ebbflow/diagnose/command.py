@@ -13,7 +13,7 @@ from ebbflow.core.events import read_events
 from ebbflow.core.rank_logs import find_job, find_logs, read_logs, unknown_job
 from ebbflow.diagnose.against import Comparison, compare_jobs
 from ebbflow.diagnose.job import diagnose_job
-from ebbflow.diagnose.judging import Diagnosis, Finding, diagnose_files, shorten
+from ebbflow.diagnose.judging import Diagnosis, Finding, PossibleCause, diagnose_files, shorten
 from ebbflow.diagnose.reading import log_files
 from ebbflow.diagnose.rules import load_rules
 
@@ -121,6 +121,9 @@ def render(diagnosis: Diagnosis) -> str:
     parts = []
     for finding in diagnosis.findings:
         parts.extend((*_render(finding), ""))
+    others = diagnosis.candidates[1:]
+    if others:
+        parts += ["it could also be", *map(_render_candidate, others), ""]
     if diagnosis.abstained:
         lines = sum(scan.lines for scan in diagnosis.scans)
         if diagnosis.scans:
@@ -171,12 +174,17 @@ def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> 
     return diagnose_files(files)
 
 
+def _render_candidate(candidate: PossibleCause) -> str:
+    rule = candidate.rule
+    return (
+        f"  {rule.title}  [{rule.id}, {candidate.probability:.0%}]; to tell: {candidate.separate}"
+    )
+
+
 def _render(finding: Finding) -> Iterator[str]:
     rule = finding.rule
-    yield (
-        f"{finding.role}: {rule.title}  [{rule.id}, {rule.family}, confidence "
-        f"{finding.confidence:.0%}]"
-    )
+    confidence = finding.confidence if finding.probability is None else finding.probability
+    yield f"{finding.role}: {rule.title}  [{rule.id}, {rule.family}, confidence {confidence:.0%}]"
     for line in finding.evidence:
         place = f"{line.file}:{line.number}"
         if line.rank is None:

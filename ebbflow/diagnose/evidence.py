@@ -113,7 +113,7 @@ class Evidence:
                 self._close(line.file)
             self._last[line.file] = line
             self._position += 1
-            if has_fact(lower) and not is_no_evidence(line.text):
+            if (has_fact(lower) or self._facts.awaits_next) and not is_no_evidence(line.text):
                 self._facts.read(line, self._position, self.series)
             yield line
 

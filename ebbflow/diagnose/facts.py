@@ -65,8 +65,9 @@ _WORLD = re.compile(
 )
 _UNRESOLVED = re.compile(r"network addresses of \(([^,]+), \d+\) cannot be retrieved \(gai error")
 _NO_ADDRESS = re.compile(r"connect to any network address of \(([^,]+), \d+\)")
+_NUMBER = r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _SCALE = re.compile(
-    r"reducing loss scale to ([\d.e+-]+)|loss scale reached \(([\d.e+-]+)\)", re.IGNORECASE
+    rf"reducing loss scale to {_NUMBER}|loss scale reached \({_NUMBER}", re.IGNORECASE
 )
 _MAY_TELL = re.compile(
     r"tried to allocate|is free|reserved in total|errno|last error|nccl|net|connect|exit|terminated"
@@ -269,6 +270,11 @@ class FactReader:
         self._awaited: tuple[LogText, int] | None = None
         self._world = 0
         self._unresolved: set[str] = set()  # names without an address
+
+    @property
+    def awaits_next(self) -> bool:
+        """Whether the next line continues a fact."""
+        return self._awaited is not None or self._wrapped is not None
 
     def read(self, line: LogText, order: int, places: FrameSource) -> None:
         """Read one line. `places` gives the frames of the traceback before it."""

@@ -13,7 +13,7 @@ from ebbflow.diagnose.evidence import Evidence
 from ebbflow.diagnose.facts import Fact, Timeouts
 from ebbflow.diagnose.matching import Seen
 from ebbflow.diagnose.reading import FileScan, LogText, rank_of_path
-from ebbflow.diagnose.rules import SymptomRule, load_rules
+from ebbflow.diagnose.rules import VALUES, SymptomRule, load_rules
 from ebbflow.diagnose.series import Series
 from ebbflow.diagnose.series_symptoms import judge_series
 from ebbflow.diagnose.vocabulary import MARGIN, confidence_of, guess_family
@@ -30,6 +30,11 @@ _GENERIC_RANK = 3
 # Exceptions up to this rank are attributed to the code that raised them, or by words
 _VAGUE_RANK = 5
 _NEAR_LINES = 3
+_CLEAR = 0.85  # confidence of a specific cause without a rival
+_SHARES = (0.5, 0.25)  # of what the root's probability leaves, for the second and third candidate
+# Probability that a root is the exact symptom, by the class of its evidence: measured on labelled
+# threads by `python -m benchmarks diagnose --texts FOLDER`
+_CALIBRATION = VALUES["calibration"]
 _NEAR_FACT = 12  # lines between a fact and a symptom of the same failure
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 # The last collective that a rank of the default group has called: the rank with the smallest number
@@ -78,13 +83,16 @@ class Finding:
         int, ...
     ] = ()  # ranks that the lines accuse, or that did not write them although others wait
     note: str = ""  # how far the lines tell which rank is at fault
+    probability: float | None = None  # calibrated; None: it is no root
 
     def to_json(self) -> dict[str, Any]:
         return {
             "symptom": self.rule.id,
             "family": self.rule.family,
             "role": self.role,
-            "confidence": round(self.confidence, 2),
+            "confidence": round(
+                self.confidence if self.probability is None else self.probability, 2
+            ),
             "evidence": [
                 {
                     "file": line.file,
@@ -106,6 +114,25 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class PossibleCause:
+    """A possible cause, its calibrated probability, and the test that separates it from the first
+    candidate ("" for the first one).
+    """
+
+    rule: SymptomRule
+    probability: float
+    separate: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "symptom": self.rule.id,
+            "title": self.rule.title,
+            "probability": round(self.probability, 2),
+            "separate": self.separate,
+        }
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """Findings in a set of logs, whether the diagnosis abstained from naming a root, and which
     files were read.
@@ -114,12 +141,14 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     abstained: bool
     scans: tuple[FileScan, ...]
+    candidates: tuple[PossibleCause, ...] = ()  # at most three causes, the likeliest first
 
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": 1,
             "findings": [finding.to_json() for finding in self.findings],
             "abstained": self.abstained,
+            "candidates": [candidate.to_json() for candidate in self.candidates],
             "files": [
                 {
                     "file": scan.file,
@@ -182,6 +211,7 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
         ranks = {rank for rank in ranks_of_files if rank is not None}
         accused = _accuse(root, ranks.union(*(found.ranks for found in suspects)))
         finding = replace(_finding(root, "root", suspects), **accused)
+        finding = replace(finding, probability=_CALIBRATION[evidence_class(finding)])
         findings.append(_add_detail(finding, facts))
         rest = sorted(suspects, key=lambda found: (-_level(found), found.order))
         after = [found for found in rest if found is not root and _confidence(found) >= 0.3]
@@ -202,7 +232,21 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
         ]
     if len(findings) < _MOST_FINDINGS and root not in past:
         findings += _past(past)[: _MOST_FINDINGS - len(findings)]
-    return Diagnosis(tuple(findings), root is None, tuple(evidence.scans))
+    candidates = _list_candidates(findings[0], suspects) if root is not None else ()
+    return Diagnosis(tuple(findings), root is None, tuple(evidence.scans), candidates)
+
+
+def evidence_class(root: Finding) -> str:
+    """Return the class of a root's evidence, on which its probability depends."""
+    rule = root.rule
+    is_guess = rule.id == load_rules().other(rule.family)
+    vague_rank = _VAGUE_RANK if rule.family == "program" else _GENERIC_RANK
+    is_general = rule.kind == "cause" and rule.rank <= vague_rank
+    if is_guess or is_general or root.confidence <= THIN:
+        return "vague"
+    if rule.kind == "cause" and root.confidence >= _CLEAR:
+        return "clear"
+    return "contested"
 
 
 def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
@@ -263,6 +307,30 @@ def _add_detail(finding: Finding, facts: Sequence[Fact]) -> Finding:
                 note = "; ".join(filter(None, (finding.note, test.cause)))
                 return replace(finding, rule=rule, note=note)
     return finding
+
+
+def _list_candidates(root: Finding, suspects: Sequence[Seen]) -> tuple[PossibleCause, ...]:
+    """Return the root and up to two other causes: those that the logs show beside it, then those
+    that its rule is confused with. They share what the root's probability leaves.
+    """
+    probability = root.probability or 0.0
+    others: dict[str, str] = {}
+    for suspect in suspects:
+        rule = suspect.rule
+        is_rival = rule.kind == "cause" and rule.rank > _GENERIC_RANK and rule.id != root.rule.id
+        if is_rival and _confidence(suspect) >= THIN:
+            line = suspect.lines[0]
+            where = f"{line.file}:{line.number}"
+            others[rule.id] = root.rule.confused.get(rule.id) or f"which came first: see {where}"
+    others = others | {
+        symptom: test for symptom, test in root.rule.confused.items() if symptom not in others
+    }
+    candidates = [PossibleCause(root.rule, probability)]
+    for share, (symptom, test) in zip(_SHARES, others.items(), strict=False):
+        rule = load_rules().find(symptom)
+        if rule is not None:
+            candidates.append(PossibleCause(rule, (1 - probability) * share, test))
+    return tuple(candidates)
 
 
 def _choose_root(known: dict[str, Seen], suspects: list[Seen], series: Series) -> Seen | None:

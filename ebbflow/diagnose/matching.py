@@ -36,6 +36,7 @@ _COMMON = (
     "epoch",
 )
 _NOISE = re.compile("|".join(VALUES["noise"]))
+_DENIAL = re.compile("|".join(VALUES["denial"]))
 _OPTIONAL_LIBRARY = re.compile("|".join(VALUES["optional_library"]))
 _PREFIX = re.compile(f"(?:{'|'.join(VALUES['prefix'])})+")
 # Words before a match that make it a sentence about a fault, unless a word tells that it happened
@@ -200,6 +201,8 @@ class Matcher:
             for pattern in tried.values()
             if _is_told(pattern.regex, text) and not self._is_excused(pattern.rule, text)
         ]
+        if found and _is_denial(text):
+            found = []
         highest = max(
             (self.rules[pattern.rule].rank for pattern in found if pattern.role == "look"),
             default=0,
@@ -264,7 +267,8 @@ def strip_prefix(text: str) -> str:
 
 def is_no_evidence(text: str) -> bool:
     """Return whether a line quotes code, settings or a help text, or is one of our own."""
-    return _is_noise(strip_prefix(text))
+    stripped = strip_prefix(text)
+    return _is_noise(stripped) or _is_denial(stripped)
 
 
 @functools.cache
@@ -317,9 +321,14 @@ def choose_triggers(literals: Iterable[str]) -> list[str]:
 
 
 def _is_noise(text: str) -> bool:
+    return _NOISE.search(text) is not None
+
+
+def _is_denial(text: str) -> bool:
+    """Return whether a line denies a fault, prepares for one or is about an optional library."""
     if ".so" in text and _OPTIONAL_LIBRARY.search(text):
         return True
-    return _NOISE.search(text) is not None
+    return _DENIAL.search(text) is not None
 
 
 def _object_of(line: LogText) -> str:

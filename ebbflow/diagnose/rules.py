@@ -23,6 +23,7 @@ or words name), `defaults` (for fields of its rules) and `rules`. Fields of a ru
     follows         ids of symptoms that lead to this one: if one is near, it is the root, even if it is logged later.
     weight          confidence if a `look` matches; the default depends on `kind`.
     causes          {cause: likelihood}
+    confused        {symptom: the test or line that separates it from this one}, the likeliest first
     collect         evidence to collect
     fix             changes to make, and `commands`
     keys            [{key: KEY of a configuration, with `to`: value, `factor`: number, or `ladder`: values in order}]:
@@ -136,6 +137,7 @@ class SymptomRule:
     follows: tuple[str, ...] = ()
     weight: float = 0.9
     causes: dict[str, float] = field(default_factory=dict)
+    confused: dict[str, str] = field(default_factory=dict)
     collect: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
     keys: tuple[KeyChange, ...] = ()
@@ -184,6 +186,9 @@ class SymptomRule:
         for name, entries in lists.items():
             if entries:
                 parts += [name, *(f"  {entry}" for entry in entries)]
+        if self.confused:
+            parts.append("could also be")
+            parts += [f"  {symptom}: {test}" for symptom, test in self.confused.items()]
         if self.keys:
             parts.append("in a job of Ebbflow")
             parts += [f"  {change.describe()}" for change in self.keys]

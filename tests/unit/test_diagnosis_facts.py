@@ -133,6 +133,7 @@ def test_locked_memory_that_is_too_small_is_told_from_other_failures_of_infiniba
     [
         ("Bootstrap : no socket interface found", "A14"),
         ("ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2)", "A14"),
+        ("socketProgressOpt: Call to recv from 10.1.2.3<4901> failed : Broken pipe", "D06"),
         ("Net : Connection closed by remote peer host<50260>", "D06"),
         (
             "socketProgress: Call to recv from 10.0.0.7<3075> failed : Connection reset by peer",
@@ -254,3 +255,12 @@ def test_every_kind_of_fact_serves_a_rule() -> None:
     for rule in load_rules().rules:
         for test in rule.facts:
             assert all(load_rules().find(symptom) for symptom in test.instead_of), rule.id
+
+
+@pytest.mark.parametrize(
+    ("scale", "symptom"), [("2.0.", "F06"), ("1.52587890625e-05", "F06"), ("256.0.", None)]
+)
+def test_a_loss_scale_that_falls_to_nothing_is_unstable(scale: str, symptom: str | None) -> None:
+    line = f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {scale}"
+    findings = judge(read(line, "step 3")).findings
+    assert [finding.rule.id for finding in findings] == ([symptom] if symptom else [])
