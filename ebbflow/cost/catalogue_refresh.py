@@ -4,6 +4,8 @@ from AWS.
 
 import argparse
 import json
+import math
+import re
 import shutil
 import time
 import urllib.request
@@ -54,6 +56,7 @@ _PRICES_HEAD = (
 
 # The price list has many pages and is slow.
 _SECONDS = 300.0
+_GIGABIT = re.compile(r"([0-9.]+) Gigabit$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ def gpu_hardware(ec2: Any, deadline: RequestDeadline) -> list[Hardware]:
     Raises CloudError.
     """
     entries = paginate(ec2, "describe_instance_types", "InstanceTypes", deadline, token="NextToken")
-    found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
+    found = [hardware for entry in entries if (hardware := parse_hardware(entry)) is not None]
     return sorted(found, key=lambda hardware: hardware.name)
 
 
@@ -345,7 +348,7 @@ def refresh_catalogue(
     return 0
 
 
-def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
+def parse_hardware(entry: Mapping[str, Any]) -> Hardware | None:
     """Parse EC2's description of an instance type.
 
     Return None for a type with no NVIDIA GPU or a fraction of one.
@@ -356,7 +359,10 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
     gpu = gpus[0]
     network = entry.get("NetworkInfo") or {}
     baselines = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards") or []]
-    known = bool(baselines) and all(baseline is not None for baseline in baselines)
+    if baselines and None not in baselines:
+        network_gbps = min(float(sum(baselines)), _stated_gbps(network))
+    else:
+        network_gbps = None
     return Hardware(
         name=entry["InstanceType"],
         gpu=gpu["Name"],
@@ -364,9 +370,21 @@ def _hardware(entry: Mapping[str, Any]) -> Hardware | None:
         gpu_memory_mib=int(gpu["MemoryInfo"]["SizeInMiB"]),
         vcpu=int(entry["VCpuInfo"]["DefaultVCpus"]),
         ram_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
-        network_gbps=float(sum(baselines)) if known else None,
+        network_gbps=network_gbps,
         efa=int((network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)),
     )
+
+
+def _stated_gbps(network: Mapping[str, Any]) -> float:
+    """Return the bandwidth of the whole instance that EC2 states in words, such as "400 Gigabit" or
+    "Up to 10 Gigabit"; infinite if it states none.
+
+    Where cards share one limit, their baselines sum to more: those of g6e.48xlarge to 1,600.
+    """
+    stated = _GIGABIT.search(str(network.get("NetworkPerformance") or ""))
+    if stated is None:
+        return math.inf
+    return float(stated.group(1))
 
 
 def _hourly(product: Mapping[str, Any]) -> Iterator[Decimal]:

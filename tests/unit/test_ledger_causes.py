@@ -99,7 +99,7 @@ def test_an_interruption_is_charged_its_own_waste_and_the_start_up_after_it() ->
         "useful_step",
         "checkpoint_stall",
         instance_id="i-1",
-        uptime_seconds=90,
+        uptime_seconds=3600,
     )
     second = phases_log(2, 40.0, "rank_killed", "startup", "restore", "useful_step")
     third = phases_log(3, 100.0, "completed", "startup", "shutdown")
@@ -124,7 +124,7 @@ def test_an_interruption_is_charged_its_own_waste_and_the_start_up_after_it() ->
     ],
 )
 def test_a_pause_after_a_generation_is_charged_to_its_end(reason: str | None, cause: str) -> None:
-    machine = {"instance_id": "i-1", "uptime_seconds": 90}
+    machine = {"instance_id": "i-1", "uptime_seconds": 3600}
     first = phases_log(1, 0.0, reason or "x", "startup", ranks=2, **machine)
     if reason is None:
         first = [event for event in first if event.name != GENERATION_ENDED]

@@ -300,7 +300,7 @@ def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: 
         if generation.unplanned:
             return _describe_interruption(generation)
         return "idle"
-    if kind in (LedgerClass.STARTUP, LedgerClass.RESTORE):
+    if kind in (LedgerClass.BOOT, LedgerClass.STARTUP, LedgerClass.RESTORE):
         return start_cause or "start and end"
     return _CAUSES[kind]
 

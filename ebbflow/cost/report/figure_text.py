@@ -302,7 +302,7 @@ def explain_figures(report: RunReport) -> list[str]:
     """Return lines that explain how each kind of figure was obtained, and which costs are not
     counted.
     """
-    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
+    billed = {LedgerClass.BOOT, LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
