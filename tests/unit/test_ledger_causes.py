@@ -184,6 +184,7 @@ def test_ledgers_are_equal_by_their_figures_and_not_by_their_bills() -> None:
         total_usd=ledger.total_usd,
         price_kind=ledger.price_kind,
         useful_on_demand_usd=ledger.useful_on_demand_usd,
+        same_on_demand_usd=ledger.same_on_demand_usd,
         redone_steps=ledger.redone_steps,
         causes=ledger.causes,
         cells=ledger.cells,
