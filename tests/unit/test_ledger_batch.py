@@ -337,7 +337,7 @@ def expected_micros(ledger: Ledger, words: list[Event]) -> int:
             whole = max(0, round(stopped * MICRO) - round(started * MICRO))
             bills = spoke.pop((data["job_id"], node), [])
             others = [times for times in data["node_times"] or () if times != [None, None]]
-            if not bills and others and data["node_times"][node] == [None, None]:
+            if node and not bills and others and data["node_times"][node] == [None, None]:
                 continue  # it never got a machine
             if not bills:
                 total += whole * data["processes_per_node"]

@@ -98,7 +98,7 @@ class BatchJob:
     candidate: Mapping[str, Any]
     # (started, stopped) by node, for the nodes whose times Batch reported
     node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    # nodes of which Batch reports no time although it does of others: they never got a machine
+    # nodes of which Batch reports no time although it does of nodes: they never got a machine
     never_started: frozenset[int] = frozenset()
 
     def stay(self, node: int) -> PaidStay:
@@ -293,13 +293,11 @@ def _batch_job(
             started if node_started is None else float(node_started),
             stopped if node_stopped is None else float(node_stopped),
         )
-    silent = {
-        index
-        for index, times in enumerate(attempt.node_times or ())
-        if tuple(times) == (None, None)
-    }
-    if len(silent) == len(attempt.node_times or ()):
-        silent = set()
+    # The job's own times are those of the main node, 0
+    listed = [tuple(times) for times in attempt.node_times or ()]
+    silent = {index for index, times in enumerate(listed) if index and times == (None, None)}
+    if set(listed) == {(None, None)}:
+        silent = set()  # Batch did not answer for the nodes
     # As recorded: the keys of a plan's candidate
     candidate = {key: event.data[key] for key in _CANDIDATE_KEYS if key in event.data}
     return BatchJob(
