@@ -58,6 +58,9 @@ class LedgerClass(StrEnum):
     # From a rank's last step to its node's end, in an interrupted generation
     INTERRUPTION = "interruption"
     UNATTRIBUTED = "unattributed"  # paid, but no interval covers it
+    # From the instance's start to Batch's start of the container or the agent's first event: boot and
+    # image pull
+    BOOT = "boot"
     IDLE = "idle"  # between two generations on the same billed instance
     MINIMUM_CHARGE = "minimum_charge"  # an instance is billed for at least 60 s
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import shutil
 import time
 import urllib.request
@@ -32,7 +34,7 @@ from ebbflow.cost.catalogue import (
 )
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.prices.quote import STALE_DAYS, format_age, table_ages
-from ebbflow.infra.aws.answers import InstanceTypeDetail
+from ebbflow.infra.aws.answers import InstanceTypeDetail, NetworkDetail
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, paginate
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ _PRICES_HEAD = (
 
 # The price list has many pages and is slow.
 _SECONDS = 300.0
+_GIGABIT = re.compile(r"([0-9.]+) Gigabit$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,7 @@ def gpu_hardware(ec2: BaseClient, deadline: RequestDeadline) -> list[Hardware]:
         shape=InstanceTypeDetail,
         token="NextToken",
     )
-    found = [hardware for entry in entries if (hardware := _hardware(entry)) is not None]
+    found = [hardware for entry in entries if (hardware := parse_hardware(entry)) is not None]
     return sorted(found, key=lambda hardware: hardware.name)
 
 
@@ -399,7 +402,7 @@ def refresh_catalogue(
     return 0
 
 
-def _hardware(entry: InstanceTypeDetail) -> Hardware | None:
+def parse_hardware(entry: InstanceTypeDetail) -> Hardware | None:
     """Parse EC2's description of an instance type.
 
     Return None for a type with no NVIDIA GPU or a fraction of one.
@@ -411,7 +414,9 @@ def _hardware(entry: InstanceTypeDetail) -> Hardware | None:
     network = entry.get("NetworkInfo") or {}
     baselines = [card.get("BaselineBandwidthInGbps") for card in network.get("NetworkCards") or []]
     known = [baseline for baseline in baselines if baseline is not None]
-    all_known = bool(baselines) and len(known) == len(baselines)
+    network_gbps = None
+    if baselines and len(known) == len(baselines):
+        network_gbps = min(float(sum(known)), _stated_gbps(network))
     return Hardware(
         name=entry["InstanceType"],
         gpu=gpu["Name"],
@@ -419,9 +424,21 @@ def _hardware(entry: InstanceTypeDetail) -> Hardware | None:
         gpu_memory_mib=int(gpu["MemoryInfo"]["SizeInMiB"]),
         vcpu=int(entry["VCpuInfo"]["DefaultVCpus"]),
         ram_gib=entry["MemoryInfo"]["SizeInMiB"] / 1024,
-        network_gbps=float(sum(known)) if all_known else None,
+        network_gbps=network_gbps,
         efa=int((network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)),
     )
+
+
+def _stated_gbps(network: NetworkDetail) -> float:
+    """Return the bandwidth of the whole instance that EC2 states in words, such as "400 Gigabit" or
+    "Up to 10 Gigabit"; infinite if it states none.
+
+    Where cards share one limit, their baselines sum to more: those of g6e.48xlarge to 1,600.
+    """
+    stated = _GIGABIT.search(str(network.get("NetworkPerformance") or ""))
+    if stated is None:
+        return math.inf
+    return float(stated.group(1))
 
 
 def _hourly(product: Product) -> Iterator[Decimal]:

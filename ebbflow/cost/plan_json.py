@@ -62,6 +62,14 @@ class RefusalJson(TypedDict, total=False):
     enough: float | None
 
 
+class OnDemandChoiceJson(TypedDict):
+    """Cheapest on-demand pool that meets the deadline (`ebbflow.cost.plan.plan.OnDemandChoice`)."""
+
+    pool: str
+    usd: float
+    hours: float
+
+
 class PlanJson(TypedDict, total=False):
     """Plan of a job (`ebbflow.cost.plan.plan.Plan`) that chose a pool."""
 
@@ -78,6 +86,7 @@ class PlanJson(TypedDict, total=False):
     made_utc: float | None
     live: OutlookJson | None
     prices: list[str]
+    cheapest_on_demand: OnDemandChoiceJson | None
 
 
 class PlanSummary(TypedDict, total=False):
@@ -91,3 +100,4 @@ class PlanSummary(TypedDict, total=False):
     budget_usd: float | None
     deadline_hours: float | None
     prices: list[str]
+    cheapest_on_demand: OnDemandChoiceJson | None

@@ -14,7 +14,7 @@ from botocore.stub import ANY, Stubber
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.cost.catalogue_refresh import advisor_bands, refresh_catalogue, reread
+from ebbflow.cost.catalogue_refresh import advisor_bands, parse_hardware, refresh_catalogue, reread
 from ebbflow.cost.errors import PriceError
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.quote import StaticPrices
@@ -235,3 +235,27 @@ def test_a_refresh_without_permission_names_the_missing_action(tmp_path: Path):
 def test_an_advisor_that_is_no_advisor_is_refused():
     with pytest.raises(PriceError, match="not the spot advisor's table"):
         advisor_bands(lambda: b"<html>")
+
+
+@pytest.mark.parametrize(
+    ("cards", "words", "gbps"),
+    [
+        ([400.0] * 4, "400 Gigabit", 400.0),  # g6e.48xlarge: four cards share one limit
+        ([100.0] * 32, "3200 Gigabit", 3200.0),
+        ([10.0], "Up to 25 Gigabit", 10.0),
+        ([100.0, 100.0], None, 200.0),
+        ([100.0, None], "200 Gigabit", None),
+    ],
+)
+def test_cards_that_share_a_limit_are_not_added_up(
+    cards: list[float | None], words: str | None, gbps: float | None
+) -> None:
+    entry = described("g6e.48xlarge", "L40S", count=8)
+    entry["NetworkInfo"] = {
+        "NetworkPerformance": words,
+        "NetworkCards": [
+            {} if baseline is None else {"BaselineBandwidthInGbps": baseline} for baseline in cards
+        ],
+    }
+    hardware = parse_hardware(entry)
+    assert hardware is not None and hardware.network_gbps == gbps

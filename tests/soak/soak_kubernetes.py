@@ -26,7 +26,11 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(3600)]
 
 Start = Callable[..., KubernetesRunner]
 
-SPOT_ONLY = {"cluster__market": "spot", "cluster__start_deadline_seconds": 20}
+SPOT_ONLY = {
+    "cluster__market": "spot",
+    "cluster__start_deadline_seconds": 20,
+    "cost__confidence": 0.1,  # Spot alone, within two hours
+}
 
 
 @pytest.fixture(scope="module")

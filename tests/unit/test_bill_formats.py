@@ -18,7 +18,7 @@ from ebbflow.core.events import Event
 from ebbflow.cost.errors import BillError
 from ebbflow.cost.finance.bill import read_bill
 from ebbflow.cost.finance.daily_costs import compare_days, is_daily_costs, read_daily_costs
-from ebbflow.cost.finance.focus import focus_rows, write_focus
+from ebbflow.cost.finance.focus import focus_rows, spent_by_month, write_focus
 from ebbflow.cost.finance.reconcile import reconcile, render
 from tests.support.bills import Instance, rows_of, storage_row, write_report
 from tests.support.timelines import WALL, GangLog, plan_event
@@ -114,7 +114,23 @@ def test_the_focus_that_the_product_writes_it_reads(tmp_path: Path) -> None:
     path = tmp_path / "focus.csv"
     write_focus(path, focus_rows(job()))
     found = reconcile(job(), read_bill(path))
-    assert found.agrees and found.billed_usd == found.metered_usd and not found.gap_usd
+    assert found.agrees, render(found)
+    boot = [part for part in found.parts if part.cause == "boot time"]
+    assert [part.usd for part in boot] == [pytest.approx(Decimal("0.12"))] == [found.gap_usd]
+
+
+def test_nobody_is_billed_for_simulated_dollars_and_idle_time_has_its_list_price() -> None:
+    simulated = [plan_event(3.6, simulated=True), *job()[1:]]
+    rows = focus_rows(simulated)
+    assert {row["BilledCost"] for row in rows} == {"0"} == {row["ListCost"] for row in rows}
+    assert sum(Decimal(row["x_SimulatedCost"]) for row in rows) == pytest.approx(Decimal(18))
+    assert not any(spent_by_month(rows).values()), "no month of a team pays for a laptop's run"
+    real = focus_rows(job())
+    assert {row["x_SimulatedCost"] for row in real} == {"0"} and len(real) == 2
+    for row in real:
+        assert Decimal(row["ListCost"]) == 2 * Decimal(row["BilledCost"]) > 0, (
+            "also of the boot: on-demand is $7.20"
+        )
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def test_a_refused_deadline_names_each_term_and_a_deadline_that_suffices() -> No
     )
     assert found["hint"] == (
         "set cost.deadline_hours to 11.21 or more, or batch.runnable_minutes lower; without this "
-        "guarantee: cluster.market=spot"
+        "guarantee: cluster.market=spot and a lower cost.confidence"
     )
     assert found["enough"] == pytest.approx(10.0 - 4.0 + 5.125 + DECIDE_HOURS, rel=1e-12)
     without = refused([PLAIN], hours_left=4.0, deadline_hours=None)
@@ -368,7 +368,7 @@ def test_a_reservation_that_ends_before_the_job_is_refused_for_its_end() -> None
     assert found["message"].endswith("+ 0.08 h to place it = 5.21 h, and ends in 5.11 h")
     assert found["hint"] == (
         "use a reservation that ends later, or a queue of on-demand machines; without this "
-        "guarantee: cluster.market=spot"
+        "guarantee: cluster.market=spot and a lower cost.confidence"
     )
     short = refused([held], hours_left=5.0)
     assert short is not None and "lower" in short["hint"]
@@ -383,7 +383,7 @@ def test_a_refused_budget_names_the_cheapest_pool_and_a_budget_that_suffices() -
     )
     assert (
         found["hint"]
-        == "set cost.budget_usd to 20.60 or more; without this guarantee: cluster.market=spot"
+        == "set cost.budget_usd to 20.60 or more; without this guarantee: cluster.market=spot and a lower cost.confidence"
     )
     assert found["enough"] == 20.59375
     without = refused([PLAIN], usd_left=10.0, budget_usd=None)
@@ -422,7 +422,7 @@ def test_without_an_on_demand_pool_the_nearest_rejection_names_the_limit() -> No
                 "no on-demand pool can take over if Spot has no capacity; the nearest, "
                 f"{nearest}, {nearest.reason}"
             ),
-            "hint": f"{hint}; without this guarantee: cluster.market=spot",
+            "hint": f"{hint}; without this guarantee: cluster.market=spot and a lower cost.confidence",
         }
     assert refused([spot_pool()], others) is None, "no limit is to blame"
     assert refused([spot_pool()], [late], market="spot") is None

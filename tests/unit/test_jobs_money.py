@@ -158,7 +158,7 @@ def test_time_between_generations_on_one_instance_is_in_their_lines() -> None:
     events = killed_job()
     for recorded in events:
         if recorded.name == NODE_STARTED:
-            recorded.data.update(instance_id="i-1", uptime_seconds=60.0)
+            recorded.data.update(instance_id="i-1", uptime_seconds=3600.0)
     report = build_report(events)
     assert [line["paid_rank_seconds"] for line in report.events["generations"]] == [30.0, 12.0]
     assert report.paid_rank_seconds == 42.0

@@ -113,14 +113,14 @@ def test_a_node_that_never_spoke_was_starting() -> None:
 
 
 def test_each_node_of_a_gang_is_paid_by_its_own_times() -> None:
-    """The second started later than the main node and was lost earlier; the third Batch has told
-    nothing of.
+    """The second started later than the main node and was lost earlier; the third never got a
+    machine.
     """
     times = [[WALL - 10.0, WALL + 60.0], [WALL + 0.0, WALL + 50.0], [None, None]]
     job = told("j", -10.0, 60.0, nodes=3, processes_per_node=1, node_times=times)
     ledger = fold([plan_event(3.6), job])
-    assert [bill.rank_microseconds / MICRO for bill in ledger.unreported] == [70.0, 50.0, 70.0]
-    assert ledger.total_usd == Decimal("0.19")
+    assert [bill.rank_microseconds / MICRO for bill in ledger.unreported] == [70.0, 50.0]
+    assert ledger.total_usd == Decimal("0.12")
     half = told(
         "j",
         -10.0,
@@ -136,9 +136,44 @@ def test_each_node_of_a_gang_is_paid_by_its_own_times() -> None:
     for node in (0, 1):
         log.heartbeat(node, 40.0)
     spoken = fold([plan_event(3.6), *log.events, job])
-    assert spoken.total_usd == Decimal("0.19"), "the same, whoever has told of a part of it"
+    assert spoken.total_usd == Decimal("0.12"), "the same, whoever has told of a part of it"
     assert_adds_up(ledger)
     assert_adds_up(spoken)
+    unknown = told("j", -10.0, 60.0, nodes=3, processes_per_node=1)
+    bills = fold([plan_event(3.6), unknown]).unreported
+    assert [bill.rank_microseconds / MICRO for bill in bills] == [70.0] * 3, (
+        "Batch reports no node: each is taken to have run as the main node did"
+    )
+
+
+def test_the_time_from_boot_to_container_is_a_line_of_its_own_in_total_and_spent() -> None:
+    """300 s from boot to the agent, of which Batch's own times hold 10 s."""
+    known = {"instance_id": "i-1", "uptime_seconds": 300.0}
+    log = gang("j", **known)
+    ledger = fold([plan_event(3.6), *log.events, told("j", -10.0, 60.0)])
+    [boot] = [line for line in ledger.lines if line.ledger_class == "boot"]
+    assert (boot.rank_microseconds / MICRO, boot.usd, boot.kind) == (
+        2 * 290.0,
+        Decimal("0.29"),
+        "estimated",
+    )
+    assert ledger.total_usd == Decimal("0.07") + boot.usd
+    assert compute_spent_usd([plan_event(3.6), *log.events, told("j", -10.0, 60.0)]) == float(
+        ledger.total_usd
+    )
+    assert_adds_up(ledger)
+    again = fold(
+        [
+            plan_event(3.6),
+            *log.events,
+            *gang("k", number=2, start=100.0, **{**known, "uptime_seconds": 400.0}).events,
+            told("j", -10.0, 60.0),
+            told("k", 90.0, 160.0),
+        ]
+    )
+    assert seconds_of(again)["boot"] == 2 * 290.0, "the same instance boots once"
+    warm = fold([plan_event(3.6), *gang("j", **{**known, "uptime_seconds": 3600.0}).events])
+    assert "boot" not in seconds_of(warm), "another job's instance"
 
 
 @pytest.mark.parametrize("times", [(None, None), (None, 60.0), (10.0, None)])
@@ -201,7 +236,7 @@ def test_an_attempt_has_the_price_of_its_own_placement() -> None:
 
 
 def test_a_pause_between_generations_of_a_job_is_paid_once() -> None:
-    known = {"instance_id": "i-1", "uptime_seconds": 300.0}
+    known = {"instance_id": "i-1", "uptime_seconds": 3600.0}
     first = gang("j", **known)
     second = gang("j", number=2, start=50.0, **known)
     ledger = fold([plan_event(3.6), *first.events, *second.events, told("j", 0.0, 100.0)])
@@ -215,16 +250,16 @@ def test_an_instance_is_billed_between_two_jobs_and_has_one_minimum_each() -> No
     second = gang("b", number=2, start=100.0, **known)
     jobs = [told("a", -10.0, 45.0, cause="user_code"), told("b", 90.0, 145.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
-    assert ledger.total_usd == Decimal("0.155"), (
-        "from the first job's start to the second's stop, nothing else"
+    assert ledger.total_usd == Decimal("0.165"), (
+        "10 s of boot, and from the first job's start to the second's stop, nothing else"
     )
     jobs = [told("a", -10.0, 45.0), told("b", 90.0, 145.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
-    assert ledger.total_usd == Decimal("0.11"), (
+    assert ledger.total_usd == Decimal("0.12"), (
         "one that was taken away waits for nobody, whatever its successor says"
     )
     short = fold([plan_event(3.6), *gang("a", **known).events, told("a", -10.0, 40.0)])
-    assert short.total_usd == Decimal("0.05"), (
+    assert short.total_usd == Decimal("0.06"), (
         "10 s before its job, and 50 in it: a minute, and nothing is missing"
     )
     shorter = fold(
@@ -234,7 +269,7 @@ def test_an_instance_is_billed_between_two_jobs_and_has_one_minimum_each() -> No
             told("a", -10.0, 40.0),
         ]
     )
-    assert shorter.total_usd == Decimal("0.058"), "2 s and 50 s: 8 are missing"
+    assert shorter.total_usd == Decimal("0.06"), "2 s and 50 s: 8 are missing"
 
 
 @settings(max_examples=60, deadline=None)
@@ -301,6 +336,9 @@ def expected_micros(ledger: Ledger, words: list[Event]) -> int:
                 stopped = data["stopped_utc"]
             whole = max(0, round(stopped * MICRO) - round(started * MICRO))
             bills = spoke.pop((data["job_id"], node), [])
+            others = [times for times in data["node_times"] or () if times != [None, None]]
+            if node and not bills and others and data["node_times"][node] == [None, None]:
+                continue  # it never got a machine
             if not bills:
                 total += whole * data["processes_per_node"]
                 continue

@@ -99,7 +99,7 @@ def test_an_interruption_is_charged_its_own_waste_and_the_start_up_after_it() ->
         "useful_step",
         "checkpoint_stall",
         instance_id="i-1",
-        uptime_seconds=90,
+        uptime_seconds=3600,
     )
     second = phases_log(2, 40.0, "rank_killed", "startup", "restore", "useful_step")
     third = phases_log(3, 100.0, "completed", "startup", "shutdown")
@@ -124,7 +124,7 @@ def test_an_interruption_is_charged_its_own_waste_and_the_start_up_after_it() ->
     ],
 )
 def test_a_pause_after_a_generation_is_charged_to_its_end(reason: str | None, cause: str) -> None:
-    machine = {"instance_id": "i-1", "uptime_seconds": 90}
+    machine = {"instance_id": "i-1", "uptime_seconds": 3600}
     first = phases_log(1, 0.0, reason or "x", "startup", ranks=2, **machine)
     if reason is None:
         first = [event for event in first if event.name != GENERATION_ENDED]
@@ -184,6 +184,7 @@ def test_ledgers_are_equal_by_their_figures_and_not_by_their_bills() -> None:
         total_usd=ledger.total_usd,
         price_kind=ledger.price_kind,
         useful_on_demand_usd=ledger.useful_on_demand_usd,
+        same_on_demand_usd=ledger.same_on_demand_usd,
         redone_steps=ledger.redone_steps,
         causes=ledger.causes,
         cells=ledger.cells,

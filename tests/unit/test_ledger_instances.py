@@ -32,7 +32,7 @@ OTHER = {
     "instance_id": "i-1",
     "instance_type": "g6.4xlarge",
     "market": "spot",
-    "uptime_seconds": 90.0,
+    "uptime_seconds": 3600.0,
 }
 
 
@@ -65,7 +65,7 @@ def assert_adds_up(ledger: Ledger) -> None:
 
 
 def test_two_nodes_on_one_instance_pay_for_it_once() -> None:
-    apart = [{"instance_id": f"i-{n}", "uptime_seconds": 90.0, **SPOT} for n in (1, 2)]
+    apart = [{"instance_id": f"i-{n}", "uptime_seconds": 3600.0, **SPOT} for n in (1, 2)]
     together = [apart[0], apart[0]]
     assert fold([real_plan(), *gang(apart).events]).total_usd == Decimal("0.2")
     ledger = fold([real_plan(), *gang(together).events])
@@ -91,7 +91,7 @@ def test_a_simulated_run_is_priced_as_if_each_node_had_the_planned_machine() -> 
 
 
 def test_the_price_is_shared_only_while_both_are_there() -> None:
-    known = {"instance_id": "i-1", "uptime_seconds": 90.0, **SPOT}
+    known = {"instance_id": "i-1", "uptime_seconds": 3600.0, **SPOT}
     log = gang([known, known])
     log.events = [
         event for event in log.events if not (event.name == NODE_ENDED and event.node == 1)
@@ -108,8 +108,8 @@ def test_the_price_is_shared_only_while_both_are_there() -> None:
 def test_a_minute_is_charged_of_the_instance_and_not_of_each_node_on_it() -> None:
     known = {"instance_id": "i-1", "uptime_seconds": 10.0, **SPOT}
     ledger = fold([real_plan(), *gang([known, known], seconds=30.0).events])
-    assert ledger.total_usd == Decimal("0.05"), (
-        "30 s together and 20 s to make up a minute from its boot"
+    assert ledger.total_usd == Decimal("0.06"), (
+        "10 s of boot, 30 s together and 20 s to make up a minute"
     )
     assert_adds_up(ledger)
 
@@ -240,7 +240,7 @@ def test_a_node_in_an_unplanned_zone_pays_its_quoted_price_or_is_noted() -> None
         "price_kind": "recorded 2026-07",
     }
     plan.data["ranked"] = [plan.data["chosen"], there]
-    known = {"instance_id": "i-1", "uptime_seconds": 90.0, **SPOT, "zone": "us-east-1b"}
+    known = {"instance_id": "i-1", "uptime_seconds": 3600.0, **SPOT, "zone": "us-east-1b"}
     usd, kind = usd_and_kind({**known, "zone_id": "use1-az2"}, plan)
     assert usd == Decimal("1") and kind.startswith(
         "recorded 2026-07; of g5.xlarge spot in use1-az2"

@@ -5,12 +5,13 @@ have done.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
-from ebbflow.core.events import Event
+from ebbflow.core.events import NODE_STARTED, Event
 from ebbflow.core.layout import event_key
 from ebbflow.core.store import Store
 from ebbflow.cost.__main__ import main
@@ -143,6 +144,43 @@ def test_a_replayed_save_beside_a_kill_widens_the_range() -> None:
     assert low * 0.99 <= reals[0] < what_if["usd"] < reals[1] <= high * 1.01
     same = replay(Trained(interval=10, kills=kills).events)["what_if"]
     assert same["usd_range"] == [same["usd"], same["usd"]], "what was recorded needs no chance"
+
+
+def test_each_generation_is_priced_by_its_own_pool() -> None:
+    """From Spot at $3.60 to on-demand at $7.20 after a kill at two thirds."""
+    spot = Trained(interval=50, kills=[500.0]).events
+    moved = [
+        replace(event, data={**event.data, "market": "on_demand"})
+        if event.name == NODE_STARTED and event.generation == 2
+        else event
+        for event in spot
+    ]
+    found = replay(moved)
+    assert found["measured"]["pool"] == "g5.xlarge spot → g5.xlarge on-demand"
+    assert found["measured"]["usd"] > 1.1 * replay(spot)["measured"]["usd"]
+    assert abs(found["predicted"]["error_share"]) < 0.02
+    assert "spot → g5.xlarge on-demand" in render(found)
+
+
+def test_a_boot_is_replayed_with_its_generation() -> None:
+    booted = [
+        replace(
+            event,
+            data={
+                **event.data,
+                "instance_id": f"i-{event.generation}-{event.node}",
+                "uptime_seconds": 200.0,
+            },
+        )
+        if event.name == NODE_STARTED
+        else event
+        for event in Trained(interval=50, kills=[300.0]).events
+    ]
+    found = replay(booted)
+    assert found["measured"]["usd"] == pytest.approx(
+        Trained(interval=50, kills=[300.0]).usd + 4 * 200.0 * 0.001
+    )
+    assert abs(found["predicted"]["error_share"]) < 0.02
 
 
 def test_without_interruptions_it_costs_the_work_and_one_start() -> None:

@@ -38,7 +38,7 @@ from ebbflow.core.store import Store
 from ebbflow.cost.amounts import format_usd
 from ebbflow.cost.errors import ReportError
 from ebbflow.cost.plan.plan import make_plan
-from ebbflow.cost.report.figure_text import format_key_figures, format_ledger_rows
+from ebbflow.cost.report.figure_text import explain_figures, format_key_figures, format_ledger_rows
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import (
@@ -48,6 +48,7 @@ from ebbflow.cost.report.report import (
     loss_frame,
     throughput_frame,
 )
+from ebbflow.cost.report.verdict import render_verdict
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +130,14 @@ def test_the_figures_of_an_interrupted_job():
         (s, 4.0 / s) for s in range(5, 9)
     ]
     assert report.total_usd == Decimal("0.068000")  # (20 s + 14 s) × 2 nodes at a tenth of a cent
-    # On-demand at twice the price: 8 kept steps × 1.5 s of useful work, on 2 nodes.
-    assert report.savings_usd == Decimal("0.048000") - Decimal("0.068000")
+    # The same machines on demand, at twice the price, without the interruption's share
+    added = sum(
+        cause["usd"]
+        for cause in report.money["causes"]
+        if cause["cause"].startswith("interruption")
+    )
+    assert 0.02 < added < 0.03
+    assert float(report.savings_usd) == pytest.approx(2 * (0.068 - added) - 0.068)
     actual = report.actual
     assert actual["tokens_per_second"] == pytest.approx(1000 / 2.0)
     assert (actual["held_out_loss"], actual["held_out_ratio"]) == (1.5, 0.5)
@@ -423,3 +430,39 @@ def test_the_report_shows_the_finding_of_diagnose() -> None:
     assert report.events["finding"]["symptom"] == "I02"
     for text in (render_html(report), render_text(report)):
         assert "a node vanished without a notice" in text and "see: I02" in text
+
+
+def long_job(*, kill: bool) -> list[Event]:
+    """100 s of work after 20 s of start-up; with a kill, 30 s of it are done again after 20 s more."""
+    plan = plan_event(3.6, 7.2)
+    plan.data["cheapest_on_demand"] = {"pool": "1 × g6.xlarge on-demand", "usd": 0.19, "hours": 0.1}
+    gang = GangLog(1, 0.0, [[0]])
+    gang.phase("startup", 20.0)
+    gang.steps(1, 10, useful_step=10.0)
+    if not kill:
+        gang.phase("evaluation", 5.0)
+        gang.outcome("completed")
+        gang.ended("completed", 125.0)
+        return [plan, *gang.events]
+    gang.commit(7)
+    gang.ended("node_lost", 120.0)
+    again = GangLog(2, 130.0, [[0]], (7, 1))
+    again.phase("startup", 20.0)
+    again.steps(8, 10, useful_step=10.0)
+    again.phase("evaluation", 5.0)
+    again.outcome("completed")
+    again.ended("completed", 55.0)
+    return [plan, *gang.events, *again.events]
+
+
+def test_savings_compare_with_the_same_machines_on_demand_and_interruptions_reduce_them() -> None:
+    """Spot at half the on-demand price: $0.25 on demand for 125 s."""
+    calm = build_report(long_job(kill=False))
+    assert (calm.total_usd, calm.savings_usd) == (Decimal("0.125"), Decimal("0.125"))
+    assert "50 % below the same machines on demand" in render_verdict(calm)
+    struck = build_report(long_job(kill=True))
+    assert (struck.total_usd, struck.savings_usd) == (Decimal("0.175"), Decimal("0.075"))
+    assert "30 % below the same machines on demand" in render_verdict(struck)
+    lines = explain_figures(struck)
+    assert any("cheapest on-demand pool in time, 1 × g6.xlarge" in line for line in lines)
+    assert any("same machines on demand" in line for line in lines)

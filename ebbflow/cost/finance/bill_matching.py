@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
+from ebbflow.core.events import LedgerClass
 from ebbflow.cost.finance.bill import BillLine, normalise_tag
 from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.instances import (
@@ -225,6 +226,8 @@ def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
             end = bill.node.ended_wall
             pieces.append(PaidPiece(start=start, end=end, curve=bill.curve))
             for extra in bill.extras:  # placed by two clocks, but it cannot overlap the node
+                if extra.ledger_class is LedgerClass.BOOT:
+                    continue  # estimated: the bill shows it as `boot time`
                 if extra.start < start:
                     at = start - extra.seconds
                 else:

@@ -20,7 +20,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
-from ebbflow.core.events import Event
+from ebbflow.core.events import Event, LedgerClass
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import BillError
@@ -214,12 +214,14 @@ def _groups_of(ledger: Ledger, costs: DailyCosts, job: str, job_tag: str) -> lis
 
 
 def _metered_by_day(ledger: Ledger) -> dict[date, Decimal]:
-    """Return the ledger's dollars by day in UTC."""
+    """Return the metered dollars by day in UTC."""
     days: dict[date, Decimal] = {}
     for bill in ledger.nodes:
         start = round(bill.node.started_wall * MICRO)
         spans = [(start, start + bill.node.paid_micros, bill.curve)]
         for extra in bill.extras:
+            if extra.ledger_class is LedgerClass.BOOT:
+                continue  # estimated
             begin = round(extra.start * MICRO)
             spans.append((begin, begin + extra.micros, bill.price.curve))
         for begin, end, curve in spans:

@@ -14,7 +14,7 @@ from typing import Any
 from ebbflow.core.events import CONFIGURED, Event
 from ebbflow.core.grouping import sum_by_key
 from ebbflow.cost.ledger.ledger import Ledger, fold
-from ebbflow.cost.ledger.pricing import NodePrice, PriceCurve
+from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve
 from ebbflow.cost.ledger.timeline import MICRO
 
 FOCUS_COLUMNS: tuple[str, ...] = (
@@ -48,6 +48,7 @@ FOCUS_COLUMNS: tuple[str, ...] = (
     "x_Owner",
     "x_Project",
     "x_PriceKind",
+    "x_SimulatedCost",
 )
 _HOUR = Decimal(3600)
 
@@ -71,8 +72,8 @@ def focus_rows(events: Sequence[Event]) -> list[dict[str, str]]:
     """Return the charges of a job as FOCUS rows.
 
     Each row covers the time of one node, or other paid time of its instance such as an idle pause,
-    in one month. The sum of `BilledCost` is the ledger's total before rounding. The charges are
-    computed from metered time, not taken from an invoice.
+    in one month. The sum of `BilledCost` and `x_SimulatedCost` is the ledger's total before
+    rounding. The charges are computed from metered time, not taken from an invoice.
     """
     ledger = fold(events)
     if events:
@@ -148,6 +149,7 @@ def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
         machine = bill.node.machine
         start = bill.node.started_wall
         words = f"node {bill.node.node} of start {bill.node.generation}"
+        usual = _list_curve(bill.price)
         yield from _months(
             bill.price,
             machine,
@@ -160,14 +162,27 @@ def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
         for extra in bill.extras:
             text = f"{str(extra.ledger_class).replace('_', ' ')} of {words}"
             yield from _months(
-                bill.price, machine, extra.start, extra.seconds, bill.price.curve, None, text
+                bill.price, machine, extra.start, extra.seconds, bill.price.curve, usual, text
             )
     for lost in ledger.unreported:
         stay = lost.job.stay(lost.node)
         words = f"node {lost.node} of AWS Batch job {lost.job.job_id}, which recorded nothing"
         yield from _months(
-            lost.price, {}, stay.started, stay.stopped - stay.started, lost.price.curve, None, words
+            lost.price,
+            {},
+            stay.started,
+            stay.stopped - stay.started,
+            lost.price.curve,
+            _list_curve(lost.price),
+            words,
         )
+
+
+def _list_curve(price: NodePrice) -> PriceCurve | None:
+    """Return the on-demand price of a whole instance; None if it is unknown."""
+    if price.on_demand_usd_per_hour is None:
+        return None
+    return PriceCurve(price.on_demand_usd_per_hour)
 
 
 def _months(
@@ -182,11 +197,13 @@ def _months(
     """Split the charge for an interval at the ends of calendar months (UTC), and yield one row per
     month.
 
-    A row maps the names of FOCUS columns to their values.
+    A row maps the names of FOCUS columns to their values. Nobody is billed for a run that was only
+    priced as if: its dollars are in `x_SimulatedCost`, and all other costs are 0.
     """
     at = round(start * MICRO)
     end = round(start * MICRO) + round(seconds * MICRO)
-    if price.kind != "simulated":
+    simulated = price.kind == SIMULATED
+    if not simulated:
         provider = "AWS"
     else:
         provider = "AWS (simulated: ran elsewhere)"
@@ -196,10 +213,20 @@ def _months(
         month = month_of(at / MICRO)
         until = min(end, round(month_start(next_month(month)) * MICRO))
         hours = f"{Decimal(until - at) / MICRO / _HOUR:.9f}"
+        usd = curve.cost(at, until)
+        if simulated:
+            billed_usd = Decimal(0)
+            list_usd = Decimal(0)
+            simulated_usd = usd
+        else:
+            billed_usd = usd
+            list_usd = usual.cost(at, until) if usual else usd
+            simulated_usd = Decimal(0)
         yield {
-            "BilledCost": f"{(usd := curve.cost(at, until)):f}",
-            "EffectiveCost": f"{usd:f}",
-            "ListCost": f"{usual.cost(at, until) if usual else usd:f}",
+            "BilledCost": f"{billed_usd:f}",
+            "EffectiveCost": f"{billed_usd:f}",
+            "ListCost": f"{list_usd:f}",
+            "x_SimulatedCost": f"{simulated_usd:f}",
             "BillingPeriodStart": _iso(month_start(month)),
             "BillingPeriodEnd": _iso(month_start(next_month(month))),
             "ChargePeriodStart": _iso(at / MICRO),

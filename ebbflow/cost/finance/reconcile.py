@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.event_payloads import PlanPayload
-from ebbflow.core.events import Event
+from ebbflow.core.events import Event, LedgerClass
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_percent, format_usd
@@ -125,7 +125,7 @@ class Reconciliation:
     job: str
     job_tag: str
     forecast_usd: float | None
-    metered_usd: Decimal
+    metered_usd: Decimal  # the ledger's dollars without its estimate of boots
     simulated: bool  # whether the job's prices were only assumed, so that no provider sends a bill
     metered: dict[str, MeteredInstance]  # instances that the job's events mention, by instance id
     unknown: list[NodeBill]  # bills of the nodes whose instance id was not recorded
@@ -242,11 +242,14 @@ def reconcile(
         forecast_usd = _forecast_usd(plans[0].payload)
     else:
         forecast_usd = None
+    boot_usd = sum(
+        (line.usd for line in ledger.lines if line.ledger_class is LedgerClass.BOOT), Decimal(0)
+    )
     found = Reconciliation(
         job=ordered[0].job if ordered else "",
         job_tag=job_tag,
         forecast_usd=forecast_usd,
-        metered_usd=ledger.total_usd,
+        metered_usd=ledger.total_usd - boot_usd,
         simulated=ledger.price_kind == SIMULATED,
         metered=meter_instances(ledger.nodes),
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],

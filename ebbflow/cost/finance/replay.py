@@ -33,7 +33,7 @@ from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.amounts import format_duration, format_percent, format_usd, read_decimal
 from ebbflow.cost.errors import ReplayError
 from ebbflow.cost.jobs import read_job
-from ebbflow.cost.ledger.bills import count_machines
+from ebbflow.cost.ledger.bills import NodeBill, count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import PoolName, PriceCurve, Pricing, parse_pool, select_plans
@@ -65,13 +65,14 @@ class GenerationTimes:
     interrupted: bool  # whether the generation's end was unplanned
     steps: int
     saves: int
+    nodes: int  # number of machines that are paid for
+    curve: PriceCurve  # price of one machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
     """Measured figures of a finished job, which are the input of a replay."""
 
-    nodes: int  # number of machines that are paid for
     steps: int  # number of steps in the final weights
     interval_steps: int  # median number of steps between two checkpoints
     step_seconds: float  # mean seconds of a step, with data and evaluations
@@ -123,9 +124,9 @@ def replay(
     price = ledger.nodes[-1].price
     if price.pool is None:
         raise ReplayError("the events hold no plan, so that the run has no price")
-    predicted = _Replay(run=run, curve=price.curve, interval_steps=run.interval_steps).simulate()
-    name = price.pool
-    curve = price.curve
+    predicted = _Replay(run=run, interval_steps=run.interval_steps).simulate()
+    name: PoolName | str = " → ".join(_list_pools(ledger))
+    curve = None
     speed = 1.0
     if pool is not None:
         name, curve, speed = _find_pool(ordered, pool)
@@ -150,7 +151,7 @@ def replay(
         "job": ordered[0].job,
         "price_kind": ledger.price_kind,
         "measured": {
-            "pool": str(price.pool),
+            "pool": " → ".join(_list_pools(ledger)),
             "interval_steps": run.interval_steps,
             "usd": float(measured),
             "paid_seconds": sum(generation.seconds for generation in run.generations),
@@ -263,11 +264,7 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
         if event.payload.seconds
     ]
     shutdowns = [generation.shutdown for generation in generations if not generation.interrupted]
-    newest = max(recorded)
     return RecordedRun(
-        nodes=max(
-            1, count_machines([bill for bill in ledger.nodes if bill.node.generation == newest])
-        ),
         steps=steps,
         interval_steps=_measure_interval(ordered) or steps,
         step_seconds=sum(generation.stepping for generation in generations) / executed,
@@ -278,6 +275,11 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
         start_deviation=pstdev(generation.start for generation in generations),
         generations=generations,
     )
+
+
+def _list_pools(ledger: Ledger) -> list[str]:
+    """Return the pools in which the run was, in their order."""
+    return list(dict.fromkeys(str(bill.price.pool) for bill in ledger.nodes))
 
 
 def _step_deviation(taken: Sequence[Event[StepPayload]]) -> float:
@@ -301,7 +303,8 @@ def _step_deviation(taken: Sequence[Event[StepPayload]]) -> float:
 def _measure_generation(
     events: Sequence[Event], ledger: Ledger, generation: RecordedGeneration
 ) -> GenerationTimes:
-    nodes = [bill.node for bill in ledger.nodes if bill.node.generation == generation.number]
+    bills = [bill for bill in ledger.nodes if bill.node.generation == generation.number]
+    nodes = [bill.node for bill in bills]
     ranks = [rank for node in nodes for rank in compute_rank_times(node, generation)]
     count = max(1, len(ranks)) * MICRO
 
@@ -309,10 +312,12 @@ def _measure_generation(
         return sum(rank.classes.get(kind, 0) for rank in ranks for kind in kinds) / count
 
     mine = [event for event in events if event.generation == generation.number]
+    boot = sum(map(_boot_seconds, bills)) / max(1, len(nodes))
+    begin = min((node.started_wall for node in nodes), default=generation.started_wall)
     return GenerationTimes(
-        begin=min((node.started_wall for node in nodes), default=generation.started_wall),
-        seconds=sum(rank.paid for rank in ranks) / count,
-        start=seconds(LedgerClass.STARTUP, LedgerClass.RESTORE),
+        begin=begin - boot,
+        seconds=boot + sum(rank.paid for rank in ranks) / count,
+        start=boot + seconds(LedgerClass.STARTUP, LedgerClass.RESTORE),
         stepping=seconds(*_STEPPING),
         stall=seconds(LedgerClass.CHECKPOINT_STALL),
         tail=seconds(LedgerClass.INTERRUPTION, LedgerClass.HANG),
@@ -320,7 +325,13 @@ def _measure_generation(
         interrupted=generation.unplanned,
         steps=len({event.step for event in mine if event.name == STEP}),
         saves=len({event.step for event in mine if event.name == COMMIT}),
+        nodes=max(1, count_machines(bills)),
+        curve=bills[0].price.curve if bills else PriceCurve(Decimal(0)),
     )
+
+
+def _boot_seconds(bill: NodeBill) -> float:
+    return sum(extra.seconds for extra in bill.extras if extra.ledger_class is LedgerClass.BOOT)
 
 
 def _measure_interval(events: Sequence[Event]) -> int | None:
@@ -346,8 +357,8 @@ class _Replay:
     """Replay in progress: the changed settings, and totals over the generations replayed so far."""
 
     run: RecordedRun
-    curve: PriceCurve
     interval_steps: int
+    curve: PriceCurve | None = None  # of another pool; None: each generation has its own
     speed: float = 1.0
     interruptions: bool = True
     chance: random.Random | None = None
@@ -372,7 +383,8 @@ class _Replay:
                 own = 0.0
             step = (own or run.step_seconds) / self.speed
             if not self.interruptions or number == len(run.generations) - 1:
-                self._pay(at, generation.start + self._finish(step) + run.shutdown)
+                seconds = generation.start + self._finish(step) + run.shutdown
+                self._pay(at, seconds, generation)
                 break
             at = self._simulate_generation(at, generation, step)
             previous = generation
@@ -380,13 +392,14 @@ class _Replay:
                 break
         return self
 
-    def _pay(self, begin: float, seconds: float) -> float:
-        """Charge the whole gang for `seconds` from the Unix time `begin` on.
+    def _pay(self, begin: float, seconds: float, generation: GenerationTimes) -> float:
+        """Charge the whole gang of a generation for `seconds` from the Unix time `begin` on.
 
         Return the Unix time of the end.
         """
         start = round(begin * MICRO)
-        self.usd += self.curve.cost(start, start + round(seconds * MICRO)) * self.run.nodes
+        curve = self.curve or generation.curve
+        self.usd += curve.cost(start, start + round(seconds * MICRO)) * generation.nodes
         self.paid_seconds += seconds
         return begin + seconds
 
@@ -425,7 +438,8 @@ class _Replay:
             )
         working = max(0.0, working)
         if self._remaining_seconds(step) <= working:
-            return self._pay(begin, generation.start + self._finish(step) + run.shutdown)
+            seconds = generation.start + self._finish(step) + run.shutdown
+            return self._pay(begin, seconds, generation)
         cycle = self.interval_steps * step + run.stall_seconds
         if cycle > 0:
             cycles, rest = divmod(working, cycle)
@@ -447,7 +461,7 @@ class _Replay:
         self.redone_steps += min(taken, left) - kept
         self.done += kept
         self.interrupted += generation.interrupted
-        return self._pay(begin, generation.seconds)
+        return self._pay(begin, generation.seconds, generation)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -16,6 +16,7 @@ from ebbflow.cost.ledger.instances import (
     BatchJob,
     ExtraTime,
     find_batch_extras,
+    find_boots,
     find_instance_extras,
     find_unreported_nodes,
     group_by_instance,
@@ -125,7 +126,11 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
     )
     pricing = Pricing.of(events)
     stays = {id(node): job_of[id(node)].stay(node.node) for node in nodes if id(node) in job_of}
-    extras = [*find_batch_extras(reported, jobs, generations), *find_instance_extras(nodes, stays)]
+    extras = [
+        *find_boots(nodes, stays),
+        *find_batch_extras(reported, jobs, generations),
+        *find_instance_extras(nodes, stays),
+    ]
 
     def make_bill(node: NodeTime) -> NodeBill:
         job = job_of.get(id(node))

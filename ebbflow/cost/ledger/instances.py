@@ -5,6 +5,10 @@ Instances are identified by their ids. EC2 bills Linux by the second from the st
 to its end, and at least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on
 which no node started is not counted.
 
+The time before the first node, in which the instance boots and pulls the image, follows from the
+instance's uptime at the agent's first event. An instance that had been up for longer than
+`LONGEST_IDLE_SECONDS` was started by another job, which pays for its boot.
+
 A node of a Batch job costs money from the moment when Batch starts it until it stops. If Batch
 reports no times for a node, the times of the main node apply. The agents record a part of this
 time, by the monotonic clock of their machine. The unrecorded part of a node's time consists of
@@ -95,6 +99,8 @@ class BatchJob:
     candidate: CandidateJson | None
     # (started, stopped) by node, for the nodes whose times Batch reported
     node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    # nodes of which Batch reports no time although it does of nodes: they never got a machine
+    never_started: frozenset[int] = frozenset()
 
     def stay(self, node: int) -> PaidStay:
         """Return the paid time of one node."""
@@ -171,6 +177,35 @@ def find_instance_extras(
     return found
 
 
+def find_boots(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list[ExtraTime]:
+    """Find the time of each instance before its first node: boot and image pull, and for AWS Batch
+    all that precedes the start of its container.
+
+    Args:
+        stays: As of `find_instance_extras`.
+    """
+    found = []
+    for mine in group_by_instance(nodes).values():
+        first = mine[0]
+        stay = stays.get(id(first))
+        if stay is None:
+            paid_from = first.started_wall
+        else:
+            paid_from = min(stay.started, first.started_wall)
+        uptime = float(first.machine.get("uptime_seconds") or 0.0)
+        seconds = uptime - (first.started_wall - paid_from)
+        if uptime <= LONGEST_IDLE_SECONDS and seconds > 0:
+            found.append(
+                ExtraTime(
+                    node=first,
+                    ledger_class=LedgerClass.BOOT,
+                    start=paid_from - seconds,
+                    seconds=seconds,
+                )
+            )
+    return found
+
+
 def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     """Read the Batch jobs by id, each from its newest event.
 
@@ -231,12 +266,17 @@ def find_batch_extras(
 def find_unreported_nodes(
     reported: Mapping[str, Sequence[NodeTime]], jobs: Mapping[str, BatchJob]
 ) -> list[tuple[BatchJob, int]]:
-    """Find the nodes of Batch jobs that were paid for but recorded no event, as pairs (job, node)."""
+    """Find the nodes of Batch jobs that were paid for but recorded no event, as pairs (job, node).
+
+    A node is not paid for if Batch reports times of the job's nodes, and none of this one.
+    """
     found = []
     for job in jobs.values():
         known = {node.node for node in reported.get(job.job_id, ())}
         for node in range(job.nodes):
-            if node not in known and job.stay(node).micros:
+            if node in known or node in job.never_started:
+                continue
+            if job.stay(node).micros:
                 found.append((job, node))
     return found
 
@@ -256,6 +296,11 @@ def _batch_job(
             started if node_started is None else float(node_started),
             stopped if node_stopped is None else float(node_stopped),
         )
+    # The job's own times are those of the main node, 0
+    listed = [tuple(times) for times in attempt.node_times or ()]
+    silent = {index for index, times in enumerate(listed) if index and times == (None, None)}
+    if set(listed) == {(None, None)}:
+        silent = set()  # Batch did not answer for the nodes
     # As recorded: the keys of a plan's candidate
     recorded = {key: event.data[key] for key in _CANDIDATE_KEYS if key in event.data}
     candidate = cast(CandidateJson, recorded)
@@ -269,6 +314,7 @@ def _batch_job(
         placed_wall=submitted.get(attempt.job_id, created),
         candidate=candidate if recorded.get("instance_type") else None,
         node_times=node_times,
+        never_started=frozenset(silent),
     )
 
 

@@ -99,6 +99,9 @@ class Ledger:
             assumed prices) or "unpriced" (no plan).
         useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes;
             None if unknown.
+        same_on_demand_usd: Cost of the same machines on demand: all time at the on-demand price,
+            without what interruptions and idle pauses added; 0 without useful work, None if that
+            price is unknown.
         causes: The same seconds and dollars, divided by cause.
         cells: The same seconds and dollars, divided by cause and class.
         nodes: The cost of each node of each generation.
@@ -120,6 +123,7 @@ class Ledger:
     unreported: tuple[UnreportedBill, ...] = field(default=(), compare=False)
     owner: str = ""
     project: str = ""
+    same_on_demand_usd: Decimal | None = None
 
     @property
     def paid_rank_seconds(self) -> float:
@@ -168,6 +172,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         total_usd=total_usd,
         price_kind=all_bills[-1].price.kind if all_bills else UNPRICED,
         useful_on_demand_usd=None if sums.useful is None else round_amount(sums.useful),
+        same_on_demand_usd=None if sums.useful is None else round_amount(sums.same_machines_usd),
         redone_steps=_count_redone_steps(ordered, generations),
         causes=_make_cause_lines(sums, total_usd),
         cells=tuple(
@@ -228,6 +233,13 @@ class _Sums:
         self.estimated: set[LedgerClass] = set()
         # Useful steps at the on-demand price; None once a price is unknown
         self.useful: Decimal | None = Decimal(0)
+        # What interruptions did not cause, at the on-demand price
+        self._undisturbed = Decimal(0)
+
+    @property
+    def same_machines_usd(self) -> Decimal:
+        """Dollars of the same machines on demand; 0 without useful work."""
+        return self._undisturbed if self.useful else Decimal(0)
 
     def add(self, bill: NodeBill) -> None:
         node = bill.node
@@ -244,10 +256,21 @@ class _Sums:
             elif self.useful is not None:
                 charges = compute_rank_charges(node, rank, on_demand)
                 self.useful += charges.get(LedgerClass.USEFUL_STEP, Decimal(0))
+                self._undisturbed += sum(
+                    (
+                        usd
+                        for kind, usd in charges.items()
+                        if _is_undisturbed(_find_cause(kind, generation, start_cause))
+                    ),
+                    Decimal(0),
+                )
         for extra in bill.extras:
             kind = extra.ledger_class
             self.estimated.add(kind)
             cause = _find_cause(kind, generation, start_cause)
+            if bill.price.on_demand_usd_per_hour is not None and _is_undisturbed(cause):
+                hours = Decimal(extra.micros) / (3600 * MICRO)
+                self._undisturbed += bill.price.on_demand_usd_per_hour * hours
             self._add(kind, cause, extra.micros * len(node.ranks), bill.extra_usd(extra))
 
     def add_unreported(self, bill: UnreportedBill) -> None:
@@ -266,6 +289,11 @@ class _Sums:
         self.cell_usd[cell] = self.cell_usd.get(cell, Decimal(0)) + usd
         self.micros[kind] = self.micros.get(kind, 0) + micros
         self.usd[kind] = self.usd.get(kind, Decimal(0)) + usd
+
+
+def _is_undisturbed(cause: str) -> bool:
+    """Return whether time of this cause would also be paid without interruptions and pauses."""
+    return cause != "idle" and not cause.startswith("interruption")
 
 
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
@@ -301,7 +329,7 @@ def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: 
         if generation.unplanned:
             return _describe_interruption(generation)
         return "idle"
-    if kind in (LedgerClass.STARTUP, LedgerClass.RESTORE):
+    if kind in (LedgerClass.BOOT, LedgerClass.STARTUP, LedgerClass.RESTORE):
         return start_cause or "start and end"
     return _CAUSES[kind]
 

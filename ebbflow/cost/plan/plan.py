@@ -12,7 +12,7 @@ number of nodes, and priced as if it ran in the chosen pool (`simulated`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,15 @@ _KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnDemandChoice:
+    """The cheapest on-demand pool that meets the deadline: what the job costs without Spot."""
+
+    pool: str
+    usd: float
+    hours: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Plan of a job: every pool that was considered, and whether the job may start."""
 
@@ -120,6 +129,7 @@ class Plan:
     # Capacity Blocks for sale that can run the job, cheapest first; none of them is chosen
     blocks: tuple[Candidate, ...] = ()
     reserve_seconds: float = 0.0
+    cheapest_on_demand: OnDemandChoice | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -216,9 +226,11 @@ class Plan:
             )
         refusal = data["refusal"]
         # Missing in plans of earlier versions
-        late = ("on_demand", "blocks", "reserve_seconds")
+        late = ("on_demand", "blocks", "reserve_seconds", "cheapest_on_demand")
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
+        choice = data.get("cheapest_on_demand")
+        fields["cheapest_on_demand"] = choice and OnDemandChoice(**choice)
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         if fields["ranked"]:
@@ -394,6 +406,7 @@ def make_plan(  # noqa: PLR0913
         refusal=find_refusal(config, sources, judged, rejected)
         or refuse_unlikely(config, sources, ranked),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
+        cheapest_on_demand=_cheapest_on_demand(judged),
         blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
 
@@ -445,6 +458,14 @@ def _forecast_best(
         return True, pool.expected_usd / max(chance, 0.5 / DRAWS), _rank(pool)
 
     return sorted(ahead, key=key) + rest
+
+
+def _cheapest_on_demand(judged: Sequence[Candidate]) -> OnDemandChoice | None:
+    usual = [pool for pool in judged if pool.market == "on_demand" and pool.reservation is None]
+    best = min(usual, key=lambda pool: pool.expected_usd, default=None)
+    if best is None:
+        return None
+    return OnDemandChoice(pool=str(best), usd=best.expected_usd, hours=best.expected_hours)
 
 
 def _on_demand(config: RunConfig, sources: PlanInputs, region: str | None) -> dict[str, str]:

@@ -303,7 +303,7 @@ def explain_figures(report: RunReport) -> list[str]:
     """Return lines that explain how each kind of figure was obtained, and which costs are not
     counted.
     """
-    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
+    billed = {LedgerClass.BOOT, LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
@@ -361,8 +361,14 @@ def explain_figures(report: RunReport) -> list[str]:
         )
     if report.savings_usd is not None:
         lines.append(
-            "savings: the on-demand price of the useful work (completed steps that are in the "
-            "final weights), less the total: start-up, saves and redone work reduce them"
+            "savings: the same machines on demand (start-up, useful work, evaluation and saves "
+            "once, without what interruptions and waits added), less the total"
+        )
+    planned = (report.plan or {}).get("cheapest_on_demand")
+    if planned and not _nothing_paid(report):
+        lines.append(
+            f"beside the cheapest on-demand pool in time, {one_line(planned['pool'])}: "
+            f"{format_usd(planned['usd'])} (estimated by the plan)"
         )
     return lines
 

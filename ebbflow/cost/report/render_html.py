@@ -72,6 +72,7 @@ COLOURS = {
     LedgerClass.UNATTRIBUTED: "#757575",
     LedgerClass.IDLE: "#a1887f",
     LedgerClass.MINIMUM_CHARGE: "#bcaaa4",
+    LedgerClass.BOOT: "#8d6e63",
 }
 _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400

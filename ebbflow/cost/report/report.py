@@ -32,6 +32,7 @@ from ebbflow.cost.ledger.generations import (
     read_generations,
 )
 from ebbflow.cost.ledger.ledger import Ledger, LedgerLine, fold
+from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.ledger.timeline import MICRO
 from ebbflow.cost.plan_json import PlanJson, PlanSummary
 from ebbflow.cost.report.charts import build_charts, compute_progress, find_kept_steps
@@ -132,9 +133,8 @@ class RunReport:
     ledger: tuple[LedgerLine, ...]  # paid time and dollars by class
     total_usd: Decimal  # total cost, with six decimals like all dollar amounts of a report
     paid_microseconds: int
-    # the cost of the useful steps at the on-demand price, less `total_usd`; None if that price is
-    # unknown. It is negative if overheads and interruptions cost more than the cheaper market
-    # saved.
+    # the cost of the same machines on demand (`Ledger.same_on_demand_usd`), less `total_usd`; None if
+    # that price is unknown. It is negative if interruptions cost more than the cheaper market saved.
     savings_usd: Decimal | None
     plan: PlanSummary | None  # the newest plan
     actual: ActualFigures  # measured figures (`cost.report.figures.compute_actual_figures`)
@@ -287,7 +287,7 @@ def build_report(
     configured = find_last(ordered, ev.CONFIGURED)
     unplanned = [generation for generation in generations.values() if generation.unplanned]
     counts = Counter(event.name for event in ordered)
-    useful_usd = ledger.useful_on_demand_usd
+    usual_usd = ledger.same_on_demand_usd
     charts = build_charts(ordered, generations, ledger)
     failures = list_failures(ordered, generations)
     if failures:
@@ -312,8 +312,8 @@ def build_report(
         ledger=ledger.lines,
         total_usd=ledger.total_usd,
         paid_microseconds=ledger.paid_microseconds,
-        savings_usd=None if useful_usd is None else round_amount(useful_usd - ledger.total_usd),
-        plan=None if plan is None else _summarise_plan(cast(PlanJson, plan.data)),
+        savings_usd=None if usual_usd is None else round_amount(usual_usd - ledger.total_usd),
+        plan=None if plan is None else _summarise_plan(plan, ordered),
         actual=compute_actual_figures(ordered, generations, ledger),
         events={
             "counts": dict(sorted(counts.items())),
@@ -600,9 +600,18 @@ def _make_message(
     return "; ".join(filter(None, [message, f"{why}, and the job stays as it was"]))
 
 
-def _summarise_plan(plan: PlanJson) -> PlanSummary:
-    """Return the plan with the lists of ranked and rejected pools replaced by their lengths."""
+def _summarise_plan(newest: Event, events: Sequence[Event]) -> PlanSummary:
+    """Return the newest plan with the lists of ranked and rejected pools replaced by their lengths.
+
+    The cheapest on-demand pool is that of the job's first plan, which is about the whole job.
+    """
+    plan = cast(PlanJson, newest.data)
     summary = {name: value for name, value in plan.items() if name not in ("ranked", "rejected")}
+    chosen = select_plans(events)
+    if chosen:
+        cheapest = cast(PlanJson, chosen[0].data).get("cheapest_on_demand")
+        if cheapest:
+            summary["cheapest_on_demand"] = cheapest
     counts = plan.get("counts") or {
         "ranked": len(plan.get("ranked", [])),
         "": len(plan.get("rejected", [])),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ebbflow.core.config.load import value_text
 from ebbflow.core.errors import Outcome
+from ebbflow.core.events import LedgerClass
 from ebbflow.core.json_values import Json
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import (
@@ -22,6 +23,8 @@ from ebbflow.cost.report.charts import RESTARTING, STARTING
 from ebbflow.cost.report.figure_text import describe_damage, get_weight_unit, is_unpriced, shorten
 from ebbflow.cost.report.report import RunReport, find_deciding_failure
 
+# A shorter job is mostly start-up, so that its dollars say nothing of the market.
+_LEAST_COMPARED_SECONDS = 60.0
 _LONGEST_CAUSE = 160
 _LONGEST_NAME = 80
 _STRAGGLING = 1.3  # times the others' own time, as in the alert EbbflowStraggler
@@ -401,13 +404,22 @@ def _price(report: RunReport) -> str:
     if report.savings_usd is None or report.outcome is not Outcome.COMPLETED or not total:
         return text
     usual = total + float(report.savings_usd)
-    if usual <= 0:
+    if usual <= 0 or _useful_seconds(report) < _LEAST_COMPARED_SECONDS:
         return text
     if usual >= total:
         where = "below"
     else:
         where = "above"
-    return f"{text}, {format_percent(abs(1 - total / usual), 0)} {where} on-demand"
+    return (
+        f"{text}, {format_percent(abs(1 - total / usual), 0)} {where} the same machines on demand"
+    )
+
+
+def _useful_seconds(report: RunReport) -> float:
+    """Return the seconds of useful steps of one rank, in the mean over the ranks."""
+    ranks = max(1, len(report.charts.get("ranks") or []))
+    useful = [line for line in report.ledger if line.ledger_class is LedgerClass.USEFUL_STEP]
+    return sum(line.rank_seconds for line in useful) / ranks
 
 
 def _interruption_cost(report: RunReport) -> str:

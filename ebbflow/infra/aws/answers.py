@@ -397,6 +397,7 @@ class NetworkDetail(TypedDict, total=False):
     """Network of an instance type."""
 
     NetworkCards: list[NetworkCard]
+    NetworkPerformance: str
     EfaInfo: EfaDetail | None
 
 
