@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.errors import Outcome
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_flow import SlurmRunner
 
@@ -112,7 +113,7 @@ def test_a_queue_that_never_grants_ends_the_run(runner: SlurmRunner) -> None:
     blocker = runner.cluster.preempt(600)
     words = runner.words("sent", "--set", "slurm.queue_minutes=0.05", steps=STEPS)
     run = runner.run(*words)
-    assert run.exit_code == 5, run.output
+    assert run.exit_code == Outcome.NO_CAPACITY.exit_code, run.output
     assert "spot and safe did not grant 2 nodes within 0.05 min; fix: " in run.output
     assert runner.causes() == ["no nodes in time"] * 2
     assert runner.cluster.jobs() == [blocker]

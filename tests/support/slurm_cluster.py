@@ -55,7 +55,8 @@ ReturnToService=2
 SlurmdTimeout={slurmd_seconds}
 KillWait=10
 MinJobAge=300
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2{parameters}
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+{controller}
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n2_port} CPUs=2 State=UNKNOWN
 PartitionName=spot Nodes=n[1-2] PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_seconds} MaxTime=60 State=UP Default=YES
@@ -74,11 +75,13 @@ class SlurmCluster:
         environment: variables with which a process reaches this cluster.
     """
 
-    def __init__(self, folder: Path, *, parameters: str = "", slurmd_seconds: int = 20) -> None:
+    def __init__(
+        self, folder: Path, *, controller_parameters: str = "", slurmd_seconds: int = 20
+    ) -> None:
         """Start the cluster.
 
         Args:
-            parameters: further SchedulerParameters, each after a comma.
+            controller_parameters: value of SlurmctldParameters, such as preempt_send_user_signal.
             slurmd_seconds: time without an answer after which a node is DOWN.
         """
         self.folder = folder
@@ -86,13 +89,14 @@ class SlurmCluster:
         folder.chmod(0o755)
         (folder / "state").mkdir()
         self._configuration = folder / "slurm.conf"
+        controller = f"SlurmctldParameters={controller_parameters}" if controller_parameters else ""
         self._configuration.write_text(
             _CONFIGURATION.format(
                 folder=folder,
                 controller_port=free_port(),
                 n1_port=free_port(),
                 n2_port=free_port(),
-                parameters=parameters,
+                controller=controller,
                 slurmd_seconds=slurmd_seconds,
                 grace_seconds=GRACE_SECONDS,
             )
@@ -279,9 +283,9 @@ def why_missing() -> str:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, parameters: str = "") -> Iterator[SlurmCluster]:
+def slurm_cluster(folder: Path, *, controller_parameters: str = "") -> Iterator[SlurmCluster]:
     """A cluster in `folder`, whose processes all end with the block."""
-    cluster = SlurmCluster(folder, parameters=parameters)
+    cluster = SlurmCluster(folder, controller_parameters=controller_parameters)
     try:
         yield cluster
     finally:

@@ -61,6 +61,26 @@ def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str
     return shlex.join([*command, *words])
 
 
+def agent_lines(slurm: SlurmConfig, words: Sequence[str]) -> list[str]:
+    """Return the lines that run one agent per node and pass Slurm's warning on to them.
+
+    Args:
+        words: the command line of an agent.
+    """
+    return [
+        "# --signal reaches this shell only; the agents save and leave as at a preemption",
+        """trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1""",
+        "trap : TERM",
+        *activation_lines(slurm),
+        srun_line(slurm, words, options=["--kill-on-bad-exit=0", "--wait=0"]) + " &",
+        "agents=$!",
+        "code=1",
+        # A trap interrupts `wait`, which then returns another code
+        'while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done',
+        'exit "$code"',
+    ]
+
+
 def activation_lines(slurm: SlurmConfig) -> list[str]:
     if slurm.activate is None:
         return []
