@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from ebbflow.core.process import process_stat
 from tests.support.gangs import free_port
 
 NODES = ("n1", "n2")
@@ -170,15 +171,15 @@ class SlurmCluster:
 
     def kill_step(self, node: str) -> None:
         """Kill with SIGKILL the slurmstepd of a job's tasks on a node; its batch shell has another."""
-        spool = str(self.folder / f"spool-{node}").encode()
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+        for pid in self._own_processes():
             with contextlib.suppress(OSError):
-                if not re.fullmatch(
-                    rb"slurmstepd: \[\d+\.\d+\]\s*", path.read_bytes().strip(b"\0 ")
-                ):
-                    continue
-                if spool in (path.parent / "environ").read_bytes():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                stat = process_stat(pid)
+                parent = 0 if stat is None else stat.parent
+                name = Path(f"/proc/{parent}/cmdline").read_bytes()
+                is_task = re.match(rb"slurmstepd: \[\d+\.\d+\]", name) is not None
+                if is_task and f"SLURMD_NODENAME={node}".encode() in variables:
+                    os.kill(parent, signal.SIGKILL)
                     return
         raise AssertionError(f"no step runs on {node}")
 

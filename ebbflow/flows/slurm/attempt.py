@@ -228,11 +228,12 @@ def make_batch_script(
         "--open-mode=append",
         *slurm.options,
     ]
-    if config.cluster.min_nodes is not None:
+    may_leave = config.cluster.min_nodes is not None
+    if may_leave:
         options.append("--no-kill")  # a lost node does not end the others
     python = "python" if slurm.activate or slurm.container_image else sys.executable
     words = [python, "-m", OwnProgram.SLURM_NODE.value, job.store.uri, key]
-    return BatchScript(options=options, lines=agent_lines(slurm, words))
+    return BatchScript(options=options, lines=agent_lines(slurm, words, may_leave=may_leave))
 
 
 def ended_jobs(events: Sequence[Event], run: str) -> list[SlurmJobPayload]:
