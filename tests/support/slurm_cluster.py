@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from ebbflow.core.process import process_stat
 from tests.support.gangs import free_port
 
 NODES = ("n1", "n2")
@@ -55,7 +56,8 @@ ReturnToService=2
 SlurmdTimeout={slurmd_seconds}
 KillWait=10
 MinJobAge=300
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2{parameters}
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+{controller}
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n2_port} CPUs=2 State=UNKNOWN
 PartitionName=spot Nodes=n[1-2] PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_seconds} MaxTime=60 State=UP Default=YES
@@ -74,11 +76,13 @@ class SlurmCluster:
         environment: variables with which a process reaches this cluster.
     """
 
-    def __init__(self, folder: Path, *, parameters: str = "", slurmd_seconds: int = 20) -> None:
+    def __init__(
+        self, folder: Path, *, controller_parameters: str = "", slurmd_seconds: int = 20
+    ) -> None:
         """Start the cluster.
 
         Args:
-            parameters: further SchedulerParameters, each after a comma.
+            controller_parameters: value of SlurmctldParameters, such as preempt_send_user_signal.
             slurmd_seconds: time without an answer after which a node is DOWN.
         """
         self.folder = folder
@@ -86,13 +90,14 @@ class SlurmCluster:
         folder.chmod(0o755)
         (folder / "state").mkdir()
         self._configuration = folder / "slurm.conf"
+        controller = f"SlurmctldParameters={controller_parameters}" if controller_parameters else ""
         self._configuration.write_text(
             _CONFIGURATION.format(
                 folder=folder,
                 controller_port=free_port(),
                 n1_port=free_port(),
                 n2_port=free_port(),
-                parameters=parameters,
+                controller=controller,
                 slurmd_seconds=slurmd_seconds,
                 grace_seconds=GRACE_SECONDS,
             )
@@ -166,15 +171,15 @@ class SlurmCluster:
 
     def kill_step(self, node: str) -> None:
         """Kill with SIGKILL the slurmstepd of a job's tasks on a node; its batch shell has another."""
-        spool = str(self.folder / f"spool-{node}").encode()
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+        for pid in self._own_processes():
             with contextlib.suppress(OSError):
-                if not re.fullmatch(
-                    rb"slurmstepd: \[\d+\.\d+\]\s*", path.read_bytes().strip(b"\0 ")
-                ):
-                    continue
-                if spool in (path.parent / "environ").read_bytes():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                stat = process_stat(pid)
+                parent = 0 if stat is None else stat.parent
+                name = Path(f"/proc/{parent}/cmdline").read_bytes()
+                is_task = re.match(rb"slurmstepd: \[\d+\.\d+\]", name) is not None
+                if is_task and f"SLURMD_NODENAME={node}".encode() in variables:
+                    os.kill(parent, signal.SIGKILL)
                     return
         raise AssertionError(f"no step runs on {node}")
 
@@ -279,9 +284,9 @@ def why_missing() -> str:
 
 
 @contextmanager
-def slurm_cluster(folder: Path, *, parameters: str = "") -> Iterator[SlurmCluster]:
+def slurm_cluster(folder: Path, *, controller_parameters: str = "") -> Iterator[SlurmCluster]:
     """A cluster in `folder`, whose processes all end with the block."""
-    cluster = SlurmCluster(folder, parameters=parameters)
+    cluster = SlurmCluster(folder, controller_parameters=controller_parameters)
     try:
         yield cluster
     finally:

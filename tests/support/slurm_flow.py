@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.layout import job_prefix
+from ebbflow.core.layout import job_prefix, parse_commit_key
 from ebbflow.core.store import Store
 from tests.support.flow import FlowRunner, train_alone
 from tests.support.slurm_cluster import SlurmCluster
@@ -21,6 +23,20 @@ class SlurmRunner(FlowRunner):
     def __init__(self, folder: Path, cluster: SlurmCluster) -> None:
         super().__init__(folder, environment={**cluster.environment, **_LOOPBACK})
         self.cluster = cluster
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, *words: str, cwd: Path | None = None, program: Iterable[str] = ()
+    ) -> subprocess.Popen[str]:
+        started = super().start(*words, cwd=cwd, program=program)
+        self._started.append(started)
+        return started
+
+    def kill_all(self) -> None:
+        """Kill the launchers that still run, as after a failed test."""
+        for process in self._started:
+            process.kill()
+            process.wait()
 
     def train_alone(self, steps: int) -> str:
         """Train the small job without Slurm, an agent or an interruption; return its weights' hash."""
@@ -55,15 +71,15 @@ class SlurmRunner(FlowRunner):
         slurm = ["--set", f"slurm.partitions={named}"]
         return ["run", "--with", "slurm", "--job", job, *own, *slurm, *words]
 
-    def await_commits(self, job: str, more_than: int = 0) -> int:
-        """Wait until the job has more commits than that; return their number."""
+    def await_commit(self, job: str, after: int = -1) -> int:
+        """Wait until the job has a commit of a later step than `after`; return its step."""
         store = Store.open(self.store).sub(job_prefix(job))
 
-        def count() -> int:
-            commits = len(store.list("commits"))
-            return commits if commits > more_than else 0
+        def newest() -> int:
+            steps = [parse_commit_key(meta.key)[0] for meta in store.list("commits")]
+            return 1 + max(steps) if max(steps, default=-1) > after else 0
 
-        return self.cluster.wait_until(f"{more_than + 1} commits", count, 120)
+        return self.cluster.wait_until(f"a commit after step {after}", newest, 120) - 1
 
     def slurm_events(self) -> list[dict[str, Any]]:
         return [event["data"] for event in self.events() if event["name"] == "slurm_job"]

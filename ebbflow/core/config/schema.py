@@ -109,9 +109,6 @@ class PartitionConfig(Section):
 
     name: str = key(..., "the partition's name, as in sinfo")
     preemptible: bool = key(False, "jobs in it are preempted by those of other partitions")
-    usd_per_node_hour: float | None = key(
-        None, "price of one node; null: unknown, the job then has no dollars", ge=0
-    )
     gres: str | None = key(
         None, "devices of each node for sbatch --gres, such as gpu:8; null: none"
     )

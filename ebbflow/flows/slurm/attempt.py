@@ -49,9 +49,8 @@ from ebbflow.infra.slurm.commands import (
 )
 from ebbflow.infra.slurm.script import (
     BatchScript,
-    activation_lines,
+    agent_lines,
     partition_options,
-    srun_line,
     warning_seconds,
 )
 from ebbflow.training.launch.slurm_node import NodeResult, SlurmOrder, order_key, result_key
@@ -229,23 +228,12 @@ def make_batch_script(
         "--open-mode=append",
         *slurm.options,
     ]
-    if config.cluster.min_nodes is not None:
+    may_leave = config.cluster.min_nodes is not None
+    if may_leave:
         options.append("--no-kill")  # a lost node does not end the others
     python = "python" if slurm.activate or slurm.container_image else sys.executable
     words = [python, "-m", OwnProgram.SLURM_NODE.value, job.store.uri, key]
-    lines = [
-        "# --signal reaches this shell only; the agents save and leave as at a preemption",
-        """trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1""",
-        "trap : TERM",
-        *activation_lines(slurm),
-        srun_line(slurm, words, options=["--kill-on-bad-exit=0", "--wait=0"]) + " &",
-        "agents=$!",
-        "code=1",
-        # A trap interrupts `wait`, which then returns another code
-        'while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done',
-        'exit "$code"',
-    ]
-    return BatchScript(options=options, lines=lines)
+    return BatchScript(options=options, lines=agent_lines(slurm, words, may_leave=may_leave))
 
 
 def ended_jobs(events: Sequence[Event], run: str) -> list[SlurmJobPayload]:

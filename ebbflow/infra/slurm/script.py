@@ -13,6 +13,8 @@ from ebbflow.core.config.schema import PartitionConfig, RunConfig, SlurmConfig
 # Between the end of the last save and the time limit: Slurm looks at limits twice a minute, and
 # processes need time to end.
 _LIMIT_MARGIN_SECONDS = 30.0
+# After the end of the first agent; the others upload their logs for up to 5 s
+_STRAY_AGENT_SECONDS = 30
 _GPUS = re.compile(r"(?:gres/)?gpu(?::[\w.-]+?)?[:=](\d+)")
 
 
@@ -59,6 +61,29 @@ def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str
     if slurm.container_image is not None:
         command.append(f"--container-image={slurm.container_image}")
     return shlex.join([*command, *words])
+
+
+def agent_lines(slurm: SlurmConfig, words: Sequence[str], *, may_leave: bool = False) -> list[str]:
+    """Return the lines that run one agent per node and pass Slurm's warning on to them.
+
+    Args:
+        words: the command line of an agent.
+        may_leave: whether agents of lost nodes may end while the others go on. Otherwise all end
+            together, and srun ends those that it has lost: it would wait for them for ever.
+    """
+    wait = 0 if may_leave else _STRAY_AGENT_SECONDS  # 0: for ever
+    return [
+        "# --signal reaches this shell only; the agents save and leave as at a preemption",
+        """trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1""",
+        "trap : TERM",
+        *activation_lines(slurm),
+        srun_line(slurm, words, options=["--kill-on-bad-exit=0", f"--wait={wait}"]) + " &",
+        "agents=$!",
+        "code=1",
+        # A trap interrupts `wait`, which then returns another code
+        'while kill -0 "$agents" 2>/dev/null; do wait "$agents"; code=$?; done',
+        'exit "$code"',
+    ]
 
 
 def activation_lines(slurm: SlurmConfig) -> list[str]:

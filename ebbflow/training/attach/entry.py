@@ -247,8 +247,7 @@ def _check_arguments(
 
 
 def _join_gang() -> Gang:
-    task = SlurmTask.from_environment(os.environ)
-    world_size = int(os.environ.get("WORLD_SIZE") or (1 if task is None else task.world_size))
+    world_size = int(os.environ.get("WORLD_SIZE") or _count_slurm_tasks())
     if not (dist.is_available() and dist.is_initialized()):
         if world_size > 1:
             raise AttachError(
@@ -262,6 +261,15 @@ def _join_gang() -> Gang:
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
     store = PrefixStore("ebbflow", dist.distributed_c10d._get_default_store())
     return Gang(rank=dist.get_rank(), world_size=world_size, group=group, store=store)
+
+
+def _count_slurm_tasks() -> int:
+    """Return the number of Slurm's tasks beside this process, 1 outside of `srun`.
+
+    `import ebbflow` has set WORLD_SIZE, unless Slurm's variables could not be read.
+    """
+    task = SlurmTask.from_environment(os.environ)
+    return 1 if task is None else task.world_size
 
 
 def _open(
