@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.flows.own_flow.script_arguments import ScriptOptions
+from ebbflow.flows.own_flow.step_checks import OwnFlowError, add_requirements
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 
@@ -225,6 +226,21 @@ def test_metaflow_imports_no_more_than_the_decorator_and_nothing_heavy(tmp_path:
         "ebbflow.flows.own_flow.task_decorator",
     ]
     assert done.stdout.strip() == f"{expected} set()", done.stdout + done.stderr
+
+
+def test_the_packages_of_ebbflow_are_added_to_pypi_and_named_for_conda() -> None:
+    from metaflow.plugins.pypi.conda_decorator import CondaStepDecorator
+    from metaflow.plugins.pypi.pypi_decorator import PyPIStepDecorator
+
+    pypi = PyPIStepDecorator({"packages": {"Torch": "2.9.0", "ruamel_yaml": ">=0.19"}}, True)
+    add_requirements([pypi], "flow.py:3")
+    packages = pypi.attributes["packages"]
+    assert packages["Torch"] == "2.9.0"
+    assert packages["obstore"].startswith(">=")
+    assert packages.keys().isdisjoint({"torch", "ruamel.yaml", "metaflow"})
+    conda = CondaStepDecorator({"packages": {"pytorch": "2.9.0"}}, True)
+    with pytest.raises(OwnFlowError, match=r"flow.py:3: @conda lacks .*obstore.*; fix: "):
+        add_requirements([conda], "flow.py:3")
 
 
 def test_a_trained_model_of_an_other_version_can_be_read() -> None:
