@@ -217,8 +217,8 @@ def test_a_loop_in_the_step_stops_at_its_budget_and_is_not_retried(tmp_path: Pat
     assert "This failed task will not be retried." in done.output
     [job] = flow.listed_jobs().values()
     assert job["state"] == "budget"
-    stopped = re.search(r"budget: \$([0-9.]+) spent of \$0\.7000", done.output)
-    assert stopped and 0.3 < float(stopped[1]) <= 0.7, done.output
+    stopped = re.search(r"budget: \$([0-9.]+) spent of \$4\.0000", done.output)
+    assert stopped and 2 < float(stopped[1]) <= 4, done.output
     assert "budget" in flow.cards("train")["training"]
 
 

@@ -11,7 +11,7 @@ class LimitedFlow(FlowSpec):
         self.next(self.train)
 
     @retry(times=3, minutes_between_retries=0)
-    @ebbflow(budget=0.7, usd_per_node_hour=360, config="limits.yaml")
+    @ebbflow(budget=4, usd_per_node_hour=360, config="limits.yaml")
     @step
     def train(self):
         import torch
