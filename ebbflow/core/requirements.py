@@ -52,14 +52,14 @@ class Requirement:
 
 REQUIREMENTS = (
     Requirement("torch", "torch", (2, 7), (2, 14), tested=(2, 13), strict=True),
-    Requirement("numpy", "numpy", (2, 4), (3,)),
+    Requirement("numpy", "numpy", (2, 2), (3,)),
     Requirement("metaflow", "metaflow", (2, 19), (3,), tested=(2, 19)),
-    Requirement("boto3", "boto3", (1, 44), (2,)),
+    Requirement("boto3", "boto3", (1, 38), (2,)),
     Requirement("prometheus-client", "prometheus_client", (0, 26), (1,)),
-    Requirement("pandas", "pandas", (3, 1), (4,)),
+    Requirement("pandas", "pandas", (2, 2), (4,)),
     Requirement("pyyaml", "yaml", (6,), (7,)),
     Requirement("ruamel.yaml", "ruamel", (0, 19), (0, 20)),
-    Requirement("pydantic", "pydantic", (2, 14), (3,)),
+    Requirement("pydantic", "pydantic", (2, 11), (3,)),
     Requirement("obstore", "obstore", (0, 12), (0, 13)),
     Requirement("awscrt", "awscrt", (0, 38), (1,)),
     Requirement("safetensors", "safetensors", (0, 8), (1,)),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from ebbflow.flows.own_flow.trained_model import NoCommit
 from tests.support.own_flow import OwnFlow
 
 pytestmark = pytest.mark.flow
@@ -137,3 +139,102 @@ def test_each_trial_of_a_nested_foreach_is_a_job_and_a_killed_one_continues(
     assert len(flow.jobs) == 4
     assert trials[3].interruptions == 1
     assert min(trial.usd for trial in trials) > 0
+
+
+def test_a_config_an_environment_and_two_trainings_in_one_step_with_live_cards(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "configured", STEP_SECONDS="1.5")
+    launcher = flow.start("run")
+    cards = flow.await_card("train")
+    assert "live" in cards["training"]
+    done = flow.finish(launcher)
+    assert done.exit_code == 0, done.output
+    [[model, plain]] = flow.artifacts(done, "train", "model", "plain")
+    assert model.steps == 16
+    assert model.job.endswith("-tuned")
+    assert plain.job == f"{model.job}-call2"
+    assert (plain.commit, plain.uri, plain.outcome) == (None, None, "completed")
+    with pytest.raises(NoCommit, match="nothing was saved; fix: "):
+        plain.state_dict()
+    assert (tmp_path / "written.txt").read_text() == "--depth 3"
+    listed = flow.listed_jobs()
+    assert float(listed[model.job]["limit_usd"]) == 25
+    pages = flow.cards("train")
+    assert pages.keys() == {"training", "training2"}
+    assert model.job in pages["training"]
+    assert "completed" in pages["training"]
+
+
+def test_a_step_that_repeats_itself_has_a_job_per_round_and_a_complete_one_is_not_trained_again(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "repeated")
+    failed = flow.run("run")
+    assert failed.exit_code == 1
+    assert "fails after its training" in failed.output
+    commits = sorted(tmp_path.glob(".metaflow/ebbflow/jobs/*/commits/*/*/*"))
+    (tmp_path / "fixed").touch()
+    done = flow.succeed("resume")
+    assert "is complete at step 8: its result is returned, nothing is trained; " in done.output
+    assert sorted(tmp_path.glob(".metaflow/ebbflow/jobs/*/commits/*/*/*")) == commits
+    [[models]] = flow.artifacts(done, "end", "models")
+    assert [model.job[-2:] for model in models] == ["-0", "-1"]
+    assert models[0].weights_sha256 == models[1].weights_sha256
+
+
+def test_gangs_in_a_foreach_with_the_loop_in_the_step(tmp_path: Path) -> None:
+    flow = OwnFlow(tmp_path, "gangs")
+    done = flow.succeed("run", "--max-workers", "1")
+    [[nodes]] = flow.artifacts(done, "collect", "nodes")
+    assert [(rate, size) for rate, _, size in nodes] == [(0.1, 2), (0.1, 2), (0.01, 2), (0.01, 2)]
+    models = [model for _, model, _ in nodes]
+    assert models[0] == models[1]
+    assert models[2] == models[3]
+    assert len({model.job for model in models}) == 2
+    assert {model.steps for model in models} == {8}
+    lanes = models[0].report["charts"]["lanes"]
+    assert {lane["node"] for lane in lanes} == {0, 1}
+
+
+def test_a_failed_training_fails_its_step_with_the_reason_and_catch_lets_the_flow_go_on(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "failing")
+    done = flow.succeed("run")
+    [[[expensive, broken]]] = flow.artifacts(done, "join", "failures")
+    assert re.search(r"budget: .* of \$0\.0500|budget: .*\$0\.05", expensive), expensive
+    assert "IndexError" in broken
+    states = {name.partition("-")[2]: job["state"] for name, job in flow.listed_jobs().items()}
+    assert sorted(states.values()) == ["budget", "crash_loop"]
+
+
+def test_a_loop_in_the_step_stops_at_its_budget_and_is_not_retried(tmp_path: Path) -> None:
+    flow = OwnFlow(tmp_path, "limited")
+    done = flow.run("run")
+    assert done.exit_code == 1
+    assert done.output.count("Task is starting.") == 2
+    assert "This failed task will not be retried." in done.output
+    [job] = flow.listed_jobs().values()
+    assert job["state"] == "budget"
+    stopped = re.search(r"budget: \$([0-9.]+) spent of \$4\.0000", done.output)
+    assert stopped and 2 < float(stopped[1]) <= 4, done.output
+    assert "budget" in flow.cards("train")["training"]
+
+
+def test_runner_and_a_notebook_in_another_folder_use_the_flow_and_its_model(
+    tmp_path: Path, weights: str
+) -> None:
+    flow = OwnFlow(tmp_path / "project", "single")
+    code = (
+        "from metaflow import Runner\n"
+        "with Runner('single.py').run(lr=0.02) as running:\n"
+        "    assert running.status == 'successful', running.stderr\n"
+        "    model = running.run['train'].task.data.model\n"
+        "import os; os.chdir('..')\n"
+        "path = model.export('safetensors', 'model.safetensors')\n"
+        "from safetensors.torch import load_file\n"
+        "print(model.weights_sha256, len(load_file(path)), model.run_report.outcome)\n"
+    )
+    output = flow.python(code)
+    assert output.splitlines()[-1] == f"{weights} 4 completed"

@@ -147,6 +147,30 @@ class OwnFlow:
         """Return the artifact `model` of the first task of a step."""
         return self.artifacts(run, step, "model")[0][0]
 
+    def cards(self, step: str) -> dict[str, str]:
+        """The HTML of the cards of the first task of this flow's newest run, by their ids."""
+        pages = self.folder.glob(f".metaflow/mf.cards/*/runs/*/steps/{step}/tasks/*/cards/*.html")
+        return {path.name.split("-")[1]: path.read_text() for path in pages}
+
+    def await_card(self, step: str) -> dict[str, str]:
+        limit = time.monotonic() + _DEADLINE_SECONDS
+        while not self.cards(step):
+            assert time.monotonic() < limit, self.log.read_text()
+            time.sleep(0.2)
+        return self.cards(step)
+
+    def python(self, code: str) -> str:
+        """Run code in the flow's folder, and return what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.folder,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def ebbflow(self, *words: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "ebbflow", *words],

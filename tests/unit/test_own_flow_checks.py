@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.flows.own_flow.script_arguments import ScriptOptions
+from ebbflow.flows.own_flow.step_checks import OwnFlowError, add_requirements
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 
@@ -225,6 +227,39 @@ def test_metaflow_imports_no_more_than_the_decorator_and_nothing_heavy(tmp_path:
         "ebbflow.flows.own_flow.task_decorator",
     ]
     assert done.stdout.strip() == f"{expected} set()", done.stdout + done.stderr
+
+
+def test_metaflow_works_where_a_code_package_has_the_registration_and_not_ebbflow(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(ROOT / "metaflow_extensions", tmp_path / "metaflow_extensions")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "sys.path = [p for p in sys.path if p and not Path(p, 'ebbflow').is_dir()]\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import metaflow; from metaflow import FlowSpec, retry, step\n"
+        "print('ebbflow' in sys.modules, hasattr(metaflow, 'ebbflow'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.stdout.strip(), done.stderr) == ("False False", "")
+
+
+def test_the_packages_of_ebbflow_are_added_to_pypi_and_named_for_conda() -> None:
+    from metaflow.plugins.pypi.conda_decorator import CondaStepDecorator
+    from metaflow.plugins.pypi.pypi_decorator import PyPIStepDecorator
+
+    pypi = PyPIStepDecorator({"packages": {"Torch": "2.9.0", "ruamel_yaml": ">=0.19"}}, True)
+    add_requirements([pypi], "flow.py:3")
+    packages = pypi.attributes["packages"]
+    assert packages["Torch"] == "2.9.0"
+    assert packages["obstore"].startswith(">=")
+    assert packages.keys().isdisjoint({"torch", "ruamel.yaml", "metaflow"})
+    conda = CondaStepDecorator({"packages": {"pytorch": "2.9.0"}}, True)
+    with pytest.raises(OwnFlowError, match=r"flow.py:3: @conda lacks .*obstore.*; fix: "):
+        add_requirements([conda], "flow.py:3")
 
 
 def test_a_trained_model_of_an_other_version_can_be_read() -> None:

@@ -8,15 +8,15 @@ import signal
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from ebbflow.core.errors import EbbflowError, InfraError, Outcome
+from ebbflow.core.errors import EbbflowError, InfraError, JobIsRunning, Outcome
 from ebbflow.core.events import OUTCOME, read_events
-from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, Claim, claim_job
-from ebbflow.core.process import die_with_parent
+from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, Claim, claim_job, running_launcher
 from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.flows.gang import set_network_interface
 from ebbflow.flows.job import Job
 from ebbflow.flows.own_flow.gang_exchange import GangExchange, GangMessage
-from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
+from ebbflow.flows.own_flow.step_card import StepCard, show_live, show_report
+from ebbflow.flows.own_flow.step_checks import CheckedStep, FinalError, OwnFlowError
 from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel, describe_training
 from ebbflow.flows.own_flow.training_plan import PROCESS, describe_script, prepare_training
@@ -38,6 +38,7 @@ class NodeRun:
     """This node's part in one training."""
 
     job: str  # name of the job
+    call: int  # number of the training in its step, 1 for the first
     task: TaskName
     step: CheckedStep
     settings: TrainingSettings
@@ -49,8 +50,6 @@ class NodeRun:
             set_network_interface(self.place.main_address)
         if self.place.node == 0:
             return self._lead()
-        if not in_container():
-            die_with_parent()  # the task of node 0
         return self._follow()
 
     def share_result(self) -> TrainedModel:
@@ -59,13 +58,24 @@ class NodeRun:
             end = self._exchange.await_end()
             assert end.model is not None
             return TrainedModel.from_json(end.model)
-        model = report_training(self.metaflow_job)
+        model = self._report()
         self._tell_end(GangMessage(model=asdict(model)))
         return model
+
+    def try_report(self) -> None:
+        """Write the report of a training that did not complete, as far as this is possible."""
+        try:
+            self._report()
+        except EbbflowError as error:
+            print(f"no report: {error}", flush=True)
 
     @property
     def metaflow_job(self) -> Job:
         return Job(name=self.job, run=self.task.run, config=self.settings.config)
+
+    @property
+    def _card(self) -> StepCard:
+        return StepCard(task=self.task, datastore=self.step.datastore, call=self.call)
 
     @property
     def _exchange(self) -> GangExchange:
@@ -86,6 +96,8 @@ class NodeRun:
             self._tell_end(GangMessage(model=asdict(model)))
         except (EbbflowError, OwnFlowError) as error:
             self._tell_end(GangMessage(problem=str(error)))
+            if claim.is_stopped:  # by `ebbflow stop`, so that no retry may go on
+                raise FinalError(f"{error}; {claim.describe_loss()}") from error
             raise
         finally:
             os.environ.pop(RUN_CLAIM_VARIABLE, None)
@@ -128,11 +140,12 @@ class NodeRun:
         if self.place.nodes > 1:
             self._exchange.publish_start(GangMessage(spec=replace(spec, terms=None).to_json()))
         try:
-            self._run_gang(spec)
+            with show_live(job, self._card):
+                self._run_gang(spec)
         except OwnFlowError:
-            _try_report(job)
+            self.try_report()
             raise
-        return report_training(job)
+        return self._report()
 
     def _follow(self) -> TrainedModel:
         message = self._exchange.await_start()
@@ -162,10 +175,29 @@ class NodeRun:
             is_curable = isinstance(error, InfraError) or error.curable
             if spec.node == 0 and not is_curable:
                 _record_outcome(self.metaflow_job, error.outcome, str(error))
-            raise OwnFlowError(f"{error.outcome}: {error}") from error
+            if is_curable:
+                raise OwnFlowError(f"{error.outcome}: {error}") from error
+            raise FinalError(f"{error.outcome}: {error}") from error
         if ending.goes_on or ending.outcome == Outcome.COMPLETED:
             return
-        raise OwnFlowError(_describe_stop(self.job, ending))
+        if ending.outcome == Outcome.INTERRUPTED:
+            raise OwnFlowError(_describe_stop(self.job, ending))
+        raise FinalError(_describe_stop(self.job, ending))
+
+    def _report(self) -> TrainedModel:
+        """Write the job's report and show it as the step's card; return the job's result.
+
+        Raises:
+            InfraError: The store does not answer, or its commits are damaged.
+            CostError: The events contradict each other.
+        """
+        # Not at module level, since it imports what draws charts
+        from ebbflow.flows.reporting import write_report
+
+        job = self.metaflow_job
+        report, events = write_report(job)
+        show_report(job, self._card)
+        return describe_training(job.name, job.store, job.config.store, report, events)
 
     def _find_complete(self, job: Job) -> TrainedModel | None:
         """Return the result of a job that is complete with these settings, else None."""
@@ -181,7 +213,7 @@ class NodeRun:
                 flush=True,
             )
             return None
-        model = report_training(job)
+        model = self._report()
         print(
             f"job {self.job} is complete at step {model.steps}: its result is returned, nothing is "
             "trained; to train on, change an argument and resume; to train anew, start a new run",
@@ -190,25 +222,19 @@ class NodeRun:
         return model
 
 
-def report_training(job: Job) -> TrainedModel:
-    """Write the job's report, and return the job's result.
-
-    Raises:
-        InfraError: The store does not answer, or its commits are damaged.
-        CostError: The events contradict each other.
-    """
-    # Not at module level, since it imports what draws charts
-    from ebbflow.flows.reporting import write_report
-
-    report, events = write_report(job)
-    return describe_training(job.name, job.store, job.config.store, report, events)
-
-
 def _claim(job: Job) -> Claim:
     def leave() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    return claim_job(job.store, job.name, "metaflow step", on_fenced=leave)
+    try:
+        return claim_job(job.store, job.name, "metaflow step", on_fenced=leave)
+    except JobIsRunning as error:
+        holder = running_launcher(job.store)
+        described = "" if holder is None else f" ({holder.launcher.describe()})"
+        raise OwnFlowError(
+            f"job {job.name} is running{described}; fix: wait for that run, or end it with: "
+            f"ebbflow stop {job.name}"
+        ) from error
 
 
 def _record_outcome(job: Job, outcome: Outcome, message: str) -> None:
@@ -222,11 +248,3 @@ def _record_outcome(job: Job, outcome: Outcome, message: str) -> None:
 def _describe_stop(job: str, ending: GangOutcome) -> str:
     message = ending.message or "the job has left"
     return f"{ending.outcome}: job {job} at step {ending.step}: {message}"
-
-
-def _try_report(job: Job) -> None:
-    """Write the report of a training that did not complete, as far as this is possible."""
-    try:
-        report_training(job)
-    except EbbflowError as error:
-        print(f"no report: {error}", flush=True)

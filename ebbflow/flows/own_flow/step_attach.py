@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ebbflow.core.errors import Outcome
 from ebbflow.flows.own_flow.node_run import NodeRun
 from ebbflow.flows.own_flow.training_plan import prepare_training
 from ebbflow.training.attach.entry import attach_with
 from ebbflow.training.attach.standalone import claim_for_ranks, open_job
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
+from ebbflow.training.errors import GangError
 from ebbflow.training.launch.messages import WorkerSpec
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ def _open_spec(run: NodeRun) -> WorkerSpec:
     use_signing_key(run.settings.config.checkpoint.signing_key_env)
     claim_for_ranks(job.store, job.name, take_over=False)
     prepared, terms = prepare_training(job, run.settings, run.step.options)
+    problem = "" if terms is None else terms.out_of_money()
+    if problem:
+        raise GangError(problem, curable=False, outcome=Outcome.BUDGET)
     spec = open_job(
         job.config.store,
         job.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from metaflow.exception import MetaflowException
 
 from ebbflow.core.errors import InfraError
 from ebbflow.core.program import IMPORT_ROOT
+from ebbflow.core.requirements import REQUIREMENTS
 from ebbflow.core.store_address import resolve_address
 from ebbflow.flows.own_flow.script_arguments import ScriptOptions
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 REMOTE = ("batch", "kubernetes")  # decorators that send a step to another machine
 STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
+_PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
 
 
@@ -37,6 +40,10 @@ class OwnFlowError(MetaflowException):
     """Error: a step with `@ebbflow` cannot train. The message names place and fix."""
 
     headline = "@ebbflow"
+
+
+class FinalError(OwnFlowError):
+    """Error: a training has ended, and a new attempt of the step would end alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +66,10 @@ class CheckedStep:
     place: str  # file:line of the step
     options: StepOptions
     store: str  # address of the store of all jobs
+    datastore: str  # type of the flow's datastore, such as local or s3
     flow_folder: Path  # folder of the flow's file
     is_gang: bool  # whether it is called with num_parallel
+    is_caught: bool  # whether it has @catch
     nodes: int | None  # number of nodes; None if it is computed
     calls: tuple[TrainingCall, ...]
     files: tuple[Path, ...]  # scripts and configurations that the source names
@@ -94,6 +103,7 @@ def check_step(
             "store='s3://bucket/prefix'"
         )
     _check_names(graph, step_name, options, where)
+    add_requirements(decorators, where)
     files = tuple(
         _check_call(call, folder, f"{file.name}:{call.line}", is_remote=is_remote) for call in calls
     )
@@ -110,12 +120,44 @@ def check_step(
         place=place,
         options=options,
         store=store,
+        datastore=datastore.TYPE,
         flow_folder=folder,
         is_gang=node.parallel_step,
+        is_caught=any(decorator.name == "catch" for decorator in decorators),
         nodes=_find_nodes(graph, step_name),
         calls=calls,
         files=files,
     )
+
+
+def add_requirements(decorators: Sequence[StepDecorator], where: str) -> None:
+    """Add the packages that Ebbflow needs to the step's `@pypi`, as far as the user names no version.
+
+    Raises OwnFlowError for a `@conda` without them, because its channels have other names.
+    """
+    needed = [requirement for requirement in REQUIREMENTS if requirement.name != "metaflow"]
+    for decorator in decorators:
+        if decorator.name not in ("pypi", "conda") or decorator.attributes.get("disabled"):
+            continue
+        given = decorator.attributes.get("packages") or {}
+        known = {_normal_name(name) for name in given}
+        if "pytorch" in known:
+            known.add("torch")
+        lacking = [
+            requirement for requirement in needed if _normal_name(requirement.name) not in known
+        ]
+        if decorator.name == "pypi":
+            versions = {
+                requirement.name: str(requirement).removeprefix(requirement.name)
+                for requirement in lacking
+            }
+            decorator.attributes["packages"] = {**given, **versions}
+        elif lacking and decorator.statically_defined:
+            names = ", ".join(requirement.name for requirement in lacking)
+            raise OwnFlowError(
+                f"{where}: @conda lacks packages of Ebbflow: {names}; fix: add them under the names "
+                "of your channel, or use @pypi, to which they are added"
+            )
 
 
 def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
@@ -133,7 +175,8 @@ def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
                 packed.append((str(path), str(path.relative_to(IMPORT_ROOT))))
     for path in step.files:
         if path.suffix != ".py" and path.is_relative_to(step.flow_folder):
-            packed.append((str(path), str(path.relative_to(step.flow_folder))))
+            relative = path.relative_to(step.flow_folder)
+            packed.append((str(path), str(Path(_PACKED_FOLDER, relative))))
     return packed
 
 
@@ -221,8 +264,13 @@ def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool
     return path
 
 
+def _normal_name(package: str) -> str:
+    """Return a distribution's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
 def _find_file(name: str, folder: Path) -> Path | None:
-    for base in (folder, Path.cwd()):
+    for base in (folder, Path.cwd(), IMPORT_ROOT / _PACKED_FOLDER):
         path = (base / Path(name).expanduser()).resolve()
         if path.is_file():
             return path

@@ -8,6 +8,8 @@ Metaflow imports this module with every `import metaflow`, so it imports nothing
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from metaflow.user_decorators.user_step_decorator import StepMutator
@@ -27,16 +29,20 @@ class ebbflow(StepMutator):  # noqa: N801 - the name of the decorator
     # Metaflow copies the modules of users' mutators into every flow's code package. This one is
     # copied by the decorator below, so only into flows that use it.
     _original_module = "metaflow_extensions.ebbflow"
+    # Without options, Metaflow 2.19.0 does not call `init`
+    _values: tuple[object, ...] = ()
+    _options: Mapping[str, object] = MappingProxyType({})
 
     def init(self, *args: object, **options: object) -> None:
         self._values = args
         self._options = options
 
     def pre_mutate(self, mutable_step: MutableStep) -> None:
+        attributes = {"values": list(self._values), "options": dict(self._options)}
+        mutable_step.add_decorator("ebbflow_task", deco_kwargs=attributes)
+        # Later decorators wrap earlier ones: @parallel tells the step which node it is
         if _is_called_as_gang(mutable_step):
             mutable_step.add_decorator("parallel")
-        attributes = {"values": list(self._values), "options": self._options}
-        mutable_step.add_decorator("ebbflow_task", deco_kwargs=attributes)
 
 
 def _is_called_as_gang(mutable_step: MutableStep) -> bool:

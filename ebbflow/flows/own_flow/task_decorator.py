@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from metaflow import metaflow_config
 from metaflow.decorators import StepDecorator
 
 if TYPE_CHECKING:
@@ -28,10 +29,17 @@ if TYPE_CHECKING:
     from ebbflow.flows.own_flow.task_job import TaskJob
 
 
+_NAME = "ebbflow_task"
+# `spin` leaves out all other decorators
+_allowed: list[str] = getattr(metaflow_config, "SPIN_ALLOWED_DECORATORS", [])
+if _NAME not in _allowed:
+    _allowed.append(_NAME)
+
+
 class EbbflowTaskDecorator(StepDecorator):
     """Step decorator that `@ebbflow` adds. Users write `@ebbflow` instead."""
 
-    name = "ebbflow_task"
+    name = _NAME
     defaults: ClassVar[dict[str, object]] = {"values": None, "options": None}
     _checked: CheckedStep
     _job: TaskJob
@@ -115,9 +123,13 @@ class EbbflowTaskDecorator(StepDecorator):
         def run_step(*inputs: object) -> None:
             from ebbflow.flows.own_flow.task_job import failures_as_step_errors
 
-            with failures_as_step_errors():
+            with failures_as_step_errors(self._checked):
                 self._job.begin_step()
-                step_func(*inputs)
+                try:
+                    step_func(*inputs)
+                except BaseException:
+                    self._job.end_failed_step()
+                    raise
                 self._job.end_step()
 
         return run_step

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from metaflow import current
+from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 
 from ebbflow.core.errors import EbbflowError, Outcome
+from ebbflow.core.process import die_with_parent
 from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
-from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
+from ebbflow.flows.own_flow.step_checks import CheckedStep, FinalError, OwnFlowError
 from ebbflow.flows.own_flow.task_name import TaskName, job_name
 from ebbflow.flows.own_flow.trained_model import TrainedModel
+from ebbflow.flows.remote import in_container
 
 if TYPE_CHECKING:
     from metaflow import FlowSpec
@@ -132,8 +136,12 @@ class TaskJob:
         return run.share_result()
 
     def begin_step(self) -> None:
-        """Let `torch.distributed.init_process_group` find the other nodes of a gang."""
+        """Let `torch.distributed.init_process_group` find the other nodes of a gang, and let the
+        tasks of a gang on this machine end with that of node 0, which has started them.
+        """
         place = _find_place()
+        if place.node > 0 and not in_container():
+            die_with_parent()
         if place.nodes > 1:
             variables = {
                 "RANK": place.node,
@@ -145,6 +153,15 @@ class TaskJob:
             }
             for name, value in variables.items():
                 os.environ.setdefault(name, str(value))
+
+    def end_failed_step(self) -> None:
+        """Let Metaflow decide the exit code of the process after a job in the step has left, and
+        write the job's report.
+        """
+        if self._attached is not None:
+            self._attached.leave_exit_to_caller()
+        if self._run is not None:
+            self._run.try_report()
 
     def end_step(self) -> None:
         """Write the report of a job that `attach` has opened and whose result was not asked for."""
@@ -159,16 +176,6 @@ class TaskJob:
                 f"{self._step.flow_folder}; fix: its path, relative to the flow's file"
             )
         return path
-
-    def _next_name(self) -> str:
-        self._calls += 1
-        return job_name(
-            self._task,
-            self._flow,
-            label=self._step.options.name,
-            is_gang=self._step.is_gang,
-            call=self._calls,
-        )
 
     def _make_settings(
         self, *, script: Path | None = None, words: Sequence[str] = ()
@@ -191,8 +198,17 @@ class TaskJob:
     def _make_run(self, settings: TrainingSettings) -> NodeRun:
         from ebbflow.flows.own_flow.node_run import NodeRun
 
+        self._calls += 1
+        name = job_name(
+            self._task,
+            self._flow,
+            label=self._step.options.name,
+            is_gang=self._step.is_gang,
+            call=self._calls,
+        )
         return NodeRun(
-            job=self._next_name(),
+            job=name,
+            call=self._calls,
             task=self._task,
             step=self._step,
             settings=settings,
@@ -201,10 +217,25 @@ class TaskJob:
 
 
 @contextlib.contextmanager
-def failures_as_step_errors() -> Iterator[None]:
+def failures_as_step_errors(step: CheckedStep) -> Iterator[None]:
     """Turn our errors, and the exit of a job in the step itself, into errors that Metaflow prints
     in one line.
+
+    An error that a new attempt would repeat ends the process with the exit code after which
+    Metaflow does not retry the task, unless `@catch` handles errors of the step.
     """
+    try:
+        with _exits_as_errors():
+            yield
+    except FinalError as error:
+        if step.is_caught:
+            raise
+        print(f"{error.headline}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(METAFLOW_EXIT_DISALLOW_RETRY) from error
+
+
+@contextlib.contextmanager
+def _exits_as_errors() -> Iterator[None]:
     try:
         yield
     except EbbflowError as error:
@@ -213,11 +244,11 @@ def failures_as_step_errors() -> Iterator[None]:
         if end.code in (None, 0):
             return
         outcomes = {outcome.exit_code: outcome for outcome in Outcome}
-        if end.code not in outcomes:
-            raise OwnFlowError(f"the step left with exit code {end.code}") from end
-        raise OwnFlowError(
-            f"{outcomes[end.code]}: the step left with exit code {end.code}, as printed above"
-        ) from end
+        outcome = outcomes.get(end.code) if isinstance(end.code, int) else None
+        text = f"the step left with exit code {end.code}"
+        if outcome in (None, Outcome.FAILED, Outcome.INTERRUPTED):
+            raise OwnFlowError(text) from end
+        raise FinalError(f"{outcome}: {text}, as printed above") from end
 
 
 def _find_place() -> NodePlace:

@@ -37,6 +37,10 @@ class TaskName:
     attempt: int
 
     @property
+    def pathspec(self) -> str:
+        return f"{self.flow}/{self.run}/{self.step}/{self.task}"
+
+    @property
     def rendezvous_port(self) -> int:
         """Port for process groups that the step itself opens, equal on all nodes of a gang."""
         digest = hashlib.sha256(f"{self.flow}/{self.run}/{self.step}/{self.attempt}".encode())

@@ -27,7 +27,7 @@ from ebbflow.cost.prices.quote import PriceSource, Quote
 from ebbflow.cost.prices.reservations import open_evidence
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.flows.job import ClockReading, Job, read_job_history
-from ebbflow.flows.own_flow.step_checks import OwnFlowError
+from ebbflow.flows.own_flow.step_checks import FinalError
 from ebbflow.flows.own_flow.step_options import StepOptions
 from ebbflow.flows.own_flow.training_settings import TrainingSettings
 from ebbflow.flows.remote import in_container
@@ -89,7 +89,7 @@ def prepare_training(
     A later attempt in the same Metaflow run has the plan and the data of the first.
 
     Raises:
-        OwnFlowError: budget or deadline do not allow the training.
+        FinalError: budget or deadline do not allow the training.
         TrainingError: the workload cannot be trained.
     """
     config = settings.config
@@ -197,7 +197,7 @@ def _read_progress(job: Job) -> JobProgress:
 
 
 def _check_refusal(job: Job, plan: Plan) -> None:
-    """Raise OwnFlowError if the plan refuses the training.
+    """Raise FinalError if the plan refuses the training.
 
     The machine is given, so that a plan without a pool only leaves the training without a price.
     """
@@ -210,7 +210,7 @@ def _check_refusal(job: Job, plan: Plan) -> None:
         return
     with job.events(PROCESS) as events:
         events.emit(OUTCOME, outcome=refusal.outcome.value, message=refusal.message)
-    raise OwnFlowError(f"{refusal.outcome}: {refusal.message} ({refusal.hint})")
+    raise FinalError(f"{refusal.outcome}: {refusal.message} ({refusal.hint})")
 
 
 def _make_terms(job: Job, plan: Plan) -> Terms | None:

@@ -156,6 +156,10 @@ class AttachedJob:
         """Complete the job if the script left its loop with `break`, and close it."""
         self._loop.close_at_exit()
 
+    def leave_exit_to_caller(self) -> None:
+        """Let the caller, who has caught the job's SystemExit, decide the process's exit code."""
+        self._loop.leave_exit_to_caller()
+
     def _follow(self, loader: Any) -> None:
         """Make the next plain loop over `loader` in each epoch the loop of the epoch."""
         iterate = type(loader).__iter__

@@ -414,6 +414,10 @@ class AttachedLoop:
         session.reporter.enter("done", self.step)
         self._end(Outcome.COMPLETED, "", self._state.digest())
 
+    def leave_exit_to_caller(self) -> None:
+        """Let the caller, who has caught the job's SystemExit, decide the process's exit code."""
+        self._exit_code = None
+
     def close_at_exit(self) -> None:
         """Complete the job if the script left its loop with `break`, and close it."""
         error = getattr(sys, "last_value", None)  # which ended the script

@@ -1,0 +1,96 @@
+"""The card of a step with `@ebbflow`: the live page while it trains, then the report.
+
+The user needs no `@card`: the page is stored as a card of the task, where Metaflow's viewers look.
+"""
+
+# Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from metaflow.plugins import DATASTORES
+from metaflow.plugins.cards.card_datastore import CardDatastore
+
+from ebbflow.core.layout import KnownJob, remember_job
+from ebbflow.core.observer_process import start_observer
+from ebbflow.flows.job import RUNS, Job
+from ebbflow.flows.live_page import LIVE_PAGE, SWITCH, finish_page
+from ebbflow.flows.own_flow.task_name import TaskName
+
+_CARD_TYPE = "ebbflow"  # no hyphen: Metaflow splits file names there
+_HASH = "0" * 20  # part of the name of one file, which each page replaces
+_CARD_SECONDS = 10.0
+_REPORT = "report.html"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCard:
+    """The card of one training of a task."""
+
+    task: TaskName
+    datastore: str  # type of the flow's datastore, such as local or s3
+    call: int  # number of the training in its step, 1 for the first
+
+    def save(self, html: str) -> None:
+        """Store the page, in place of the one before. Raises what Metaflow's storages raise."""
+        [storage] = [found for found in DATASTORES if self.datastore == found.TYPE]
+        root = CardDatastore.get_storage_root(self.datastore)
+        known = SimpleNamespace(_storage_impl=storage(root), flow_name=self.task.flow)
+        name = "training" if self.call == 1 else f"training{self.call}"
+        cards = CardDatastore(known, pathspec=self.task.pathspec)
+        cards.save_card(_HASH, _CARD_TYPE, html, card_id=name)
+
+
+@contextlib.contextmanager
+def show_live(job: Job, card: StepCard) -> Iterator[None]:
+    """Keep the job's live page and the step's card current in this context."""
+    if os.environ.get(SWITCH) == "0":
+        page = None
+    else:
+        page = remember_job(RUNS, KnownJob(job.name, job.config.store)) / LIVE_PAGE
+    config = job.config.model_dump(mode="json")
+    observer = start_observer(job.name, job.config.store, config, page=page)
+    ending = threading.Event()
+    thread = threading.Thread(
+        target=_copy_page, args=(page, card, ending), name="card of the step", daemon=True
+    )
+    if page is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        if page is not None:
+            thread.join()
+        if observer is not None:
+            observer.end()
+
+
+def show_report(job: Job, card: StepCard) -> None:
+    """Show the job's report as the step's card. A failure to store it is printed."""
+    finish_page(job.folder)
+    _save_file(job.folder / _REPORT, card)
+
+
+def _copy_page(page: Path, card: StepCard, ending: threading.Event) -> None:
+    while not ending.wait(_CARD_SECONDS):
+        if page.is_file() and not _save_file(page, card):
+            return
+
+
+def _save_file(page: Path, card: StepCard) -> bool:
+    """Store a page as the card. Return False, and print why, if this failed."""
+    try:
+        card.save(page.read_text())
+    except Exception as error:  # Metaflow's storages raise many kinds of errors
+        print(f"no card: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
