@@ -281,11 +281,11 @@ class FactReader:
         lower = line.text.lower()
         if line.rank is not None:
             self._world = max(self._world, line.rank + 1)
-        for found in self._read(line, lower):
+        for fact in self._read(line, lower):
             if len(self._facts) < _MOST_FACTS:
                 frames = places.frames_before(line)
                 frame = frames[-1] if frames else ""
-                self._facts.append(replace(found, order=order, frame=frame, place=" ".join(frames)))
+                self._facts.append(replace(fact, order=order, frame=frame, place=" ".join(frames)))
 
     def facts(self) -> list[Fact]:
         """Return all facts, with those that combine ranks."""

@@ -196,7 +196,7 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
     if ended_well:
         verdicts = [matches for matches in known.values() if matches.verdict]
         return Diagnosis(_past(verdicts), True, tuple(evidence.scans))
-    suspects = [found for found in known.values() if found.rule.kind != "advice"]
+    suspects = [matches for matches in known.values() if matches.rule.kind != "advice"]
     root = _choose_root(known, suspects, series)
     past = []
     for identifier, matches in evidence.history.items():
