@@ -371,7 +371,7 @@ def _check_restore(job: Job, prepared: dict) -> None:
 
     Raises TrainingError or StoreError.
     """
-    from ebbflow.training.checkpoint.start_check import check_start
+    from ebbflow.training.start_check import check_start
 
     config = job.config
     expected: dict[str, object] = {}

@@ -18,11 +18,11 @@ from ebbflow.training.attach.capture import Captured, Say, ScriptState, Stateful
 from ebbflow.training.attach.folder import FolderState, is_file
 from ebbflow.training.checkpoint.manifest import TensorEntry
 from ebbflow.training.checkpoint.restore import Place, RestoreResult
-from ebbflow.training.checkpoint.start_check import FITS_RANKS
 from ebbflow.training.checkpoint.state import FurtherState
 from ebbflow.training.errors import AttachError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.start_check import FITS_RANKS
 from ebbflow.training.weights.load import weights_sha256
 
 _FOLDER = Path("ebbflow-checkpoints")  # in the working folder, which all ranks must see

@@ -19,6 +19,7 @@ from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import FAULT_INJECTED, NOTICE, OUTCOME, RESTORE, Origin
 from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import job_prefix
+from ebbflow.core.remarks import record_remarks
 from ebbflow.core.store import Store
 from ebbflow.training.checkpoint import (
     Checkpointer,
@@ -37,7 +38,6 @@ from ebbflow.training.limits import Limits, LoopResult, Position
 from ebbflow.training.progress import live_metrics
 from ebbflow.training.rehearse import NON_FINITE, Fault
 from ebbflow.training.rehearse import NOTICE as NOTICE_KIND
-from ebbflow.training.remarks import record_remarks
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.retry import retry_until_deadline
 from ebbflow.training.save_controller import SaveController

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -392,7 +393,7 @@ def _print_verdict(
         told = explain(sources, finding, places, only=only, is_repaired=bool(repairs))
         print("\n".join(told))
     if repairs:
-        lines = [line for repair in repairs for line in repair.lines]
+        lines = list(chain.from_iterable(repair.lines for repair in repairs))
         print(
             "\n".join(
                 [

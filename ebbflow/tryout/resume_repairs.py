@@ -60,7 +60,9 @@ def propose_repairs(
 
 def apply_repairs(sources: Mapping[str, str], repairs: Iterable[Repair]) -> dict[str, str]:
     """Return the sources with all edits of the repairs."""
-    insertions = [insertion for repair in repairs for insertion in repair.insertions]
+    insertions: list[Insertion] = []
+    for repair in repairs:
+        insertions += repair.insertions
     texts = dict(sources)
     # From the end, so that places before an edit stay the same
     for insertion in sorted(insertions, key=lambda edit: (edit.line, edit.column), reverse=True):
@@ -119,7 +121,8 @@ def _give_to_attach(sources: Mapping[str, str], finding: LostState) -> Repair | 
 
 def _is_of_counter(repair: Repair, findings: Sequence[LostState]) -> bool:
     names = [finding.variable for finding in findings if finding.kind == "counter"]
-    return any(f" {name} = " in line for line in repair.lines for name in names)
+    shown = "\n".join(repair.lines)
+    return any(f" {name} = " in shown for name in names)
 
 
 def _shift_counts(sources: Mapping[str, str], places: Places) -> Iterator[Repair]:
@@ -199,7 +202,10 @@ def _reads_key(sources: Mapping[str, str], loaded: str, key: str) -> bool:
 
 def _saves_key(sources: Mapping[str, str], key: str) -> bool:
     """Return whether the script puts a value under this key into a dict."""
-    names = [name for node in _walk(sources) if isinstance(node, ast.Dict) for name in node.keys]
+    names: list[ast.expr | None] = []
+    for node in _walk(sources):
+        if isinstance(node, ast.Dict):
+            names += node.keys
     return any(isinstance(name, ast.Constant) and name.value == key for name in names)
 
 

@@ -32,46 +32,6 @@ print(weights)
 """
 
 
-def _start(start: str, script: str) -> list[str]:
-    ranks = 2 if Path(script).stem in _NEEDS_RANKS else 1
-    match start:
-        case "ebbflow run":
-            return [sys.executable, "-m", "ebbflow", "run", script, "--ranks", str(ranks)]
-        case "torchrun":
-            module = "torch.distributed.run"
-            return [
-                sys.executable,
-                "-m",
-                module,
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-                script,
-            ]
-        case _:
-            return [sys.executable, script]
-
-
-def _run(folder: Path, command: Sequence[str], *, code: int = 0) -> str:
-    settings = {
-        "EBBFLOW__COST__USD_PER_NODE_HOUR": "36",
-        "EBBFLOW__CHECKPOINT__INTERVAL": "steps",
-        "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5",
-        "EBBFLOW_LIVE_PAGE": "1",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
-def _check(folder: Path, terminal: str, *, was_killed: bool) -> None:
-    job = (folder / "runs" / "latest").resolve()
-    assert find_false_words(read_surfaces(job, terminal), was_killed=was_killed) == []
-
-
 @pytest.mark.parametrize("start", ["ebbflow run", "torchrun", "python"])
 @pytest.mark.parametrize("name", ATTACHED)
 def test_a_sound_attached_script_shows_no_false_word(tmp_path: Path, name: str, start: str) -> None:
@@ -135,3 +95,43 @@ def test_a_script_that_is_asked_to_leave_twice_shows_no_false_word(
         terminal = _run(tmp_path, _start("python", script.name), code=code)
 
     _check(tmp_path, terminal, was_killed=True)
+
+
+def _start(start: str, script: str) -> list[str]:
+    ranks = 2 if Path(script).stem in _NEEDS_RANKS else 1
+    match start:
+        case "ebbflow run":
+            return [sys.executable, "-m", "ebbflow", "run", script, "--ranks", str(ranks)]
+        case "torchrun":
+            module = "torch.distributed.run"
+            return [
+                sys.executable,
+                "-m",
+                module,
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+                script,
+            ]
+        case _:
+            return [sys.executable, script]
+
+
+def _run(folder: Path, command: Sequence[str], *, code: int = 0) -> str:
+    settings = {
+        "EBBFLOW__COST__USD_PER_NODE_HOUR": "36",
+        "EBBFLOW__CHECKPOINT__INTERVAL": "steps",
+        "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "5",
+        "EBBFLOW_LIVE_PAGE": "1",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def _check(folder: Path, terminal: str, *, was_killed: bool) -> None:
+    job = (folder / "runs" / "latest").resolve()
+    assert find_false_words(read_surfaces(job, terminal), was_killed=was_killed) == []

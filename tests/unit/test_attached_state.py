@@ -362,10 +362,7 @@ def test_the_doctor_takes_a_dict_of_moving_averages_for_a_state_and_not_a_batch(
     text = explain(
         {"a.py": "average = {}"}, LostState("dict", "average"), Places("a.py", "a.py:7", "a.py:5")
     )
-    assert text[1:3] == [
-        "      fix: line 7 saves:  'average': average",
-        "           line 5 loads:  average = checkpoint['average']",
-    ]
+    assert text[1:] == ["      advice (not tried): save its state, and load it"]
 
 
 def test_the_doctor_excuses_numbers_that_begin_anew_in_each_epoch_or_repeat_another() -> None:

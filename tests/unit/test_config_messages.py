@@ -257,7 +257,7 @@ bad.yaml:1:1: bad.yaml must be a section of 'key: value' lines, not a list
      1 | - model
        | ^^^^^^^
   hint: known keys: store, script, script_args, workload, workload_options, model, training, data, parallel, ddp, \
-fsdp, cluster, batch, kubernetes, checkpoint, cost, metrics, trackers, notifications, survival, guards""",
+fsdp, cluster, batch, kubernetes, slurm, checkpoint, cost, metrics, trackers, notifications, survival, guards""",
     ),
     "not text at all": (
         b"model:\n  num_heads: \xff\n",

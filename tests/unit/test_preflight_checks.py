@@ -160,12 +160,13 @@ def test_records_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_store_probe_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "store" / "jobs").mkdir(parents=True)
+    (tmp_path / "store" / "jobs" / "mine").mkdir(parents=True)
     for folder in ("store", "new/and/deep"):
         passed("store-probe", store=str(tmp_path / folder))
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
         "store",
         "store/jobs",
+        "store/jobs/mine",
     ]
     (tmp_path / "file").write_text("")
     failed("store-probe", store=str(tmp_path / "file"))

@@ -204,7 +204,7 @@ def test_the_profilers_own_time_is_a_class_of_its_own(tmp_path: Path) -> None:
     profiler.reach(2)
 
     seconds = clock.take()
-    assert seconds[LedgerClass.PROFILING] > 0.01
+    assert seconds[LedgerClass.PROFILING] > 0
     assert LedgerClass.CHECKPOINT_STALL not in seconds
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import NOTICE, Origin, read_events
+from ebbflow.core.remarks import record_remarks, remark
 from ebbflow.core.store import Store
 from ebbflow.cost.report.report import build_report
 from ebbflow.training.checkpoint.inflight_save import UploaderClient
-from ebbflow.training.remarks import record_remarks, remark
 from tests.support.flow import wait_until
 from tests.support.timelines import GangLog
 

@@ -16,8 +16,8 @@ from ebbflow.training.checkpoint import open_generation
 from ebbflow.training.checkpoint.lineage import FROM_SCRATCH, CommitRef, Generation
 from ebbflow.training.checkpoint.rollback import record_permits
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
-from ebbflow.training.checkpoint.start_check import FITS_RANKS, check_start
 from ebbflow.training.errors import CommitMismatch, DataError, NothingToRestore, RolledBack
+from ebbflow.training.start_check import FITS_RANKS, check_start
 from tests.support.commits import put_commit, put_whole_commit
 
 KEY = "a key of more than sixteen bytes"

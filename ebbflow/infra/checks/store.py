@@ -121,6 +121,8 @@ def check_store_probe(context: PreflightContext) -> CheckFinding:
         for path in made:
             try:
                 path.rmdir()
+            except FileNotFoundError:  # the store has deleted it with the object
+                continue
             except OSError:  # a job has started to use the folder
                 break
 

@@ -21,6 +21,7 @@ from ebbflow.core.errors import StoreFull
 from ebbflow.core.events import COMMIT, COMMIT_FAILED
 from ebbflow.core.process import OwnProgram, describe_exit, own_program_line
 from ebbflow.core.program import python_path
+from ebbflow.core.remarks import remark
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId
 from ebbflow.training.checkpoint.upload_messages import (
@@ -33,7 +34,6 @@ from ebbflow.training.checkpoint.upload_messages import (
 )
 from ebbflow.training.checkpoint.verified_io import Deadline
 from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoom
-from ebbflow.training.remarks import remark
 
 _KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write ends
 _LOOK_SECONDS = 5.0

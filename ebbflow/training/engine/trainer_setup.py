@@ -18,7 +18,6 @@ from ebbflow.core.store import Store
 from ebbflow.core.terms import Terms
 from ebbflow.training.checkpoint import Checkpointer, RestoreResult
 from ebbflow.training.checkpoint.hugging_face import check_settings
-from ebbflow.training.checkpoint.start_check import check_same_data
 from ebbflow.training.engine.guards.guards import apply_overrides, fit_micro_batch, make_guards
 from ebbflow.training.engine.guards.overrides import Overrides
 from ebbflow.training.engine.inductor import open_compile_cache
@@ -39,6 +38,7 @@ from ebbflow.training.session import (
     make_rehearsal,
     meet_others,
 )
+from ebbflow.training.start_check import check_same_data
 from ebbflow.training.weights.files import describe_files
 from ebbflow.training.weights.load import load_weights
 from ebbflow.training.workload import Workload

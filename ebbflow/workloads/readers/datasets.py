@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.process import signal_name
+from ebbflow.core.remarks import remark
 from ebbflow.training.attach.state import derive_seed, random_numbers_of, seed_all
 from ebbflow.training.data.tokens import SampleOrder
 from ebbflow.training.errors import DataError
-from ebbflow.training.remarks import remark
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
 from ebbflow.training.workload_loader import MISTAKES, describe_mistake
 from ebbflow.workloads.readers.loader_processes import (
