@@ -145,3 +145,21 @@ def test_a_script_that_is_asked_to_leave_says_so_and_goes_on(tmp_path: Path) -> 
         timeout=300,
     )
     assert "job train is complete at step 64 of 64, so its loop takes no step" in again.stdout
+
+
+def test_names_given_to_attach_under_the_command_are_said_to_be_unused(tmp_path: Path) -> None:
+    named = SCRIPT.replace("attach(model, optimizer)", "attach(model, optimizer, name='other')")
+    (tmp_path / "train.py").write_text(named)
+
+    done = subprocess.run(
+        STARTS["ebbflow run"],
+        cwd=tmp_path,
+        env=environment(tmp_path) | {"EBBFLOW_LIVE_PAGE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert "attach(name=…) is not used, since ebbflow run started this rank for job train" in (
+        done.stdout
+    )

@@ -63,6 +63,9 @@ def attach(
     or, if the job is used as a context manager, when the `with` block ends. After a notice or
     SIGTERM, the job saves and the process exits with code 75.
 
+    In a rank that `ebbflow run` started, `store`, `name` and `config` are those of the command; if
+    they are given here, the job says that they are not used.
+
     Args:
         model: the model that the loop calls: plain, DDP, FSDP1 or FSDP2; or a dict of models with
             one optimizer.
@@ -79,7 +82,15 @@ def attach(
     def open_spec() -> WorkerSpec:
         return _open(store=store, name=name, config=config)
 
-    return attach_with(open_spec, model, optimizer, states)
+    job = attach_with(open_spec, model, optimizer, states)
+    given = {"store": store, "name": name, "config": config}
+    unused = [word for word, value in given.items() if value is not None and value != job.name]
+    if unused and WorkerSpec.from_environment() is not None:
+        job.say(
+            f"attach({', '.join(f'{word}=…' for word in unused)}) is not used, since ebbflow run "
+            f"started this rank for job {job.name}; fix: ebbflow run --job, --config or --set store="
+        )
+    return job
 
 
 def attach_with(
