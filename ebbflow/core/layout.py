@@ -36,7 +36,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbflow.core.errors import LayoutError
@@ -368,6 +368,9 @@ def remember_job(runs: Path, job: KnownJob) -> Path:
     Commands on this machine then find the job by its name, or the newest job if no name is given.
     """
     folder = make_local_folder(runs, job.name, job.store)
+    before = known_job(folder)
+    if not job.marker and before is not None and before.uri == job.uri:
+        job = replace(job, marker=before.marker)  # the store did not answer in time
     write_atomically(folder / NOTE, job.note())
     _link(runs / "latest", Path(job.name))
     _remember_folder(runs)

@@ -63,7 +63,7 @@ _PRICES_HEAD = (
 
 # The price list has many pages and is slow.
 _SECONDS = 300.0
-_GIGABIT = re.compile(r"([0-9.]+) Gigabit$")
+_GIGABIT = re.compile(r"(?:(\d+)x )?([0-9.]+) Gigabit$")  # such as "4x 100 Gigabit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,7 +438,8 @@ def _stated_gbps(network: NetworkDetail) -> float:
     stated = _GIGABIT.search(str(network.get("NetworkPerformance") or ""))
     if stated is None:
         return math.inf
-    return float(stated.group(1))
+    cards, gbps = stated.groups()
+    return int(cards or 1) * float(gbps)
 
 
 def _hourly(product: Product) -> Iterator[Decimal]:

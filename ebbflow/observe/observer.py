@@ -251,7 +251,8 @@ def main() -> None:
     done = observe(JobObserver(live, outputs), ending, arguments.parent)
     if arguments.report_folder is not None and not _runs_elsewhere(store, arguments.parent):
         finish_job(arguments.job, store, arguments.report_folder)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # the launcher has ended
+        sys.stdout.flush()
     # Libraries wait for their servers as the interpreter ends
     os._exit(Outcome.COMPLETED.exit_code if done else Outcome.FAILED.exit_code)
 

@@ -144,7 +144,7 @@ def test_a_script_that_is_asked_to_leave_says_so_and_goes_on(tmp_path: Path) -> 
         text=True,
         timeout=300,
     )
-    assert "job train is complete at step 64 of 64, so its loop takes no step" in again.stdout
+    assert "job train is complete at step 64, so its loop takes no step" in again.stdout
 
 
 def test_names_given_to_attach_under_the_command_are_said_to_be_unused(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbflow.flows.own_flow.script_arguments import ScriptOptions
+from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
 from ebbflow.flows.own_flow.step_checks import OwnFlowError, add_requirements
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
+from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,12 +188,41 @@ def test_arguments_become_the_words_that_the_script_reads(tmp_path: Path) -> Non
     words = options.words(
         {"max_steps": 3, "weight_decay": 0.1, "quiet": False, "amp": False, "sizes": [1, 2]}
     )
-    expected = "--max-steps 3 --weight_decay 0.1 --no-amp --sizes 1 2"
+    expected = "--max-steps=3 --weight_decay=0.1 --no-amp --sizes 1 2"
     assert words == expected.split()
     assert options.words({"quiet": True, "max_steps": None}) == ["--quiet"]
     assert options.find_unknown({"max_steps": 1, "sizes": 1}) == "sizes"
     script.write_text(script.read_text().replace("parse_args()", "parse_known_args()"))
     assert ScriptOptions.read(script).find_unknown({"sizes": 1}) is None
+
+
+def test_each_kind_of_flag_gets_the_words_that_argparse_reads_as_meant(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--no-cache', action='store_false', dest='cache')\n"
+        "parser.add_argument('--amp', type=bool, default=True)\n"
+        "parser.add_argument('--note')\n"
+        "parser.parse_args()\n"
+    )
+    options = ScriptOptions.read(script)
+
+    assert options.words({"no_cache": True}) == ["--no-cache"]
+    assert options.words({"no_cache": False}) == []
+    assert options.words({"amp": False}) == ["--amp="]
+    assert options.words({"amp": True}) == ["--amp=True"]
+    assert options.words({"note": "-1"}) == ["--note=-1"]
+    with pytest.raises(ArgumentError, match="word for False is unknown; fix: pass that word"):
+        options.words({"bf16": False})
+
+
+def test_gangs_of_one_step_have_ports_of_their_own() -> None:
+    task = TaskName(flow="F", run="1", origin_run=None, step="train", task="2", attempt=0)
+
+    ports = {task.rendezvous_port([trial]) for trial in range(8)}
+
+    assert len(ports) == 8 and all(1024 < port < 32768 for port in ports)
 
 
 def test_a_parser_that_other_code_extends_accepts_any_option(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def _check_known_store(store: Store, known: KnownJob, folder: Path, ids: list[st
         else:
             seen = "it has none"
         why = f"that store had the marker {marker_key(known.marker)}, and {seen}"
-    elif not known.marker and steps and not _has_job(store, known.name):
+    elif steps and not _has_job(store, known.name):
         why = "it has nothing of this job"
     else:
         return

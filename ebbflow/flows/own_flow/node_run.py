@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING
 from ebbflow.core.errors import EbbflowError, InfraError, JobIsRunning, Outcome
 from ebbflow.core.events import OUTCOME, read_events
 from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, Claim, claim_job, running_launcher
+from ebbflow.core.store.identity import adopt_store
+from ebbflow.core.store.marker import expected_marker_id
 from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.flows.gang import set_network_interface
-from ebbflow.flows.job import Job
+from ebbflow.flows.job import RUNS, Job
 from ebbflow.flows.own_flow.gang_exchange import GangExchange, GangMessage
 from ebbflow.flows.own_flow.step_card import StepCard, show_live, show_report
 from ebbflow.flows.own_flow.step_checks import CheckedStep, FinalError, OwnFlowError
@@ -89,7 +92,13 @@ class NodeRun:
 
     def _lead(self) -> TrainedModel:
         """Claim the job, start the gang, and tell the other nodes of the start and the result."""
-        claim = _claim(self.metaflow_job)
+        try:
+            adopt_store(self.settings.config.store, self.job, RUNS)
+            claim = _claim(self.metaflow_job)
+        except (EbbflowError, OwnFlowError) as error:
+            with contextlib.suppress(InfraError):  # a store that is not the right one takes nothing
+                self._tell_end(GangMessage(problem=str(error)))
+            raise
         os.environ[RUN_CLAIM_VARIABLE] = claim.launcher.id
         try:
             model = self._run_job()
@@ -132,6 +141,7 @@ class NodeRun:
             main_address=self.place.main_address,
             config=self.settings.config,
             store_uri=self.settings.config.store,
+            store_marker=expected_marker_id(self.settings.config.store),
             prepared=prepared,
             log_folder=str(job.folder / "logs"),
             terms=terms,

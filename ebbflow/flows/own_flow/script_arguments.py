@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_BOOL = "bool"  # stands for the action of an option with type=bool
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 
 
@@ -21,7 +22,8 @@ class ScriptOptions:
 
     Attributes:
         names: Spellings such as --max-steps, from any text of the source.
-        actions: The `action` of each `add_argument`, by spelling; "" without one.
+        actions: The `action` of each `add_argument`, by spelling; "" without one, "bool" with
+            `type=bool`.
         is_complete: Whether the script accepts no other options. Only argparse is understood.
     """
 
@@ -63,24 +65,39 @@ class ScriptOptions:
     def words(self, arguments: Mapping[str, object]) -> list[str]:
         """Return the words for the script's command line.
 
-        A list gives several words, None gives none, and True gives the option alone.
+        A list gives several words, None gives none. True gives a flag, and False leaves it out.
 
         Raises:
-            ArgumentError: A value is no number, text, path, bool, or list of these.
+            ArgumentError: A value is no number, text, path, bool, or list of these, or it is False for
+                an option that the source does not define.
         """
         words: list[str] = []
         for name, value in arguments.items():
             spelling = self._spell(name)
-            action = self.actions.get(spelling)
             if value is None:
                 continue
             if isinstance(value, bool):
-                words += _flag_words(spelling, value, action)
+                words += self._flag_words(name, spelling, value)
             elif isinstance(value, list | tuple):
                 words += [spelling, *(_word(name, element) for element in value)]
             else:
-                words += [spelling, _word(name, value)]
+                words.append(f"{spelling}={_word(name, value)}")  # which may begin with "-"
         return words
+
+    def _flag_words(self, name: str, spelling: str, value: bool) -> list[str]:
+        action = self.actions.get(spelling)
+        if action is None and not value:
+            raise ArgumentError(
+                f"{name}=False: the script's source has no add_argument({spelling!r}), so that its "
+                "word for False is unknown; fix: pass that word, run(script, '--no-…')"
+            )
+        if action == "BooleanOptionalAction":
+            return [spelling if value else f"--no-{spelling[2:]}"]
+        if action == _BOOL:  # argparse calls bool("False"), which is True
+            return [f"{spelling}={value if value else ''}"]
+        if action == "":
+            return [f"{spelling}={value}"]
+        return [spelling] if value else []
 
     def _spell(self, name: str) -> str:
         """Return the option for a Python name: as the script spells it, else with underscores."""
@@ -88,16 +105,6 @@ class ScriptOptions:
         if f"--{name}" not in self.names and dashed in self.names:
             return dashed
         return f"--{name}"
-
-
-def _flag_words(spelling: str, value: bool, action: str | None) -> list[str]:
-    if action == "BooleanOptionalAction":
-        return [spelling if value else f"--no-{spelling[2:]}"]
-    if action == "":
-        return [spelling, str(value)]
-    if action == "store_false":
-        return [] if value else [spelling]
-    return [spelling] if value else []
 
 
 def _word(name: str, value: object) -> str:
@@ -127,6 +134,10 @@ def _action_of(call: ast.Call) -> str:
     for keyword in call.keywords:
         if keyword.arg == "action":
             return ast.unparse(keyword.value).strip("'\"").rpartition(".")[2]
+    if any(
+        keyword.arg == "type" and ast.unparse(keyword.value) == _BOOL for keyword in call.keywords
+    ):
+        return _BOOL
     return ""
 
 

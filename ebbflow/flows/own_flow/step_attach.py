@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ebbflow.core.errors import Outcome
+from ebbflow.core.store.identity import adopt_store
+from ebbflow.flows.job import RUNS
 from ebbflow.flows.own_flow.node_run import NodeRun
 from ebbflow.flows.own_flow.training_plan import prepare_training
 from ebbflow.training.attach.entry import attach_with
@@ -35,6 +37,7 @@ def attach_in_step(
 def _open_spec(run: NodeRun) -> WorkerSpec:
     """Plan the job and open a generation. Only rank 0 calls this."""
     job = run.metaflow_job
+    adopt_store(job.config.store, job.name, RUNS)
     job.remember()
     use_signing_key(run.settings.config.checkpoint.signing_key_env)
     claim_for_ranks(job.store, job.name, take_over=False)

@@ -9,7 +9,6 @@ The user needs no `@card`: the page is stored as a card of the task, where Metaf
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +19,11 @@ from metaflow.plugins import DATASTORES
 from metaflow.plugins.cards.card_datastore import CardDatastore
 
 from ebbflow.core.layout import KnownJob, remember_job
-from ebbflow.core.observer_process import start_observer
+from ebbflow.core.observer_process import LIVE_PAGE, shows_live_page, start_observer
+from ebbflow.core.store.marker import expected_marker_id
 from ebbflow.flows.job import RUNS, Job
-from ebbflow.flows.live_page import LIVE_PAGE, SWITCH, finish_page
 from ebbflow.flows.own_flow.task_name import TaskName
+from ebbflow.observe.job_report import replace_live_page
 
 _CARD_TYPE = "ebbflow"  # no hyphen: Metaflow splits file names there
 _HASH = "0" * 20  # part of the name of one file, which each page replaces
@@ -52,10 +52,10 @@ class StepCard:
 @contextlib.contextmanager
 def show_live(job: Job, card: StepCard) -> Iterator[None]:
     """Keep the job's live page and the step's card current in this context."""
-    if os.environ.get(SWITCH) == "0":
-        page = None
-    else:
-        page = remember_job(RUNS, KnownJob(job.name, job.config.store)) / LIVE_PAGE
+    page = None
+    if shows_live_page():
+        store = job.config.store
+        page = remember_job(RUNS, KnownJob(job.name, store, expected_marker_id(store))) / LIVE_PAGE
     config = job.config.model_dump(mode="json")
     observer = start_observer(job.name, job.config.store, config, page=page)
     ending = threading.Event()
@@ -76,7 +76,7 @@ def show_live(job: Job, card: StepCard) -> Iterator[None]:
 
 def show_report(job: Job, card: StepCard) -> None:
     """Show the job's report as the step's card. A failure to store it is printed."""
-    finish_page(job.folder)
+    replace_live_page(job.folder)
     _save_file(job.folder / _REPORT, card)
 
 

@@ -287,7 +287,9 @@ def _find_calls(function: object) -> Iterator[TrainingCall]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not node.args:
             continue
-        kind = ast.unparse(node.func).rpartition("ebbflow.")[2]
+        before, found, kind = ast.unparse(node.func).rpartition("ebbflow.")
+        if not found or not before.endswith("current."):
+            continue  # a function of the user's
         file = node.args[0]
         if kind in ("run", "train") and isinstance(file, ast.Constant):
             names = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)

@@ -113,8 +113,9 @@ class TaskJob:
         """
         from ebbflow.flows.own_flow.step_attach import attach_in_step
 
-        self._run = self._make_run(self._make_settings())
-        self._attached = attach_in_step(self._run, model, optimizer, states)
+        run = self._make_run(self._make_settings())
+        self._attached = attach_in_step(run, model, optimizer, states)
+        self._run = run  # whose report the step writes from here on
         return self._attached
 
     def result(self) -> TrainedModel:
@@ -143,13 +144,15 @@ class TaskJob:
         if place.node > 0 and not in_container():
             die_with_parent()
         if place.nodes > 1:
+            # The last loop is that of the gang's nodes
+            gang = [index for index, _, _ in self._flow.foreach_stack() or []][:-1]
             variables = {
                 "RANK": place.node,
                 "WORLD_SIZE": place.nodes,
                 "LOCAL_RANK": 0,
                 "LOCAL_WORLD_SIZE": 1,
                 "MASTER_ADDR": place.main_address,
-                "MASTER_PORT": self._task.rendezvous_port,
+                "MASTER_PORT": self._task.rendezvous_port(gang),
             }
             for name, value in variables.items():
                 os.environ.setdefault(name, str(value))
@@ -160,7 +163,7 @@ class TaskJob:
         """
         if self._attached is not None:
             self._attached.leave_exit_to_caller()
-        if self._run is not None:
+        if self._run is not None and self._run.place.node == 0:
             self._run.try_report()
 
     def end_step(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,14 @@ class TaskName:
     def pathspec(self) -> str:
         return f"{self.flow}/{self.run}/{self.step}/{self.task}"
 
-    @property
-    def rendezvous_port(self) -> int:
-        """Port for process groups that the step itself opens, equal on all nodes of a gang."""
-        digest = hashlib.sha256(f"{self.flow}/{self.run}/{self.step}/{self.attempt}".encode())
+    def rendezvous_port(self, gang: Sequence[int]) -> int:
+        """Return the port for process groups that the step itself opens, equal on all nodes of a gang.
+
+        Args:
+            gang: Indexes of the foreach loops around the gang, which tell gangs of a step apart.
+        """
+        place = f"{self.flow}/{self.run}/{self.step}/{self.attempt}/{list(gang)}"
+        digest = hashlib.sha256(place.encode())
         return _FIRST_PORT + int.from_bytes(digest.digest()[:2], "big") % _PORTS
 
     @functools.cached_property

@@ -145,7 +145,10 @@ def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
         InfraError: Slurm or the store does not answer.
     """
     adopted = None
+    ended = _find_ended(job)
     for live in _find_jobs(f"{_PREFIX}:{_token(job)}:"):
+        if live.job_id in ended:
+            continue  # a dead slurmd keeps it COMPLETING for minutes
         _, _, run, number = live.comment.split(":")
         key = order_key(run, int(number))
         order = _read_order(job, key)
@@ -224,7 +227,7 @@ def make_batch_script(
         "--ntasks-per-node=1",
         "--no-requeue",
         f"--signal=B:USR1@{warning_seconds(config)}",
-        f"--output={log_folder(job)}/%j.log",
+        f"--output={str(log_folder(job)).replace('%', '%%')}/%j.log",
         "--open-mode=append",
         *slurm.options,
     ]
@@ -293,7 +296,12 @@ def _submit_once(script: str, comment: str) -> str:
 
     If the answer is lost, the job may exist: it is looked for by its comment before the next try.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHER}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        # Inside salloc, those of its allocation contradict those of the new job
+        if name not in _OF_LAUNCHER and (not name.startswith("SLURM_") or name == "SLURM_CONF")
+    }
     environment |= {"PYTHONPATH": python_path(), "EBBFLOW_PROJECT": str(PROJECT_ROOT)}
     limit = time.monotonic() + _SUBMIT_SECONDS
     while True:
@@ -362,7 +370,7 @@ def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
     The attempts of this run since its last commit are counted.
     """
     vain = list(itertools.takewhile(lambda end: end.commits == commits, reversed(ends)))
-    failed = [end for end in vain if end.cause not in _TAKEN]
+    failed = [end for end in vain if end.cause not in (*_TAKEN, Cause.REFUSED)]
     if len(failed) < _MOST_IN_VAIN and len(vain) < _MOST_TAKEN:
         return ""
     causes = ", ".join(sorted({f"{end.state}: {end.cause}" for end in vain}))
@@ -423,6 +431,12 @@ def _find_jobs(comment: str) -> list[LiveJob]:
                 raise
             say(f"slurm: {error}; trying again")
         time.sleep(_LOOK_SECONDS)
+
+
+def _find_ended(job: Job) -> set[str]:
+    """Return the ids of the Slurm jobs whose end a launcher has recorded."""
+    events = select_events(read_events(job.store), SlurmJobPayload)
+    return {event.payload.job_id for event in events if event.payload.does == "ended"}
 
 
 def _read_order(job: Job, key: str) -> SlurmOrder | None:

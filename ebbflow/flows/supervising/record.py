@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 
+from pydantic import ValidationError
+
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import (
@@ -22,6 +24,7 @@ from ebbflow.core.events import (
     read_events,
     select_events,
 )
+from ebbflow.core.layout import parse_commit_key
 from ebbflow.core.store import Store
 from ebbflow.cost.errors import CostError
 from ebbflow.cost.ledger.generations import find_final_outcome, read_generations
@@ -87,9 +90,10 @@ class JobRecord:
     # it may go on
     final: Outcome | None = None
     final_message: str = ""
-    no_progress: str = (
-        ""  # why it must not start again: too many starts without a new commit; or ""
-    )
+    # Why it must not start again, or "": too many starts without a new commit
+    no_progress: str = ""
+    # Likewise: more time or dollars without a new commit than the configuration allows
+    exceeded_bound: str = ""
 
     @property
     def begun(self) -> bool:
@@ -147,7 +151,9 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         started = None
     else:
         started = plan.payload.started_utc
-    same_settings = _written_config(job_store) == config.model_dump(mode="json")
+    same_settings = _written_config(job_store) == config
+    newest_commit = _newest_commit(job_store)
+    no_progress, exceeded = _describe_no_progress(events, plan, config, newest_commit)
     last = find_final_outcome(events)
     passed = bool(generations) and same_settings
     if passed and last is not None and last.payload.outcome in FINAL - {Outcome.PREFLIGHT}:
@@ -164,7 +170,7 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
             for event in select_events(events, BatchAttemptPayload)
         },
         unsettled=bool(unsettled_jobs(events)),
-        commit=_newest_commit(job_store),
+        commit=newest_commit,
         runs=tuple(
             SupervisedRun(
                 verdict=event.payload.verdict,
@@ -183,7 +189,8 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         deadline_utc=None if hours is None or started is None else started + hours * 3600,
         final=None if final is None else final.outcome,
         final_message="" if final is None else final.message or "",
-        no_progress=_describe_no_progress(events, plan, config),
+        no_progress=no_progress,
+        exceeded_bound=exceeded,
     )
 
 
@@ -298,26 +305,34 @@ def waited_seconds(
 
 
 def _describe_no_progress(
-    events: list[Event], plan: Event[PlanPayload] | None, config: RunConfig
-) -> str:
-    """Return why the job must not start again, or "".
+    events: list[Event],
+    plan: Event[PlanPayload] | None,
+    config: RunConfig,
+    newest_commit: str | None,
+) -> tuple[str, str]:
+    """Return why the job must not start again, by the number of its starts and by their time and
+    dollars; each is "" if it may.
 
-    Agents apply the same rule, but to the starts of their own run alone.
+    Agents apply the same rules, but to the starts of their own run alone.
     """
     failed = read_failed_generations(since_last_verdict(events))
     newest = newest_commit_in_events(events)
+    if newest_commit is not None:  # whose event may be lost with its machine
+        newest = max(newest, parse_commit_key(newest_commit)[1])
     usd = None
     if plan is not None and plan.payload.chosen is not None:
         usd = _usd_per_rank_second(plan.payload.chosen)
     loop = find_crash_loop(failed, newest)
+    repeated = ""
     if loop and failed[-1].counts:
-        return describe_crash_loop(loop, failed[-1].why, usd_per_rank_second=usd)
-    return exceeded_bound(failed, newest, ProgressBound.of(config), usd_per_rank_second=usd)
+        repeated = describe_crash_loop(loop, failed[-1].why, usd_per_rank_second=usd)
+    bound = ProgressBound.of(config)
+    return repeated, exceeded_bound(failed, newest, bound, usd_per_rank_second=usd)
 
 
 def _usd_per_rank_second(pool: PlannedPool) -> float:
-    ranks = (pool.nodes or 1) * int(pool.processes_per_node or 1)
-    return float(pool.usd_per_hour) / (3600 * ranks)
+    # The price is that of one node
+    return float(pool.usd_per_hour) / (3600 * int(pool.processes_per_node or 1))
 
 
 def _money(usd: Decimal) -> str:
@@ -336,13 +351,16 @@ def _newest_commit(job_store: Store) -> str | None:
     return newest.key
 
 
-def _written_config(job_store: Store) -> dict | None:
-    """Return the configuration of the newest run that passed preflight, or None if no run has
-    passed it.
+def _written_config(job_store: Store) -> RunConfig | None:
+    """Return the configuration of the newest run that passed preflight, with today's defaults for
+    keys that it lacks; None if no run has passed it, or if another version's cannot be read.
     """
     if job_store.head("config.json") is None:
         return None
-    return json.loads(job_store.get("config.json")).get("config")
+    try:
+        return RunConfig.model_validate(json.loads(job_store.get("config.json")).get("config"))
+    except ValidationError:
+        return None
 
 
 def _since_alone(

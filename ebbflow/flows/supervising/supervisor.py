@@ -97,8 +97,9 @@ class Supervisor:
             return 0
         if before.final is not None and not options.permits and not options.again:
             return self._refuse_to_repeat(before.final, before)
-        if before.no_progress and not options.again:
-            return self._end_as_crash_loop(before.no_progress, before)
+        no_progress = before.no_progress or before.exceeded_bound
+        if no_progress and not options.again:
+            return self._end_as_crash_loop(no_progress, before)
         return self._run_until_over(before)
 
     def _refuse_to_repeat(self, outcome: Outcome, record: JobRecord) -> int:
@@ -205,8 +206,9 @@ class Supervisor:
                     f"crash loop: {count} failures with no new commit in between, the last run "
                     f"with exit code {code}: {self._why(record, Outcome.FAILED)}"
                 )
-        if verdict in (RunVerdict.FAILURE, RunVerdict.INTERRUPTION):
-            return record.no_progress
+            return record.exceeded_bound
+        if verdict is RunVerdict.INTERRUPTION:
+            return record.no_progress or record.exceeded_bound
         return ""
 
     def _end_as_crash_loop(self, message: str, record: JobRecord) -> int:

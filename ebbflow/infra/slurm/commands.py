@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
@@ -167,7 +167,9 @@ def look_up(job_id: str) -> SlurmJob:
     if job.cause is not Cause.CANCELLED:
         return job
     recorded = look_up_in_accounting(job_id)  # the controller does not say who cancelled it
-    return job if recorded is None or not recorded.cancelled_by else recorded
+    if recorded is None:
+        return job
+    return replace(job, cancelled_by=recorded.cancelled_by)
 
 
 def look_up_in_accounting(job_id: str) -> SlurmJob | None:

@@ -26,7 +26,7 @@ class BatchScript:
     lines: Sequence[str]
 
     def render(self) -> str:
-        options = [f"#SBATCH {option}" for option in self.options]
+        options = [f"#SBATCH {_quote_option(option)}" for option in self.options]
         return "\n".join(["#!/bin/bash", *options, "", *self.lines, ""])
 
 
@@ -97,3 +97,11 @@ def gpus_per_node(slurm: SlurmConfig) -> int:
     gres = (slurm.partitions[0].gres or "") if slurm.partitions else ""
     counts = [int(count) for count in _GPUS.findall(gres)]
     return sum(counts) or 1
+
+
+def _quote_option(option: str) -> str:
+    """Quote the value of an option for sbatch, which splits lines as a shell does."""
+    name, has_value, value = option.partition("=")
+    if not has_value:
+        return option
+    return f"{name}={shlex.quote(value)}"

@@ -102,6 +102,7 @@ class AttachedJob:
             length = self._open_source(loader).length
             self._loop.max_steps = count * (length or 0)
             self._follow(loader)
+        self._loop.tell_if_complete(is_complete=self.epoch >= count)
         with self._loop.run():
             while self.epoch < count:
                 self._reads_epoch = True
@@ -133,6 +134,7 @@ class AttachedJob:
         """Yield the numbers of the remaining steps, up to `max_steps` - 1."""
         loop = self._loop
         loop.max_steps = max_steps
+        loop.tell_if_complete(is_complete=loop.step >= max_steps)
         with loop.run():
             while loop.step < max_steps:
                 loop.begin_step()

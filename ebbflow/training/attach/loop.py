@@ -30,7 +30,12 @@ from ebbflow.training.attach.guards import (
     make_script_guards,
 )
 from ebbflow.training.attach.script_state import ScriptWatch
-from ebbflow.training.attach.standalone import end_observer, release_job, write_result
+from ebbflow.training.attach.standalone import (
+    end_observer,
+    redact_secrets,
+    release_job,
+    write_result,
+)
 from ebbflow.training.attach.state import (
     StrayReads,
     count_samples,
@@ -101,6 +106,7 @@ class AttachedLoop:
         self._left = False  # whether the script left its loop by `break` or an exception
         self._in_block = False  # whether the end of a `with` block completes the job
         self._closed = False
+        self._older_error = getattr(sys, "last_value", None)  # of a notebook cell before
         self._exit_code: int | None = None
         self._updated = False  # whether the optimizer has stepped since the last step of the loop
         self._forwarded = False  # whether gradients were computed since the optimizer's last step
@@ -117,18 +123,17 @@ class AttachedLoop:
         self._rng: dict[str, Tensor] = {}
         self._spec = spec
         self._state = state
-        config = spec.config
-        use_signing_key(config.checkpoint.signing_key_env)
+        use_signing_key(spec.config.checkpoint.signing_key_env)
         signer()  # raises at once if this node lacks the key
         self._ends = contextlib.ExitStack()
         reporter, _ = self._ends.enter_context(open_reporter(spec, gang))
         self._former_handler = signal.getsignal(signal.SIGTERM)
-        self.session = _open_session(spec, gang, config, reporter, state, self._capture)
+        self.session = _open_session(spec, gang, spec.config, reporter, state, self._capture)
         self._guards = ScriptGuards(self.session)
-        self._syncs = SyncSchedule(config.checkpoint)
+        self._syncs = SyncSchedule(spec.config.checkpoint)
         self.step_log = StepLog(reporter, kept_steps)
         self._metrics = MetricGate(self.record_notice)
-        self._profiler = make_profiler(spec, config, gang, reporter)
+        self._profiler = make_profiler(spec, spec.config, gang, reporter)
         self._strays = StrayReads(state.stateful_objects, self.say)
         self._ends.enter_context(self._strays.watch())
         self.script = ScriptWatch(
@@ -161,6 +166,14 @@ class AttachedLoop:
         if self.session.gang.rank == 0:
             print(f"ebbflow: {text}", flush=True)
 
+    def tell_if_complete(self, *, is_complete: bool) -> None:
+        """Say that the resumed job has no step left, which the user's code may not expect."""
+        if self.resumed and is_complete:
+            self.say(
+                f"job {self.name} is complete at step {self.step}, so its loop takes no step; to train "
+                "anew, give another name: attach(…, name=…) or EBBFLOW_JOB"
+            )
+
     def record_notice(self, text: str) -> None:
         """Print a line, and record it as an event, if this is rank 0."""
         self.say(text)
@@ -191,11 +204,6 @@ class AttachedLoop:
                 )
             )
         self._running = True
-        if self.resumed and 0 < self.max_steps <= self.step:
-            self.say(
-                f"job {self.name} is complete at step {self.step} of {self.max_steps}, so its loop takes "
-                f"no step; to train anew, give another name: attach(…, name=…) or EBBFLOW_JOB"
-            )
         self.script.look()
         self.restore_random_states()
         self._syncs.start_clock()
@@ -420,7 +428,9 @@ class AttachedLoop:
 
     def close_at_exit(self) -> None:
         """Complete the job if the script left its loop with `break`, and close it."""
-        error = getattr(sys, "last_value", None)  # which ended the script
+        error = getattr(sys, "last_value", None)  # which ended the script, unless it is older
+        if error is self._older_error:
+            error = None
         if not self._closed and error is not None:
             self._record_failure(error)
         elif self._left and not self._closed:
@@ -429,12 +439,15 @@ class AttachedLoop:
 
     def _record_failure(self, error: BaseException) -> None:
         """Record that the error ended the script. With an agent, the agent records it."""
+        outcome = Outcome.FAILED
+        if isinstance(error, KeyboardInterrupt):
+            outcome = Outcome.INTERRUPTED
         if self._spec.agent_pid is None and self.session.gang.rank == 0:
             self.session.reporter.emit(
                 OUTCOME,
                 step=self.step,
-                outcome=str(Outcome.FAILED),
-                message=describe_exception(error),
+                outcome=str(outcome),
+                message=redact_secrets(describe_exception(error)),
             )
 
     def _describe_promise(self) -> JsonObject:

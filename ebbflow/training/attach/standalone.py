@@ -259,6 +259,19 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
         ) from error
 
 
+def redact_secrets(text: str) -> str:
+    """Return the text of an error without the secrets of this process's environment.
+
+    It becomes events, reports and notifications, which leave this machine.
+    """
+    # Late: its patterns are not needed to start, and ranks start again within hundredths of a second
+    try:
+        from ebbflow.diagnose.bundle import redact, secret_values
+    except (ImportError, OSError) as error:  # such as "too many open files", the error itself
+        return f"not shown, since its secrets could not be redacted: {error}"
+    return redact(text, secret_values(dict(os.environ)))[0]
+
+
 def write_result(path: Path, ending: LoopResult) -> None:
     """Write the result file of a rank, which the agent reads."""
     write_atomically(path, json.dumps(asdict(ending)).encode())
@@ -276,18 +289,13 @@ def record_exception(
     `@record` itself is not used: it fails if `__str__` raises, does not limit the length of the
     text, does not catch sys.exit, and prints nothing.
     """
-    # Late: its patterns are not needed to start, and ranks start again within hundredths of a second
-    from ebbflow.diagnose.bundle import redact, secret_values
-
     text = describe_traceback(error)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # What follows from this process's first error is not its cause
     if path and not os.path.exists(path):
         name = f"{type(error).__module__}.{type(error).__qualname__}"
-        # The record becomes events, reports and notifications, which leave this machine
-        own = secret_values(dict(os.environ))
-        callstack, _ = redact(text, own)
-        message, _ = redact(describe_exception(error), own)
+        callstack = redact_secrets(text)
+        message = redact_secrets(describe_exception(error))
         known = {"py_callstack": callstack, "timestamp": str(int(at or time.time())), "class": name}
         record = {"message": {"message": message, "extraInfo": known}}
         with contextlib.suppress(OSError):  # such as a full disk; the exit code and the log remain
@@ -304,6 +312,7 @@ def record_exception(
 def _observe(known: KnownJob, config: dict[str, Any], work: str) -> None:
     """Start the process that shows the job and writes its report, and print the job's first line."""
     global _observer
+    end_observer()  # of an earlier job of this process
     job = known.name
     try:
         folder = remember_job(runs_folder(PROJECT_ROOT), known)

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from ebbflow.core.errors import ObjectNotFound, StoreError, StoreUnavailable
+from ebbflow.core.errors import ObjectNotFound, StoreError, StoreUnavailable, WrongStore
 from ebbflow.core.store.multipart.requests import Throttle
 from ebbflow.core.store.multipart.sinks import LARGEST_COUNT, UploadedPart, UploadSink
 from ebbflow.training.checkpoint import verified_io
@@ -125,7 +125,7 @@ class PartUploader:
                 deadline,
                 what,
                 finish,
-                curable=lambda error: isinstance(error, StoreUnavailable),
+                curable=_is_unanswered,
                 longest_seconds=_LONGEST_PAUSE_SECONDS,
                 where=f"putting {len(starts)} parts together",
             )
@@ -218,3 +218,8 @@ def _compare(what: str, stated: int | None, sent: int, kind: type[Exception]) ->
     if stated not in (None, sent):
         digits = [verified_io.crc_digits(crc) for crc in (stated or 0, sent)]
         raise kind(f"{what}the store has checksum {digits[0]}, sent was {digits[1]}")
+
+
+def _is_unanswered(error: BaseException) -> bool:
+    """Return whether a request may be repeated: after the loss of its mount, it would find nothing."""
+    return isinstance(error, StoreUnavailable) and not isinstance(error, WrongStore)

@@ -97,7 +97,7 @@ class Uploader:
         try:
             store = self._open_store(deadline)
             if self._rank == 0:  # one small read per save
-                store.check_marker()
+                retry_until(deadline, "the store's marker", store.check_marker)
             if command["command"] == "await":
                 given_up = self._commands.abandoned(save.step)
                 _committed(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -437,14 +436,12 @@ class GenerationPlanner:
         start again.
         """
         recent = read_failed_generations(since_last_verdict(events))
-        self._failed = [
-            failure for failure in read_failed_generations(events) if failure.fingerprint
-        ]
+        self._failed = []
         for failure in recent:
+            counts = failure.counts
             if not failure.fingerprint:
-                counts = failure.counts and failure.run == self._spec.run
-                self._failed.append(replace(failure, counts=counts))
-        self._failed.sort(key=attrgetter("generation"))
+                counts = counts and failure.run == self._spec.run
+            self._failed.append(replace(failure, counts=counts))
         if recent and recent[-1].run == self._spec.run:
             last = recent[-1]
             culprit = self._find_no_progress(last.why, restarts=last.counts)

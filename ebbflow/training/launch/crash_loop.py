@@ -91,7 +91,11 @@ def find_crash_loop(
     ]
     if not since:
         return []
-    marks = Counter(failure.fingerprint for failure in since if failure.fingerprint)
+    run = since[-1].run
+    # A person may have mended what failed in an earlier run
+    marks = Counter(
+        failure.fingerprint for failure in since if failure.fingerprint and failure.run == run
+    )
     mark = since[-1].fingerprint
     if not mark and marks:
         mark = marks.most_common(1)[0][0]
