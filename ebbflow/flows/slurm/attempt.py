@@ -127,7 +127,12 @@ def run_attempt(flow: TrainArtifacts, spec: GangSpec, *, number: int) -> tuple[d
     job = current_job(flow)
     try:
         with _listen() as stop:
-            submitted = adopt(job, spec.config) or _submit_order(job, spec, number)
+            submitted = adopt(job, spec.config)
+            hours_left = _hours_left(job, read_events(job.store))
+            if submitted is None and hours_left is not None and hours_left <= 0:
+                late = f"the deadline passed {-hours_left:.1f} h ago (cost.deadline_hours)"
+                return _stop(flow, Outcome.DEADLINE, late)
+            submitted = submitted or _submit_order(job, spec, number)
             end = await_end(job, submitted, stop)
     except InfraError as error:
         record_outcome(flow, error.outcome, str(error))
@@ -203,7 +208,7 @@ def await_end(job: Job, submitted: SubmittedJob, stop: StopRequest) -> JobEnd:
             _try_cancel(submitted.job_id)
         if kill_at is not None and time.monotonic() > kill_at:
             _try_cancel(submitted.job_id)
-        time.sleep(pause)
+        _sleep(pause, stop)
         pause = min(1.5 * pause, _LOOK_SECONDS if stop.received else _LONGEST_LOOK_SECONDS)
     return JobEnd(
         slurm=seen,
@@ -277,18 +282,21 @@ def _submit_order(job: Job, spec: GangSpec, number: int) -> SubmittedJob:
 
 def _choose(job: Job) -> PartitionChoice:
     events = read_events(job.store)
-    deadline = job.config.cost.deadline_hours
-    started = read_progress(events, run=job.run).started_utc
-    if deadline is None or started is None:
-        hours_left = deadline
-    else:
-        hours_left = deadline - (ClockReading.of(job.store).utc - started) / 3600
     return choose_partition(
         job.config,
         ended_jobs(events, job.run),
-        hours_left=hours_left,
+        hours_left=_hours_left(job, events),
         hours_needed=measure_hours_needed(events, job.config.training.max_steps),
     )
+
+
+def _hours_left(job: Job, events: Sequence[Event]) -> float | None:
+    """Return the hours until the job's deadline, negative after it; None without a deadline."""
+    deadline = job.config.cost.deadline_hours
+    started = read_progress(events, run=job.run).started_utc
+    if deadline is None or started is None:
+        return deadline
+    return deadline - (ClockReading.of(job.store).utc - started) / 3600
 
 
 def _submit_once(script: str, comment: str) -> str:
@@ -464,6 +472,14 @@ def _drain(job_id: str, config: RunConfig) -> None:
 
 def _ask_to_leave(seen: SlurmJob) -> None:
     _try_cancel(seen.job_id, signal_name=None if seen.waits else "TERM")
+
+
+def _sleep(seconds: float, stop: StopRequest) -> None:
+    """Sleep, but at most a second longer once this process is asked to leave."""
+    until = time.monotonic() + seconds
+    asked_before = stop.received
+    while time.monotonic() < until and stop.received == asked_before:
+        time.sleep(min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
 
 def _try_cancel(job_id: str, *, signal_name: str | None = None) -> None:
