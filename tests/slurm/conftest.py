@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster, why_missing
+from tests.support.slurm_flow import SlurmRunner
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +29,10 @@ def cluster(
         monkeypatch.setenv(name, value)
     yield session_cluster
     session_cluster.cancel_all()
+
+
+@pytest.fixture
+def runner(cluster: SlurmCluster, tmp_path: Path) -> Iterator[SlurmRunner]:
+    runner = SlurmRunner(tmp_path, cluster)
+    yield runner
+    runner.kill_all()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,6 @@ from tests.support.slurm_flow import SlurmRunner
 
 STEPS = 200
 ENDLESS = 100_000
-
-
-@pytest.fixture
-def runner(cluster: SlurmCluster, tmp_path: Path) -> Iterator[SlurmRunner]:
-    runner = SlurmRunner(tmp_path, cluster)
-    yield runner
-    runner.kill_all()
 
 
 @pytest.fixture(scope="module")
@@ -119,37 +110,3 @@ def test_a_queue_that_never_grants_ends_the_run(runner: SlurmRunner) -> None:
     assert "spot and safe did not grant 2 nodes within 0.05 min; fix: " in run.output
     assert runner.causes() == ["no nodes in time"] * 2
     assert runner.cluster.jobs() == [blocker]
-
-
-def test_a_job_that_nears_its_time_limit_chains_into_the_next(runner: SlurmRunner) -> None:
-    """The limit of two minutes leaves one: Slurm warns 60 s before it."""
-    short = [{"name": "short"}]
-    started = runner.start(*runner.words("sent", partitions=short, steps=ENDLESS, stop_seconds=30))
-    runner.cluster.wait_until("a time limit", lambda: runner.causes() == ["time limit"], 180)
-    before = runner.await_commit("sent")
-    assert runner.await_commit("sent", before) > before, "the next Slurm job continues"
-    started.send_signal(signal.SIGINT)
-    run = runner.finish(started, 180)
-    assert run.exit_code == 75, run.output
-    assert "(time limit); another attempt follows" in run.output
-
-
-def test_lost_daemons_and_nodes_lead_to_another_attempt(runner: SlurmRunner) -> None:
-    cluster = runner.cluster
-    started = runner.start(*runner.words("sent", steps=ENDLESS))
-    before = runner.await_commit("sent")
-    cluster.kill("slurmctld")
-    time.sleep(2)
-    cluster.start_controller()
-    before = runner.await_commit("sent", before)  # training goes on meanwhile
-    cluster.kill_step("n2")
-    cluster.wait_until("an end", lambda: len(runner.causes()) == 1, 120)
-    before = runner.await_commit("sent", before)
-    cluster.kill("n2")
-    cluster.wait_until("a failed node", lambda: runner.causes()[1:] == ["node failed"], 180)
-    cluster.start_node("n2")
-    runner.await_commit("sent", before)
-    started.send_signal(signal.SIGINT)
-    run = runner.finish(started, 180)
-    assert run.exit_code == 75, run.output
-    assert "NODE_FAIL" in run.output
