@@ -198,7 +198,7 @@ def test_the_terminal_shows_each_phase_of_the_job(default: tuple[FlowRunner, Flo
     report = default[1].report
     done = re.findall(r"^✓ (\w+) [\d.]+ s", output, re.MULTILINE)
     assert done == ["start", "preflight", "plan", "prepare", "train", "report"]
-    progress = re.findall(r"^  [\d,]+/240 \d+% · loss .* tok/s · .*ETA", output, re.MULTILINE)
+    progress = re.findall(r"^  [\d,]+/240 \d+% · loss .* tokens/s · .*ETA", output, re.MULTILINE)
     assert 2 <= len(progress) <= 3 + report["actual"]["wall_hours"] * 360
     assert sum(-(-len(line) // 80) for line in output.splitlines()) <= 56 + 2 * len(progress), (
         output

@@ -221,7 +221,8 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
         command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (
-        shown.stdout.startswith("ddp: script ddp.py\n") and "completed  (30 steps" in shown.stdout
+        shown.stdout.startswith("ddp: script ddp.py\n")
+        and "completed  (30 of 30 steps" in shown.stdout
     ), shown.stdout
 
 

@@ -69,5 +69,5 @@ def test_a_script_under_srun_is_killed_and_warned_and_ends_bit_equal(
 
 
 def test_node_lists_are_read_as_scontrol_reads_them(cluster: SlurmCluster) -> None:
-    text = "gpu[008-011]-ib,r[1-2]c[01-02],login"
+    text = "gpu[008-011,013],n[1-3,7],login"
     assert parse_node_list(text) == cluster.ask("scontrol", "show", "hostnames", text).split()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import secrets
 import shutil
@@ -56,6 +57,7 @@ ReturnToService=2
 SlurmdTimeout={slurmd_seconds}
 KillWait=10
 MinJobAge=300
+FirstJobId={first_job_id}
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 {controller}
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={n1_port} CPUs=2 State=UNKNOWN
@@ -100,6 +102,8 @@ class SlurmCluster:
                 controller=controller,
                 slurmd_seconds=slurmd_seconds,
                 grace_seconds=GRACE_SECONDS,
+                # Ranks' ports follow from job ids, and other clusters run on this machine
+                first_job_id=random.randrange(1, 9000),
             )
         )
         self.environment: Mapping[str, str] = {

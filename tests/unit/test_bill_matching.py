@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbflow.core.events import LedgerClass
 from ebbflow.cost.finance.bill import BillLine
 from ebbflow.cost.finance.bill_matching import (
     BilledHour,
@@ -272,7 +273,7 @@ def test_meter_instances_places_extra_time_beside_its_node() -> None:
     ended_node(gang, 20.0)
     ledger = fold([plan_event(3.6), *gang.events])
     [bill] = ledger.nodes
-    [extra] = bill.extras
+    (extra,) = (extra for extra in bill.extras if extra.ledger_class is LedgerClass.MINIMUM_CHARGE)
     assert extra.seconds == 30.0
 
     def extra_span(start: float) -> tuple[float, float]:
