@@ -21,7 +21,7 @@ from ebbflow.core.grouping import sum_by_key
 from ebbflow.core.json_values import JsonObject
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.untrusted_text import one_line
-from ebbflow.cost.amounts import format_count, format_usd
+from ebbflow.cost.amounts import format_count, format_usd, round_amount
 from ebbflow.cost.errors import CostError, ReportError
 from ebbflow.cost.finance.focus import (
     focus_rows,
@@ -74,6 +74,11 @@ class TeamJob:
         """The forecast in dollars; the spent dollars if these are higher or there is no forecast."""
         return max(self.money.spent_usd, Decimal(str(self.forecast_usd or 0)))
 
+    @property
+    def simulated_usd(self) -> Decimal:
+        """Dollars that a run here was priced at as if on a planned pool; nobody is billed for them."""
+        return sum((Decimal(row.get("x_SimulatedCost") or 0) for row in self.rows), Decimal(0))
+
     def to_json(self) -> JsonObject:
         money = self.money
         return {
@@ -82,6 +87,7 @@ class TeamJob:
             "owner": self.owner,
             "state": self.state,
             "spent_usd": str(money.spent_usd),
+            "simulated_usd": str(round_amount(self.simulated_usd)),
             "spent_by_month": {month: str(usd) for month, usd in sorted(money.spent.items())},
             "forecast_usd": self.forecast_usd,
             "limit_usd": None if money.limit_usd is None else str(money.limit_usd),
@@ -174,7 +180,7 @@ def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
             one_line(team_job.money.project),
             one_line(team_job.owner),
             team_job.state,
-            format_usd(team_job.money.spent_usd, 2),
+            _format_spent(team_job),
             format_usd(team_job.forecast_usd, 2),
             format_usd(team_job.money.limit_usd, 2),
         )
@@ -409,7 +415,7 @@ def _write_page(path: Path, records: Sequence[TeamJob], store: str | None) -> No
             team_job.money.project,
             team_job.owner,
             team_job.state,
-            float(team_job.money.spent_usd),
+            float(team_job.money.spent_usd + team_job.simulated_usd),
             team_job.forecast_usd,
         )
         for team_job in records
@@ -420,3 +426,9 @@ def _write_page(path: Path, records: Sequence[TeamJob], store: str | None) -> No
     except OSError as error:
         raise ReportError(f"{path}: {error.strerror}") from error
     print(f"{path}: {format_count(len(records), 'job')}", file=sys.stderr)
+
+
+def _format_spent(team_job: TeamJob) -> str:
+    if team_job.simulated_usd:
+        return f"{format_usd(team_job.simulated_usd)} simulated"
+    return format_usd(team_job.money.spent_usd, 2)

@@ -52,7 +52,7 @@ def test_a_killed_step_is_retried_from_its_last_commit_and_a_second_run_starts_a
     assert flow.jobs == sorted([model.job, other.job])
     listed = flow.listed_jobs()
     assert listed.keys() == {model.job, other.job}
-    assert float(listed[model.job]["spent_usd"]) == pytest.approx(model.usd, abs=1e-6)
+    assert float(listed[model.job]["simulated_usd"]) == pytest.approx(model.usd, abs=1e-6)
     assert listed[model.job]["state"] == "done"
 
 
@@ -157,7 +157,7 @@ def test_a_config_an_environment_and_two_trainings_in_one_step_with_live_cards(
     assert (plain.commit, plain.uri, plain.outcome) == (None, None, "completed")
     with pytest.raises(NoCommit, match="nothing was saved; fix: "):
         plain.state_dict()
-    assert (tmp_path / "written.txt").read_text() == "--depth 3"
+    assert (tmp_path / "written.txt").read_text() == "--depth=3"
     listed = flow.listed_jobs()
     assert float(listed[model.job]["limit_usd"]) == 25
     pages = flow.cards("train")

@@ -37,7 +37,7 @@ class Surfaces:
     page: str  # report.html as text without tags
     live: str  # live.html likewise
     state: str  # of `ebbflow jobs`
-    spent_usd: float  # likewise
+    spent_usd: float  # likewise, with simulated dollars
 
 
 def read_surfaces(folder: Path, terminal: str) -> Surfaces:
@@ -55,7 +55,7 @@ def read_surfaces(folder: Path, terminal: str) -> Surfaces:
         page=_text(folder / "report.html"),
         live=_text(folder / "live.html"),
         state=row["state"],
-        spent_usd=float(row["spent_usd"]),
+        spent_usd=float(row["spent_usd"]) + float(row["simulated_usd"]),
     )
 
 
