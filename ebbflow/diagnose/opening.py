@@ -204,7 +204,7 @@ def _open_zstd(log: LogStream) -> BinaryIO:
 
 
 def _open_tar(log: LogStream, depth: int) -> Iterator[LogStream]:
-    with tarfile.open(fileobj=_Readable(log), mode="r|") as archive:
+    with _read_tar(log) as archive:
         while True:
             try:
                 member = archive.next()
@@ -217,6 +217,14 @@ def _open_tar(log: LogStream, depth: int) -> Iterator[LogStream]:
             if stream is not None:
                 inner = LogStream(f"{log.name}!{member.name}", stream)  # type: ignore[arg-type]
                 yield from _open(inner, stream, depth + 1)  # type: ignore[arg-type]
+
+
+def _read_tar(log: LogStream) -> tarfile.TarFile:
+    """Read the beginning of an archive. Raises OSError if it is cut within its first header."""
+    try:
+        return tarfile.open(fileobj=_Readable(log), mode="r|")
+    except tarfile.TarError as error:
+        raise OSError(f"a tar archive that is damaged: {error}") from error
 
 
 def _open_zip(log: LogStream, raw: BinaryIO, depth: int) -> Iterator[LogStream]:

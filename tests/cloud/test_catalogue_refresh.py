@@ -243,6 +243,7 @@ def test_an_advisor_that_is_no_advisor_is_refused():
         ([400.0] * 4, "400 Gigabit", 400.0),  # g6e.48xlarge: four cards share one limit
         ([100.0] * 32, "3200 Gigabit", 3200.0),
         ([10.0], "Up to 25 Gigabit", 10.0),
+        ([100.0] * 4, "4x 100 Gigabit", 400.0),  # p4d.24xlarge
         ([100.0, 100.0], None, 200.0),
         ([100.0, None], "200 Gigabit", None),
     ],

@@ -75,6 +75,17 @@ def test_a_loop_is_the_same_failure_three_times_without_a_commit_or_any_ten(
     assert [failure.generation for failure in find_crash_loop(failures, commit_of)] == loop
 
 
+def test_an_unexplained_end_takes_no_mark_of_an_earlier_run() -> None:
+    """Whoever started the job again may have mended what failed before."""
+    earlier = [
+        FailedGeneration(generation=number, fingerprint=A, rank_seconds=1.0, run="1")
+        for number in (1, 2, 3)
+    ]
+    lost = FailedGeneration(generation=4, fingerprint="", rank_seconds=1.0, run="2")
+
+    assert find_crash_loop([*earlier, lost], 0) == []
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> GangSpec:
     return GangSpec(

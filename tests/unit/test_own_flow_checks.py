@@ -79,6 +79,8 @@ def test_a_step_with_ebbflow_passes_metaflows_check_alone_and_with_num_parallel(
 ) -> None:
     code, text = check(tmp_path)
     assert code == 0, text
+    code, text = check(tmp_path, training="min('resnet', key=len), print('x'), repr(run('resnet'))")
+    assert code == 0, f"a function of the user's is no training: {text}"
     code, text = check(
         tmp_path, called_with=", num_parallel=2", inputs=", inputs", decorators="@ebbflow(budget=3)"
     )

@@ -186,6 +186,22 @@ def test_a_known_job_never_begins_anew_in_an_empty_store(
     assert adopt_store(str(place), JOB, runs) == new, "the permission is given once"
 
 
+def test_a_known_job_never_begins_anew_where_only_its_commits_are_gone(
+    place: Path, runs: Path
+) -> None:
+    """The marker is there, and `jobs/` was emptied, or is a mount of its own."""
+    adopt_and_remember(place, runs)
+    write_report(runs, 120)
+    shutil.rmtree(place / "jobs", ignore_errors=True)
+
+    with pytest.raises(
+        JobNotInStore, match="has nothing of this job, and the job reached step 120"
+    ):
+        adopt_store(str(place), JOB, runs)
+    adopt_store(str(place), JOB, runs, from_scratch=True)
+    adopt_store(str(place), JOB, runs)
+
+
 def test_a_known_job_is_not_continued_in_another_store_of_its_address(
     place: Path, runs: Path
 ) -> None:

@@ -5,6 +5,7 @@ A store keeps its markers for ever, and several are no contradiction: of two lau
 new store at the same time, each may write one, and both are right from then on.
 """
 
+import contextlib
 import json
 import secrets
 import time
@@ -26,6 +27,7 @@ from ebbflow.core.store.marker import expect_marker
 from ebbflow.core.store.objects import Store
 
 _REPORT = "report.json"
+_OLD_REPORT = "report-before.json"
 _REQUEST_SECONDS = 10.0
 
 
@@ -46,8 +48,12 @@ def adopt_store(uri: str, job: str, runs: Path, *, from_scratch: bool = False) -
     folder = runs / job
     known = known_job(folder)
     ids = [marker_id(meta.key) for meta in store.list(MARKERS_PREFIX)]
-    if known is not None and _is_same_place(known.store, uri) and not from_scratch:
-        _check_known_store(store, known, folder, ids)
+    if known is not None and _is_same_place(known.store, uri):
+        if from_scratch:  # later starts must not measure the new job by the old one's steps
+            with contextlib.suppress(OSError):
+                (folder / _REPORT).rename(folder / _OLD_REPORT)
+        else:
+            _check_known_store(store, known, folder, ids)
     if known is not None and known.marker in ids:
         chosen = known.marker
     elif ids:

@@ -297,10 +297,12 @@ def warn_unlikely(
         hint = ""
     else:
         hint = f"; fix: {later_deadline_hint(enough)}"
+    why = "on-demand takes over in time at the planned speed, which is uncertain"
+    if best.market == "on_demand":
+        why = "its speed, which is uncertain, decides"
     return (
         f"! P(in time) {chance_in_time(best):.1%} is below cost.confidence, "
-        f"{config.cost.confidence:.1%}: on-demand takes over in time at the planned speed, which is "
-        f"uncertain ({best.speed_kind}){hint}"
+        f"{config.cost.confidence:.1%}: {why} ({best.speed_kind}){hint}"
     )
 
 
