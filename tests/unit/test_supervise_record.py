@@ -497,3 +497,33 @@ def test_a_job_is_named_after_its_file(options, tmp_path: Path, stem: str, job: 
     path = tmp_path / f"{stem}.yaml"
     path.write_text(Path(CONFIG).read_text())
     assert read_options([str(path)], project_root=ROOT).job == job
+
+
+def test_dollars_without_progress_are_those_of_each_node_at_its_price(store: Store) -> None:
+    """The plan's price is that of one node: it was divided by the ranks of all nodes."""
+    plan = plan_event(3.6)
+    plan.data["chosen"] |= {"nodes": 4, "processes_per_node": 2}
+    gangs: list[Event] = []
+    for number in (1, 2, 3):
+        gang = GangLog(number, number * 10_000.0, [[0, 1], [2, 3], [4, 5], [6, 7]])
+        gang.steps(1, 1, useful_step=100.0)
+        gang.ended("node_lost", 100.0)
+        gangs += gang.events
+    put_events(store, [plan, *gangs])
+    config = RunConfig.model_validate({"survival": {"no_progress_usd": 1.1}})
+
+    exceeded = read_record(store, config).exceeded_bound
+
+    # 3 starts of 100 s on 4 nodes at a tenth of a cent
+    assert "took $1.20, more than survival.no_progress_usd (1.1)" in exceeded
+
+
+def test_a_configuration_that_an_older_release_wrote_is_the_same_with_todays_defaults(
+    store: Store,
+) -> None:
+    written = RunConfig().model_dump(mode="json")
+    del written["survival"]["no_progress_hours"]
+    store.put("config.json", json.dumps({"config": written}).encode())
+    put_events(store, [plan_event(3.6), *generation(1, "completed")])
+
+    assert read_record(store, RunConfig()).finished
