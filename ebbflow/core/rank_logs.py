@@ -49,6 +49,10 @@ _UNRECORDED_BYTES = 64 * 1024 * 1024
 _READERS = 16
 _SEGMENT = re.compile(r"logs/\d{6}/\d+-\d+-[^/]+\.jsonl")
 
+# A warning of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d]
+# Server …", and the stack that may follow it.
+_NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
+_NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 _STEP = "step:"
 _REQUEST_SECONDS = 30.0
 
@@ -112,6 +116,26 @@ class LogLine:
             f"{one_line(self.t)} g{self.generation} n{self.node} r{self.rank} {step} | "
             f"{escape_controls(self.text)}"
         )
+
+
+class NativeWarnings:
+    """Filter that removes messages of torch's C++ code, and the stacks that follow them, from the
+    lines of a log.
+    """
+
+    def __init__(self) -> None:
+        self._inside = False
+
+    def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
+        """Yield the lines outside C++ messages and stacks.
+
+        Pass a log in order, since a stack may span calls.
+        """
+        for line in lines:
+            note = _NATIVE_NOTE.match(line) is not None
+            self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
+            if not self._inside:
+                yield line
 
 
 class LogsError(InfraError, outcome=Outcome.CONFIG):

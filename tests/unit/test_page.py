@@ -332,6 +332,31 @@ def test_the_stack_of_the_failed_rank_and_the_path_of_its_log_are_on_the_page() 
     assert RunReport.from_json(report.to_json()).events["stack"] == report.events["stack"]
 
 
+def test_what_a_failed_rank_printed_last_leaves_out_torchs_own_notes() -> None:
+    error = ["Traceback (most recent call last):", "RuntimeError: no more"]
+    note = "[W1129 09:17:32.428959393 WorkerServer.cpp:113] [c10d] Server listening to UNIX /a"
+    lines = [
+        LogLine(
+            t="2027-01-15T08:00:00.000Z",
+            job="demo",
+            generation=2,
+            node=0,
+            rank=1,
+            step=3,
+            phase=None,
+            text=text,
+            start=at,
+            end=at + 1,
+        )
+        for at, text in enumerate([*error, note])
+    ]
+
+    report = build_report(interrupted_job(completed=False), logs=lambda: lines)
+
+    stack = report.events["stack"]
+    assert stack is not None and stack["lines"] == error
+
+
 def test_the_commands_print_one_state_and_write_a_page_of_all_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

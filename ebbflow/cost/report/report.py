@@ -19,7 +19,7 @@ from ebbflow.core.event_payloads import BatchAttemptPayload, OutcomePayload
 from ebbflow.core.events import Event, LedgerClass, select_events, without_nan
 from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.launchers import RunningJob
-from ebbflow.core.rank_logs import LogLine
+from ebbflow.core.rank_logs import LogLine, NativeWarnings
 from ebbflow.core.segments import Damage
 from ebbflow.cost.amounts import round_amount
 from ebbflow.cost.capacity.placement import read_attempts
@@ -463,7 +463,7 @@ def _find_stack(failure: Failure | None, output: Sequence[LogLine]) -> LastOutpu
     rank = next(
         (line.rank for line in mine if rank is None and line.text.startswith(_TRACEBACK)), rank
     )
-    texts = [line.text for line in mine if line.rank == rank]
+    texts = [*NativeWarnings().remove_from([line.text for line in mine if line.rank == rank])]
     starts = [at for at, text in enumerate(texts) if text.startswith(_TRACEBACK)]
     while len(starts) > 1 and any(
         " exception" in text for text in texts[max(0, starts[-1] - 3) : starts[-1]]

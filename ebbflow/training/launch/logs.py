@@ -14,21 +14,20 @@ import contextlib
 import ctypes
 import errno
 import os
-import re
 import secrets
 import select
 import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
 from ebbflow.core.layout import log_key
 from ebbflow.core.program import REPLACE_UNPRINTABLE, own_command
-from ebbflow.core.rank_logs import LogLine, escape_controls, split_lines, utc_text
+from ebbflow.core.rank_logs import LogLine, NativeWarnings, escape_controls, split_lines, utc_text
 from ebbflow.core.retry import backoff_pauses
 from ebbflow.core.store import Store
 from ebbflow.core.untrusted_text import printable
@@ -46,10 +45,6 @@ _ECHO_BYTES_PER_LOOK = 1024 * 1024
 _LONGEST_PAUSED_TEXT = 1024 * 1024  # characters
 _WRITE_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
-# A warning of torch's C++ code, such as "[W1122 20:53:08.732392175 WorkerServer.cpp:113] [c10d]
-# Server …", and the stack that may follow it.
-_NATIVE_NOTE = re.compile(r"(?:\[rank\d+\]:)?\[[WI]\d{4} \d\d:\d\d:\d\d\.\d+ [^\s\]]+:\d+\] ")
-_NATIVE_STACK = re.compile(r"Exception raised from |frame #\d+: ")
 
 TAIL_BYTES = 1024 * 1024
 _TAIL_SHARE = 8  # the tail is at most the limit divided by this
@@ -115,26 +110,6 @@ class TerminalEcho:
             _OWN_OUTPUT.write(
                 "".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines))
             )
-
-
-class NativeWarnings:
-    """Filter that removes messages of torch's C++ code, and the stacks that follow them, from the
-    lines of a log.
-    """
-
-    def __init__(self) -> None:
-        self._inside = False
-
-    def remove_from(self, lines: Sequence[str]) -> Iterator[str]:
-        """Yield the lines outside C++ messages and stacks.
-
-        Pass a log in order, since a stack may span calls.
-        """
-        for line in lines:
-            note = _NATIVE_NOTE.match(line) is not None
-            self._inside = note or (self._inside and _NATIVE_STACK.match(line) is not None)
-            if not self._inside:
-                yield line
 
 
 class NonBlockingOutput:
@@ -601,7 +576,9 @@ def _last_lines(path: Path) -> list[str]:
     except OSError as error:
         return [f"(no log: {error})"]
     lines = [line for line in text.split("\n") if line.strip()]
-    lines = [*NativeWarnings().remove_from(lines)] or lines  # warnings are better than nothing
+    # Warnings are better than nothing, but not the note on our flight recorder's socket
+    noted = [line for line in lines if "WorkerServer.cpp" not in line]
+    lines = [*NativeWarnings().remove_from(lines)] or noted
     return [escape_controls(line) for line in lines[-_LAST_LINES:]] or ["(it printed nothing)"]
 
 
