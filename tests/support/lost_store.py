@@ -124,7 +124,10 @@ def _start(folder: Path, store: Path) -> subprocess.Popen[str]:
 
 def _newest_step(store: Path) -> int:
     job = store / job_prefix("train")
-    keys = [str(path.relative_to(job)) for path in job.glob("commits/*/*/*.json")]
+    try:
+        keys = [str(path.relative_to(job)) for path in job.glob("commits/*/*/*.json")]
+    except FileNotFoundError:  # a folder was deleted meanwhile, since it was empty
+        return 0
     return max((parse_commit_key(key)[0] for key in keys), default=0)
 
 

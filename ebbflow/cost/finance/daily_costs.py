@@ -136,10 +136,7 @@ def compare_days(
     rates = [bill.price.curve.first for bill in ledger.nodes]
     extra = max(rates, default=Decimal(0)) * instances * _UNMETERED_SECONDS / 3600
     found = []
-    covered = sorted(costs.usd)  # a job may begin before the export, or end after it
     for day, usd in sorted(metered.items()):
-        if not covered or not covered[0] <= day <= covered[-1]:
-            continue
         row = costs.usd.get(day, {})
         most = usd * (1 + _AGREED_SHARE) + extra + _AGREED_USD
         found.append(
