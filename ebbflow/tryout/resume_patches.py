@@ -51,6 +51,8 @@ def find_patch(finding: LostState, *, checkpoint: str) -> Patch | None:
         generator = _GENERATORS[variable]
         return Patch(key, generator.get, generator.put.format(f"{checkpoint}[{key!r}]"))
     read = f"{checkpoint}[{key!r}]"
+    if kind == "Generator":
+        return Patch(key, f"{variable}.get_state()", f"{variable}.set_state({read})")
     if kind in AVERAGES or kind == "counter":
         return Patch(key, variable, f"{variable} = {read}")
     if kind not in LOSSES:

@@ -15,7 +15,7 @@ from ebbflow.tryout.resume_patches import LOSSES, Places, find_patch
 
 # A wrong number that the script restores itself can cause these
 _BY_WRONG_COUNT = frozenset({"counter", "data", "drawn data", "index", "unknown"})
-_MOST_SHIFTS = 4
+_MOST_SHIFTS = 8
 _ATTACH = "attach"
 
 
@@ -125,25 +125,51 @@ def _is_of_counter(repair: Repair, findings: Sequence[LostState]) -> bool:
     return any(f" {name} = " in shown for name in names)
 
 
-def _shift_counts(sources: Mapping[str, str], places: Places) -> Iterator[Repair]:
-    """Yield repairs that add 1 to, or take it from, a number that the script restores."""
+def _shift_counts(sources: Mapping[str, str], places: Places) -> list[Repair]:
+    """Return repairs that take back an addition of 1 to a number that the script restores, then those
+    that add 1 to such a number, or take 1 from it.
+    """
     found_load = _find_load(sources, places.load)
     if found_load is None:
-        return
+        return []
     _, loaded, _ = found_load
-    count = 0
+    taken_back: list[Repair] = []
+    shifted: list[Repair] = []
     for file, source in sources.items():
         for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Subscript):
+            if not isinstance(node, ast.Assign):
                 continue
-            read = node.value
-            if ast.unparse(read.value) != loaded or count == _MOST_SHIFTS:
-                continue
-            count += 1
-            for shift in (" + 1", " - 1"):
-                end = Insertion(file, read.end_lineno or 0, read.end_col_offset or 0, shift)
-                shown = f"{_line(file, end.line, places)}: {ast.unparse(node)}{shift}"
-                yield Repair((end,), (shown,))
+            where = f"{_line(file, node.lineno, places)}: {ast.unparse(node.targets[0])} = "
+            value = node.value
+            if isinstance(value, ast.BinOp) and _reads_from(value.left, loaded):
+                opposite = _opposite_of(value)
+                if opposite:
+                    shown = f"{where}{ast.unparse(value.left)}"
+                    taken_back.append(_append(file, value, opposite, shown))
+            elif _reads_from(value, loaded):
+                for shift in (" + 1", " - 1"):
+                    shown = f"{where}{ast.unparse(value)}{shift}"
+                    shifted.append(_append(file, value, shift, shown))
+    return [*taken_back, *shifted][:_MOST_SHIFTS]
+
+
+def _append(file: str, value: ast.expr, text: str, shown: str) -> Repair:
+    return Repair(
+        (Insertion(file, value.end_lineno or 0, value.end_col_offset or 0, text),), (shown,)
+    )
+
+
+def _reads_from(value: ast.expr, loaded: str) -> bool:
+    return isinstance(value, ast.Subscript) and ast.unparse(value.value) == loaded
+
+
+def _opposite_of(operation: ast.BinOp) -> str:
+    """Return what undoes `… + 1` or `… - 1`; "" for any other operation."""
+    if not (isinstance(operation.right, ast.Constant) and operation.right.value == 1):
+        return ""
+    if isinstance(operation.op, ast.Add):
+        return " - 1"
+    return " + 1" if isinstance(operation.op, ast.Sub) else ""
 
 
 def _find_load(sources: Mapping[str, str], place: str) -> tuple[str, str, ast.stmt] | None:

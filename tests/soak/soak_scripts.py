@@ -23,7 +23,15 @@ from tests.support.swift import Swift
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1800)]
 
 # Planted bugs for which the doctor knows no repair, or none of one statement
-_WITHOUT_REPAIR = {"batches", "epoch", "statistics", "sampler", "nothing", "DDP random states"}
+_WITHOUT_REPAIR = {
+    "batches",
+    "epoch",
+    "statistics",
+    "sampler",
+    "nothing",
+    "DDP epoch",
+    "DDP random states",
+}
 # Counts that nothing uses, planted into a sound script: before the loop, and in each of its steps.
 _UNUSED = """    import time
     began, class_of = time.time(), type("Meter", (), {"__module__": __name__})

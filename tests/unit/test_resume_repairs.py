@@ -62,6 +62,22 @@ def test_what_the_script_restores_already_is_never_proposed_again() -> None:
     ]
 
 
+def test_an_addition_to_a_restored_number_is_taken_back_first() -> None:
+    source = SCRIPT.replace('ckpt["epoch"]', 'ckpt["epoch"] + 1')
+
+    trials = propose_repairs({"train.py": source}, [LostState("data", "")], PLACES)
+
+    assert trials[0][0].lines == ("line 9: start = ckpt['epoch']",)
+    assert 'ckpt["epoch"] + 1 - 1' in repaired(LostState("data", ""), source=source)[0]
+
+
+def test_a_generator_is_saved_and_restored_by_its_own_state() -> None:
+    (text,) = repaired(LostState("Generator", "shuffle"))
+
+    assert "shuffle=shuffle.get_state())" in text
+    assert "shuffle.set_state(ckpt['shuffle'])" in text
+
+
 @pytest.mark.parametrize("kind", ["start", "weights", "buffers"])
 def test_a_loss_without_a_variable_has_no_repair(kind: str) -> None:
     assert repaired(LostState(kind, "")) == []
