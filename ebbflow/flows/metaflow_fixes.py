@@ -35,9 +35,8 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.flows.attempts.submit_request import SubmitRequest
 from ebbflow.infra.aws.account import metaflow_setting
-from ebbflow.infra.aws.answers import JobsAnswer
+from ebbflow.infra.aws.answers import JobsAnswer, SubmitRequest
 
 # Releases on which the fixed flow ran in a local Batch: `make metaflow-releases`.
 KNOWN = ((2, 19, 0), (2, 19, 20), (2, 19, 39))

@@ -26,10 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVarTuple
 
-from ebbflow.flows.attempts.submit_request import SubmitAnswer, SubmitRequest
 from ebbflow.flows.attempts.submit_retry import LostAnswers, SubmitRetry
 from ebbflow.flows.job import Job
 from ebbflow.flows.remote import RUNNABLE_VARIABLE
+from ebbflow.infra.aws.answers import SubmitAnswer, SubmitRequest
 
 if TYPE_CHECKING:
     from ebbflow.core.event_log import EventLog

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from ebbflow.core.errors import CloudError, CloudUnavailable
-from ebbflow.flows.attempts.submit_request import SubmitRequest
+from ebbflow.infra.aws.answers import SubmitRequest
 
 if TYPE_CHECKING:
     from botocore.awsrequest import AWSPreparedRequest, AWSResponse

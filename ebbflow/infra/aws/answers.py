@@ -1,4 +1,4 @@
-"""Shapes of AWS's answers, with the fields that are read.
+"""Shapes of AWS's answers, and of the request SubmitJob, with the fields that are read.
 
 A field that AWS always sends is required. `ebbflow.infra.aws.calls` returns answers of these types
 unchecked; `required_field` is for fields that an emulator or proxy is known to leave out.
@@ -433,3 +433,53 @@ class MetricsAnswer(TypedDict, total=False):
     """cloudwatch:ListMetrics."""
 
     Metrics: list[dict[str, Json]]
+
+
+class ContainerOverrides(TypedDict, total=False):
+    """Settings of a job's container."""
+
+    command: list[str]
+
+
+class NodeOverride(TypedDict, total=False):
+    """Settings of some nodes of a multi-node job."""
+
+    containerOverrides: Required[ContainerOverrides]
+
+
+class NodeOverrides(TypedDict, total=False):
+    """Settings of a multi-node job's nodes."""
+
+    nodePropertyOverrides: list[NodeOverride]
+
+
+class SubmitRequest(TypedDict, total=False):
+    """Parameters of SubmitJob."""
+
+    jobName: str
+    jobQueue: str
+    parameters: dict[str, str] | None
+    containerOverrides: ContainerOverrides | None
+    nodeOverrides: NodeOverrides | None
+
+
+class ServiceError(TypedDict, total=False):
+    """Error that Batch returns."""
+
+    Code: str
+    Message: str
+
+
+class ResponseMetadata(TypedDict, total=False):
+    """Metadata of an answer."""
+
+    HTTPStatusCode: int
+
+
+class SubmitAnswer(TypedDict, total=False):
+    """Answer to SubmitJob."""
+
+    jobId: str
+    jobName: str
+    Error: ServiceError | None
+    ResponseMetadata: ResponseMetadata | None
