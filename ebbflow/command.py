@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, get_args
 
 from ebbflow import __version__
 from ebbflow.core.process import exit_when_interrupted, run_benchmarks
@@ -19,7 +19,6 @@ _FLOW = PACKAGE_ROOT / "flows" / "train_flow.py"
 _SUPERVISOR = PACKAGE_ROOT / "flows" / "supervise.py"
 _LAB = "lab"
 _TRACKER = "--tracker"
-_TRACKERS = ("wandb", "mlflow", "tensorboard", "jsonl")
 _BENCHMARK_GROUPS = ("gpu", "diagnose")
 _COMPLETIONS = {
     "bash": "complete -W '{names}' -o default ebbflow",
@@ -329,6 +328,9 @@ def _expand_profile(words: list[str]) -> list[str]:
 
 def _expand_tracker(words: list[str]) -> list[str]:
     """Replace each `--tracker KIND` by one setting of trackers. Raises ValueError."""
+    from ebbflow.core.config.schema import TrackerConfig
+
+    known = get_args(TrackerConfig.model_fields["type"].annotation)
     kinds: list[str] = []
     rest: list[str] = []
     own = words[: _count_own(words)]
@@ -340,9 +342,8 @@ def _expand_tracker(words: list[str]) -> list[str]:
             continue
         if not has_value:
             value = own.pop(0) if own else ""
-        if value not in _TRACKERS:
-            known = ", ".join(_TRACKERS)
-            raise ValueError(f"--tracker takes one of {known}, and not {value!r}")
+        if value not in known:
+            raise ValueError(f"--tracker takes one of {', '.join(known)}, and not {value!r}")
         kinds.append(value)
     if kinds:
         rest += ["--set", f"trackers={json.dumps([{'type': kind} for kind in kinds])}"]

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.json_values import Json
-from ebbflow.core.process import OwnProgram, own_program_line
+from ebbflow.core.process import OwnProgram, describe_exit, own_program_line
 from ebbflow.core.program import python_path
 
 LIVE_PAGE = "live.html"
@@ -84,7 +83,7 @@ class ObserverProcess:
                 # A library of a tracker can end the process, which must not end the live page
                 self._feeds = False
                 self._tell(
-                    f"trackers and notifications: their process ended with exit code {code}; "
+                    f"trackers and notifications: their process {describe_exit(code)}; "
                     "training and the live page go on without them"
                 )
                 self._run_once([*self._words, "--only-page"])
@@ -175,36 +174,24 @@ def describe_start(job: str, work: str, store: str, folder: Path) -> str:
     return f"ebbflow: job {job}, {work}, store {store}, live page {page}"
 
 
-def describe_unwatched_limits(config: RunConfig) -> str:
-    """Return a line about limits of the configuration that nothing watches without the flow, or ""."""
-    limits = {
-        "cost.budget_usd": config.cost.budget_usd,
-        "cost.deadline_hours": config.cost.deadline_hours,
-    }
-    names = " and ".join(name for name, limit in limits.items() if limit is not None)
-    if not names:
-        return ""
-    return (
-        f"ebbflow: {names}: not watched for a script that runs without a plan; fix: "
-        "ebbflow run SCRIPT --nodes 1, which plans and watches them"
-    )
-
-
 def start_script_observer(
     job: str,
     store: str,
     config: Mapping[str, Json],
     folder: Path,
-    tell: Callable[[str], None] = print,
+    *,
+    writes_report: bool = True,
 ) -> ObserverProcess | None:
-    """Start the process that observes a script's job, and writes its report into `folder`.
+    """Start the process that observes a script's job: its live page in `folder`, progress lines, and
+    at the end, if it `writes_report`, the report in `folder` and the closing lines.
 
-    `folder` also gets the live page. With EBBFLOW_LIVE_PAGE=0, there are trackers and notifications
+    With EBBFLOW_LIVE_PAGE=0, there are trackers and notifications
     only.
     """
     if not shows_live_page():
-        return start_observer(job, store, config, tell=tell)
+        return start_observer(job, store, config)
     page = folder / LIVE_PAGE
+    report_folder = folder if writes_report else None
     return start_observer(
-        job, store, config, page=page, tell=tell, shows_progress=True, report_folder=folder
+        job, store, config, page=page, shows_progress=True, report_folder=report_folder
     )

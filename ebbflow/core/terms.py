@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from ebbflow.core.config.schema import RunConfig
+
 # Fractions of the budget that are reported when reached. At the last one a job stops, with the
 # reserve unspent.
 BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
@@ -182,3 +184,23 @@ class Terms:
 def _earliest(*times_utc: float | None) -> float:
     """Return the earliest of several times; infinity if all are None."""
     return min((at for at in times_utc if at is not None), default=math.inf)
+
+
+def describe_unwatched_limits(config: RunConfig, command: str) -> str:
+    """Return a line about limits of the configuration that nothing watches in a job without terms; ""
+    without such limits.
+
+    Args:
+        command: the command that plans the job and watches them.
+    """
+    limits = {
+        "cost.budget_usd": config.cost.budget_usd,
+        "cost.deadline_hours": config.cost.deadline_hours,
+    }
+    names = " and ".join(name for name, limit in limits.items() if limit is not None)
+    if not names:
+        return ""
+    return (
+        f"ebbflow: {names}: not watched, since this job has no plan; fix: {command}, which plans and "
+        "watches them"
+    )

@@ -296,6 +296,7 @@ def _make_spec(request: Request) -> WorkerSpec:
     spec = standalone.open_job(
         store.uri, job, settings, prepared, permits=request.permits, parent=parent
     )
+    standalone.observe_job(spec)
     return replace(spec, overrides=read_overrides(job_store).to_json())
 
 

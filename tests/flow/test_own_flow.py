@@ -215,6 +215,7 @@ def test_a_loop_in_the_step_stops_at_its_budget_and_is_not_retried(tmp_path: Pat
     assert done.exit_code == 1
     assert done.output.count("Task is starting.") == 2
     assert "This failed task will not be retried." in done.output
+    assert "not watched" not in done.output, "the step watches its budget"
     [job] = flow.listed_jobs().values()
     assert job["state"] == "budget"
     stopped = re.search(r"budget: \$([0-9.]+) spent of \$4\.0000", done.output)

@@ -25,6 +25,21 @@ from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.reporter import Clock, Reporter
 
 
+def profiled_job(name: str, config: RunConfig, folder: Path) -> WorkerSpec:
+    return WorkerSpec(
+        job=name,
+        run="1",
+        attempt=0,
+        node=0,
+        generation=1,
+        generation_id="a",
+        candidates=[],
+        config=config,
+        store_uri=str(folder),
+        prepared={},
+    )
+
+
 def kernel(name: str, start: float, length: float, stream: int = 7, **facts: Any) -> dict[str, Any]:
     return {
         "ph": "X",
@@ -147,18 +162,7 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
     first: int, tmp_path: Path
 ) -> None:
     config = RunConfig.model_validate({"training": {"profile_from": first, "profile_steps": 2}})
-    spec = WorkerSpec(
-        job="plain",
-        run="1",
-        attempt=0,
-        node=0,
-        generation=1,
-        generation_id="a",
-        candidates=[],
-        config=config,
-        store_uri=str(tmp_path),
-        prepared={},
-    )
+    spec = profiled_job("plain", config, tmp_path)
     model = torch.nn.Linear(8, 8)
     other = torch.nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, other)]
@@ -183,18 +187,7 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
 def test_the_profilers_own_time_is_a_class_of_its_own(tmp_path: Path) -> None:
     """It was booked as checkpoint stall, 36 % of the paid time of a short job."""
     config = RunConfig.model_validate({"training": {"profile_from": 1, "profile_steps": 1}})
-    spec = WorkerSpec(
-        job="profiled",
-        run="1",
-        attempt=0,
-        node=0,
-        generation=1,
-        generation_id="a",
-        candidates=[],
-        config=config,
-        store_uri=str(tmp_path),
-        prepared={},
-    )
+    spec = profiled_job("profiled", config, tmp_path)
     clock = Clock(lambda *_, **__: None)
     profiler = StepProfiler(spec, config, Gang(), Reporter(clock, lambda *_, **__: None))
     clock.enter(LedgerClass.USEFUL_STEP)

@@ -367,7 +367,7 @@ def _ahead(report: RunReport) -> str:
     else:
         steps = format_count(done, "step")
     if is_unpriced(report):
-        spent = "dollars unknown"
+        spent = "price unknown"
     else:
         spent = f"{format_usd(report.total_usd)} spent{describe_simulation(report)}"
     end = ""
@@ -386,7 +386,7 @@ def _spent(report: RunReport) -> str:
     price.
     """
     if is_unpriced(report):
-        return f"{format_duration(report.paid_rank_seconds)} of rank time, no price"
+        return f"{format_duration(report.paid_rank_seconds)} of rank time, price unknown"
     budget = report.progress.get("budget_usd")
     limit = ""
     if budget:

@@ -11,7 +11,7 @@ from ebbflow.flows.job import RUNS
 from ebbflow.flows.own_flow.node_run import NodeRun
 from ebbflow.flows.own_flow.training_plan import prepare_training
 from ebbflow.training.attach.entry import attach_with
-from ebbflow.training.attach.standalone import claim_for_ranks, open_job
+from ebbflow.training.attach.standalone import claim_for_ranks, observe_job, open_job
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.errors import GangError
@@ -53,4 +53,6 @@ def _open_spec(run: NodeRun) -> WorkerSpec:
         parent=rewind_parent(job.store),
         script=run.step.place,
     )
-    return replace(spec, terms=terms, overrides=read_overrides(job.store).to_json())
+    spec = replace(spec, terms=terms, overrides=read_overrides(job.store).to_json())
+    observe_job(spec, script=run.step.place, writes_report=False)  # the step does, at its end
+    return spec

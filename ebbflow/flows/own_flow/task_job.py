@@ -133,6 +133,7 @@ class TaskJob:
             )
         run = self._run
         self._attached.close_at_exit()
+        _end_live_page()
         self._run = None
         return run.share_result()
 
@@ -164,6 +165,7 @@ class TaskJob:
         if self._attached is not None:
             self._attached.leave_exit_to_caller()
         if self._run is not None and self._run.place.node == 0:
+            _end_live_page()
             self._run.try_report()
 
     def end_step(self) -> None:
@@ -261,3 +263,12 @@ def _find_place() -> NodePlace:
     return NodePlace(
         node=parallel.node_index, nodes=parallel.num_nodes, main_address=parallel.main_ip
     )
+
+
+def _end_live_page() -> None:
+    """End the process that shows an attached job, before the report takes the place of its page."""
+    from ebbflow.training.attach.standalone import (
+        end_observer,  # not at module level: it needs torch
+    )
+
+    end_observer()

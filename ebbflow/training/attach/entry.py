@@ -29,6 +29,7 @@ from ebbflow.training.attach.plain_state import PlainState, is_plain_state
 from ebbflow.training.attach.standalone import (
     adopt_job_store,
     claim_for_ranks,
+    observe_job,
     open_job,
     share_from_rank_0,
 )
@@ -297,6 +298,7 @@ def _open(
     uri = adopt_job_store(str(settings["store"]), job)
     claim_for_ranks(Store.open(uri).sub(job_prefix(job)), job, take_over=False)
     job_store = Store.open(uri).sub(job_prefix(job))
+    script = os.path.abspath(sys.argv[0]) if sys.argv else "script"
     spec = open_job(
         uri,
         job,
@@ -307,6 +309,7 @@ def _open(
         },
         {"fingerprint": "", "weight_unit": "samples"},
         parent=rewind_parent(job_store),
-        script=os.path.abspath(sys.argv[0]) if sys.argv else "script",
+        script=script,
     )
+    observe_job(spec, script=script)
     return replace(spec, overrides=read_overrides(job_store).to_json())

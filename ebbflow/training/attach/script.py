@@ -26,13 +26,13 @@ from ebbflow.core.launchers import claim_job
 from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
 from ebbflow.core.observer_process import (
     describe_start,
-    describe_unwatched_limits,
     shows_live_page,
     start_script_observer,
 )
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.core.store.identity import adopt_store
+from ebbflow.core.terms import describe_unwatched_limits
 from ebbflow.integrations import switch_on
 from ebbflow.training.attach.script_folder import find_script
 from ebbflow.training.attach.unattached import (
@@ -119,7 +119,7 @@ def main(words: list[str]) -> int:
     plural = "" if ranks == 1 else "s"
     what = f"script {script.name} on {ranks} rank{plural}"
     print(describe_start(job, what, known.store, folder), flush=True)
-    unwatched = describe_unwatched_limits(loaded.config)
+    unwatched = describe_unwatched_limits(loaded.config, f"ebbflow run {given.script} --nodes 1")
     if unwatched:
         print(unwatched, flush=True)
     observer = start_script_observer(job, known.store, config, folder)

@@ -34,7 +34,6 @@ from ebbflow.core.layout import (
 from ebbflow.core.observer_process import (
     ObserverProcess,
     describe_start,
-    describe_unwatched_limits,
     start_observer,
     start_script_observer,
 )
@@ -42,6 +41,7 @@ from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
 from ebbflow.core.store.identity import adopt_store
 from ebbflow.core.store.marker import expect_marker, expected_marker_id
+from ebbflow.core.terms import describe_unwatched_limits
 from ebbflow.training.checkpoint import lineage
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
@@ -177,12 +177,6 @@ def open_job(
         events.emit(PREPARED, **prepared)
         if rolled_back is not None:
             events.emit(ROLLBACK, step=rolled_back.known.step, **rolled_back.to_json())
-    if script:
-        work = f"script {Path(script).name}"
-    else:
-        work = f"workload {settings['config']['workload'] or 'language'}"
-    marker = expected_marker_id(store_uri)
-    _observe(KnownJob(job, store_uri, marker), settings["config"], work)
     return WorkerSpec(
         job=job,
         run=job,
@@ -193,9 +187,43 @@ def open_job(
         candidates=[commit.key for commit in reachable_commits(job_store, limit=CANDIDATES)],
         config=RunConfig.model_validate(settings["config"]),
         store_uri=store_uri,
-        store_marker=marker,
+        store_marker=expected_marker_id(store_uri),
         prepared=prepared,
         colocated_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def observe_job(spec: WorkerSpec, *, script: str = "", writes_report: bool = True) -> None:
+    """Print the job's first line, and start the process that shows it.
+
+    Rank 0 calls this, after it has opened the job.
+
+    Args:
+        script: path of the script that attaches its model; "" for a workload.
+        writes_report: whether that process writes the report at the end, since no caller does.
+    """
+    global _observer
+    end_observer()  # of an earlier job of this process
+    if script:
+        work = f"script {Path(script).name}"
+        command = f"ebbflow run {script} --nodes 1"
+    else:
+        work = f"workload {spec.config.workload or 'language'}"
+        command = "ebbflow run --config FILE"
+    known = KnownJob(spec.job, spec.store_uri, spec.store_marker)
+    values = spec.config.model_dump(mode="json")
+    try:
+        folder = remember_job(runs_folder(PROJECT_ROOT), known)
+    except OSError as error:
+        print(f"job {spec.job}: no live page and no report: {error}", file=sys.stderr)
+        start_observer(spec.job, spec.store_uri, values)
+        return
+    print(describe_start(spec.job, work, spec.store_uri, folder), flush=True)
+    unwatched = describe_unwatched_limits(spec.config, command)
+    if unwatched and spec.terms is None:
+        print(unwatched, flush=True)
+    _observer = start_script_observer(
+        spec.job, spec.store_uri, values, folder, writes_report=writes_report
     )
 
 
@@ -307,21 +335,3 @@ def record_exception(
             shown = text
         # Stderr escapes characters that its encoding lacks
         print(shown, end="", file=sys.stderr, flush=True)
-
-
-def _observe(known: KnownJob, config: dict[str, Any], work: str) -> None:
-    """Start the process that shows the job and writes its report, and print the job's first line."""
-    global _observer
-    end_observer()  # of an earlier job of this process
-    job = known.name
-    try:
-        folder = remember_job(runs_folder(PROJECT_ROOT), known)
-    except OSError as error:
-        print(f"job {job}: no live page and no report: {error}", file=sys.stderr)
-        start_observer(job, known.store, config)
-        return
-    print(describe_start(job, work, known.store, folder), flush=True)
-    unwatched = describe_unwatched_limits(RunConfig.model_validate(config))
-    if unwatched:
-        print(unwatched, flush=True)
-    _observer = start_script_observer(job, known.store, config, folder)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from ebbflow.core.json_values import Json, JsonObject
-from ebbflow.core.process import signal_name
+from ebbflow.core.process import describe_exit
 from ebbflow.core.remarks import remark
 from ebbflow.training.attach.state import derive_seed, random_numbers_of, seed_all
 from ebbflow.training.data.tokens import SampleOrder
@@ -246,10 +246,7 @@ class SampleLoader:
                         f"while it read sample {sample}, index "
                         f"{self._reader.indices(Cursor(sample, 1))[0]}"
                     )
-                if code < 0:
-                    how = f"was killed by {signal_name(-code)}"
-                else:
-                    how = f"exited with {code}"
+                how = describe_exit(code)
                 return sample, f"worker {number} that loads data {how} {what}"
         return _NOTHING, ""
 
