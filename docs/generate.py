@@ -40,6 +40,59 @@ At `/metrics` of each node. Constant labels: `job`, `node`.
 """
 
 
+# The page that explains a command, where there is more to say than its help does
+_GUIDES = {
+    "run": "start",
+    "resume": "faults",
+    "supervise": "faults",
+    "plan": "money",
+    "preflight": "preflight",
+    "config": "configuration",
+    "jobs": "bill",
+    "watch": "bill",
+    "logs": "observability",
+    "stop": "questions",
+    "track": "trackers",
+    "observe": "observability",
+    "report": "bill",
+    "card": "metaflow",
+    "checkpoints": "checkpoints",
+    "diagnose": "troubleshoot",
+    "explain": "symptoms",
+    "trace": "observability",
+    "bundle": "troubleshoot",
+    "reconcile": "bill",
+    "new": "your-model",
+    "examine": "your-model",
+    "doctor": "attach",
+    "prices": "prices",
+    "deploy": "aws",
+    "adopt": "configuration",
+    "kubernetes": "kubernetes",
+    "export": "skypilot",
+    "certify": "faults",
+    "compare": "parallel",
+    "replay": "bill",
+    "catalogue": "prices",
+    "bench": "benchmarks",
+    "soak": "benchmarks",
+}
+
+CHECKS_HEAD = """# All preflight checks
+
+Written by `python docs/generate.py` from the checks and from `ebbflow/infra/checks/environment.py`; do not edit.
+[Preflight](preflight.md) explains the columns and the ids of the last one.
+"""
+
+COMMANDS_HEAD = """# Commands
+
+Written by `python docs/generate.py` from `ebbflow/command.py` and `ebbflow/flows/run_help.py`; do not edit. `ebbflow COMMAND
+--help` lists all options of a command, and `ebbflow lab` the tools for maintainers. The older spellings `python
+flows/train_flow.py run`, `python -m infra …`, `python -m cost …` and `python -m training …` still work in a checkout;
+`torchrun … -m ebbflow.training FILE` trains without Metaflow.
+"""
+
+
 def keys_page() -> str:
     """The page with every key, its type, its default and its description."""
     from ebbflow.core.config.json_schema import json_schema
@@ -118,6 +171,49 @@ def metrics_page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def checks_page() -> str:
+    """The page with every preflight check, and every variable that one of them warns of."""
+    from ebbflow.core.preflight import render_checks
+    from ebbflow.flows.checks import all_checks
+    from ebbflow.infra.checks.environment import ADVICE
+
+    parts = [
+        CHECKS_HEAD,
+        render_checks(all_checks()),
+        "\n## Misleading variables\n",
+        "The check `advice` warns of these if they are set.\n",
+        "| variable | why not | instead |",
+        "|---|---|---|",
+    ]
+    for advice in ADVICE:
+        parts.append(f"| `{advice.variable}` | {advice.why} | {advice.instead} |")
+    return "\n".join(parts) + "\n"
+
+
+def commands_page() -> str:
+    """The page with every command by its purpose, and the options of `ebbflow run`."""
+    from ebbflow.command import COMMANDS, Group
+    from ebbflow.flows.run_help import SECTIONS
+
+    parts = [COMMANDS_HEAD]
+    for group in Group:
+        parts += [f"## {_headline(group.value)}\n", "| command | does | more |", "|---|---|---|"]
+        prefix = "ebbflow lab" if group is Group.LAB else "ebbflow"
+        for name, command in COMMANDS.items():
+            if command.group is group:
+                guide = f"[{_GUIDES[name]}]({_GUIDES[name]}.md)" if name in _GUIDES else ""
+                parts.append(f"| `{prefix} {name}` | {_plain(command.help)} | {guide} |")
+        parts.append("")
+    parts.append("## Options of `ebbflow run`\n")
+    for heading, options in SECTIONS.items():
+        parts += [f"| {heading} | |", "|---|---|"]
+        for option, text in options.items():
+            cell = option.replace("|", "\\|")
+            parts.append(f"| `{cell}` | {_plain(text)} |")
+        parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
 def manifest(text: str) -> str:
     """The text of a manifest with the exit codes after which its supervisor is not started again."""
     from ebbflow.core.errors import Outcome
@@ -171,6 +267,12 @@ def _type(node: dict[str, Any]) -> str:
     )
 
 
+def _headline(text: str) -> str:
+    """The heading of a group of commands, without the command that some name."""
+    title = text.partition(":")[0]
+    return title[0].upper() + title[1:]
+
+
 def _plain(text: str) -> str:
     """The text with what Markdown would interpret escaped."""
     for mark in "\\|<>*_[]`":
@@ -178,10 +280,17 @@ def _plain(text: str) -> str:
     return text
 
 
+PAGES = {
+    "configuration-keys.md": keys_page,
+    "symptoms.md": symptoms_page,
+    "metrics.md": metrics_page,
+    "preflight-checks.md": checks_page,
+    "commands.md": commands_page,
+}
+
 if __name__ == "__main__":
     sys.path.insert(0, str(DOCS.parent))
-    (DOCS / "configuration-keys.md").write_text(keys_page(), encoding="utf-8")
-    (DOCS / "metrics.md").write_text(metrics_page(), encoding="utf-8")
-    (DOCS / "symptoms.md").write_text(symptoms_page(), encoding="utf-8")
+    for page_name, render in PAGES.items():
+        (DOCS / page_name).write_text(render(), encoding="utf-8")
     for path in MANIFESTS:
         path.write_text(manifest(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ebbflow.core.renamed_modules import install_old_names
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from ebbflow.flows.launcher import use_records

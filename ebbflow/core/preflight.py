@@ -146,7 +146,7 @@ def render_results(results: Sequence[CheckResult]) -> str:
 
 
 def render_checks(checks: Sequence[Check]) -> str:
-    """Render the checks as the table in docs/preflight.md."""
+    """Render the checks as the table in docs/preflight-checks.md."""
     rows = [
         "| check | what it makes sure of | fails as | tier | deadline | catches |",
         "|---" * 6 + "|",

@@ -125,7 +125,9 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="leave out the checks that take seconds"
     )
     command.add_argument(
-        "--list", action="store_true", help="what is checked, as the table of docs/preflight.md"
+        "--list",
+        action="store_true",
+        help="what is checked, as the table of docs/preflight-checks.md",
     )
     command.set_defaults(command=preflight)
     command = commands.add_parser(

@@ -129,7 +129,7 @@ def test_every_command_works_beside_modules_of_the_same_names(
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert ebbflow("--version").split() == ["ebbflow", "0.2.0"]
+    assert ebbflow("--version").split() == ["ebbflow", "0.3.0"]
     shorter = [
         "training.max_steps=20",
         "training.evaluation_interval_steps=10",

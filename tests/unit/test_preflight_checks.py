@@ -22,9 +22,8 @@ import pytest
 
 from ebbflow.core.config import RunConfig
 from ebbflow.core.footprint import causal_lm_shape, commit_bytes, size_text, staging_bytes
-from ebbflow.core.preflight import failed_results, render_checks
+from ebbflow.core.preflight import failed_results
 from ebbflow.core.requirements import REQUIREMENTS
-from ebbflow.infra.checks.environment import ADVICE
 from ebbflow.training.checkpoint.retention import WholeCommit, choose_commits
 from ebbflow.training.checks import commits_room
 from ebbflow.training.session import retention_policy
@@ -364,13 +363,10 @@ def test_budget_and_deadline() -> None:
     skipped("budget-deadline", model=HUGE)
 
 
-def test_the_documentation_lists_every_check_trouble_and_variable() -> None:
+def test_the_documentation_lists_every_trouble() -> None:
     page = (ROOT / "docs" / "preflight.md").read_text()
-    assert render_checks(ALL_CHECKS) in page, "paste what `ebbflow preflight --list` prints"
     troubles = re.findall(r"^\| ([A-J][0-9]{2}) \| ", page, re.MULTILINE)
     symptoms = set()
     for check in ALL_CHECKS:
         symptoms |= set(check.symptoms)
     assert troubles == sorted(symptoms)
-    for advice in ADVICE:
-        assert f"| `{advice.variable}` | {advice.why} | {advice.instead} |" in page
