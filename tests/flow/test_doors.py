@@ -98,12 +98,10 @@ def test_the_step_of_a_flow_trains(tmp_path: Path) -> None:
 
 def test_the_named_model_is_tuned(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    from transformers import LlamaConfig
-
-    from tests.gang.test_hugging_face import SIZE, random_model
+    from tests.gang.test_hugging_face import TIED, random_model
 
     folder = tmp_path / "qwen"
-    random_model(LlamaConfig(vocab_size=300, max_position_embeddings=64, **SIZE), folder)
+    random_model(TIED, folder)
     text = block("yaml", "HuggingFace").replace("models/qwen", str(folder))
     text = text.replace("rows.jsonl", str(tmp_path / "data.jsonl"))
     assert train(tmp_path, text, {"model.sequence_length": 32, "parallel.mode": "ddp"})
