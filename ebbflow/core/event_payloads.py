@@ -502,7 +502,7 @@ class PromisePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultInjectedPayload(Payload):
-    """Rehearsed fault."""
+    """Data of the event `fault_injected`: which fault was rehearsed, and where."""
 
     kind: Text = None
     target: Text = None

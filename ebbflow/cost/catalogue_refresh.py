@@ -107,7 +107,7 @@ class ProductOffer(TypedDict):
 
 
 class ProductTerms(TypedDict, total=False):
-    """Offers of a product by terms."""
+    """Offers of a product, by the terms of payment; only those on demand are read."""
 
     OnDemand: dict[str, ProductOffer] | None
 

@@ -142,7 +142,7 @@ def _may_take_over(config: RunConfig, pool: Candidate) -> bool:
 
 
 def _undominated(judged: Sequence[tuple[Candidate, str]]) -> list[tuple[Candidate, str]]:
-    """Return the pools that no faster one beats in dollars, by their means.
+    """Return the pools for which no faster pool has lower mean dollars.
 
     Args:
         judged: Pools and checkpoint intervals, the fastest first.

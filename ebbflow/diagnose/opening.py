@@ -41,7 +41,7 @@ class LogStream:
 
     @property
     def damage(self) -> str | None:
-        """Why reading ended before the end of the log, once it has."""
+        """Reason why the log could not be read to its end; None if it was, or until then."""
         if isinstance(self._stream, LogStream):
             return self._damage or self._stream.damage
         return self._damage

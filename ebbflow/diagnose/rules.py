@@ -206,8 +206,10 @@ _LISTS = tuple(each.name for each in fields(SymptomRule) if each.type == tuple[s
 
 @dataclass(frozen=True)
 class Family:
-    """Symptoms: their name, first letter and title, a pattern of their code's paths, and the rule
-    of unknown ones.
+    """Group of symptoms with one subject, such as memory.
+
+    It has a name, the first letter of their ids, a title, a pattern of the paths of code that fails
+    so, and the rule for failures of this family that no other rule knows.
     """
 
     name: str

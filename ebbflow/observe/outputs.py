@@ -53,7 +53,7 @@ class Output(Protocol):
         ...
 
     def report_problem(self, error: Exception) -> None:
-        """Take an error of the last look at the job."""
+        """Report that the observer's last reading of the job failed with `error`."""
         ...
 
     def finish(self, seconds: float) -> bool:

@@ -414,7 +414,7 @@ def make_plan(  # noqa: PLR0913
 def _divided(
     config: RunConfig, sources: PlanInputs
 ) -> tuple[list[Candidate], tuple[Rejection, ...]]:
-    """Return the pools within the budget, cheapest first by their means, and the rejected pools."""
+    """Return the pools within the budget, in ascending order of mean dollars, and the rejected pools."""
     found = list(judge_pools(config, sources))
     ranked = sorted((pool for pool in found if isinstance(pool, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)

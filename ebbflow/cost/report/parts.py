@@ -126,7 +126,7 @@ class NotableEvent(TypedDict):
 
 
 class GenerationRow(TypedDict):
-    """Generation of a job."""
+    """Row of the report's table of generations (starts of the ranks)."""
 
     generation: int
     from_step: int
@@ -252,7 +252,7 @@ class ActualAttempt(TypedDict):
 
 
 class AttemptRow(TypedDict):
-    """Attempt on AWS Batch."""
+    """Row of the report's table of attempts on AWS Batch."""
 
     number: int
     where: str

@@ -138,8 +138,10 @@ class TaskJob:
         return run.share_result()
 
     def begin_step(self) -> None:
-        """Let `torch.distributed.init_process_group` find the other nodes of a gang, and let the
-        tasks of a gang on this machine end with that of node 0, which has started them.
+        """Prepare this process as a node of its step's gang.
+
+        `torch.distributed.init_process_group` then finds the other nodes. On one machine, the tasks
+        of the other nodes end with that of node 0, which has started them.
         """
         place = _find_place()
         if place.node > 0 and not in_container():

@@ -11,7 +11,7 @@ from ebbflow.core.json_values import Json
 
 
 class CallerIdentity(TypedDict):
-    """sts:GetCallerIdentity."""
+    """Answer to sts:GetCallerIdentity, with the fields that are read."""
 
     Account: str
 
@@ -24,7 +24,7 @@ class QuotaDetail(TypedDict, total=False):
 
 
 class QuotaAnswer(TypedDict, total=False):
-    """servicequotas:GetServiceQuota."""
+    """Answer to servicequotas:GetServiceQuota, with the fields that are read."""
 
     Quota: QuotaDetail
 
@@ -56,7 +56,7 @@ class RoleDetail(TypedDict, total=False):
 
 
 class RoleAnswer(TypedDict, total=False):
-    """iam:GetRole."""
+    """Answer to iam:GetRole, with the fields that are read."""
 
     Role: RoleDetail
 
@@ -69,13 +69,13 @@ class SimulatedAction(TypedDict, total=False):
 
 
 class SimulationAnswer(TypedDict, total=False):
-    """iam:SimulatePrincipalPolicy."""
+    """Answer to iam:SimulatePrincipalPolicy, with the fields that are read."""
 
     EvaluationResults: list[SimulatedAction]
 
 
 class BucketLocation(TypedDict, total=False):
-    """s3:GetBucketLocation."""
+    """Answer to s3:GetBucketLocation, with the fields that are read."""
 
     LocationConstraint: str | None
 
@@ -87,13 +87,13 @@ class BucketName(TypedDict):
 
 
 class BucketsAnswer(TypedDict):
-    """s3:ListBuckets."""
+    """Answer to s3:ListBuckets, with the fields that are read."""
 
     Buckets: list[BucketName]
 
 
 class PublicAccessAnswer(TypedDict, total=False):
-    """s3:GetPublicAccessBlock."""
+    """Answer to s3:GetPublicAccessBlock, with the fields that are read."""
 
     PublicAccessBlockConfiguration: dict[str, bool]
 
@@ -112,7 +112,7 @@ class LifecycleRule(TypedDict, total=False):
 
 
 class LifecycleAnswer(TypedDict, total=False):
-    """s3:GetBucketLifecycleConfiguration."""
+    """Answer to s3:GetBucketLifecycleConfiguration, with the fields that are read."""
 
     Rules: list[LifecycleRule]
 
@@ -125,7 +125,7 @@ class ImageDetail(TypedDict, total=False):
 
 
 class ImagesAnswer(TypedDict, total=False):
-    """ecr:DescribeImages."""
+    """Answer to ecr:DescribeImages, with the fields that are read."""
 
     imageDetails: list[ImageDetail]
 
@@ -162,7 +162,7 @@ class StackDetail(TypedDict, total=False):
 
 
 class StacksAnswer(TypedDict):
-    """cloudformation:DescribeStacks."""
+    """Answer to cloudformation:DescribeStacks, with the fields that are read."""
 
     Stacks: list[StackDetail]
 
@@ -196,7 +196,7 @@ class StackChange(TypedDict, total=False):
 
 
 class ChangeSetAnswer(TypedDict, total=False):
-    """cloudformation:DescribeChangeSet."""
+    """Answer to cloudformation:DescribeChangeSet, with the fields that are read."""
 
     Status: Required[str]
     StatusReason: str
@@ -220,7 +220,7 @@ class ContainerDetail(TypedDict, total=False):
 
 
 class JobTry(TypedDict, total=False):
-    """Try of a Batch job."""
+    """Attempt of a Batch job, as Batch describes it."""
 
     statusReason: str | None
     container: ContainerDetail | None
@@ -253,7 +253,7 @@ class JobDetail(TypedDict, total=False):
 
 
 class JobsAnswer(TypedDict, total=False):
-    """batch:DescribeJobs."""
+    """Answer to batch:DescribeJobs, with the fields that are read."""
 
     jobs: list[JobDetail]
 
@@ -314,7 +314,7 @@ class ZoneDetail(TypedDict):
 
 
 class ZonesAnswer(TypedDict, total=False):
-    """ec2:DescribeAvailabilityZones."""
+    """Answer to ec2:DescribeAvailabilityZones, with the fields that are read."""
 
     AvailabilityZones: list[ZoneDetail]
 
@@ -333,7 +333,7 @@ class ReservationDetail(TypedDict, total=False):
 
 
 class ReservationsAnswer(TypedDict, total=False):
-    """ec2:DescribeCapacityReservations."""
+    """Answer to ec2:DescribeCapacityReservations, with the fields that are read."""
 
     CapacityReservations: list[ReservationDetail]
 
@@ -424,13 +424,13 @@ class LogGroupDetail(TypedDict, total=False):
 
 
 class LogGroupsAnswer(TypedDict, total=False):
-    """logs:DescribeLogGroups."""
+    """Answer to logs:DescribeLogGroups, with the fields that are read."""
 
     logGroups: list[LogGroupDetail]
 
 
 class MetricsAnswer(TypedDict, total=False):
-    """cloudwatch:ListMetrics."""
+    """Answer to cloudwatch:ListMetrics, with the fields that are read."""
 
     Metrics: list[dict[str, Json]]
 

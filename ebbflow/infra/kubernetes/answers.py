@@ -80,7 +80,7 @@ class PodSpec(TypedDict, total=False):
 
 
 class Pod(TypedDict, total=False):
-    """Pod."""
+    """Pod as the Kubernetes API describes it, with the fields that are read."""
 
     metadata: Required[Metadata]
     spec: PodSpec | None
@@ -206,7 +206,7 @@ class Node(TypedDict, total=False):
 
 
 class NodeList(TypedDict):
-    """List of nodes."""
+    """Answer to a request for the cluster's nodes."""
 
     items: list[Node]
 

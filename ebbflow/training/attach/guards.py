@@ -110,7 +110,7 @@ class ScriptGuards:
         return {"own_seconds": own_seconds, **self._slowest}
 
     def take_own(self) -> float:
-        """Return the rank's own seconds since the last call."""
+        """Return the seconds since the last call that the rank did not spend waiting for others."""
         own_seconds = self._own_seconds
         self._own_seconds = 0.0
         return own_seconds

@@ -78,7 +78,7 @@ class ScriptFile:
         return 0
 
     def find_line_in_functions(self, name: str) -> int:
-        """Return the first line in any function that assigns a name or attribute, or 0."""
+        """Return the first line, in any of the functions, that assigns `name`; 0 if none does."""
         lines: list[int] = []
         for definitions in self.functions.values():
             lines += [self.find_line(function.body, name) for function in definitions]
@@ -154,7 +154,7 @@ class _Access(Enum):
 
 
 def _is_used(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Return whether a call other than of showing functions, or a return, uses the variable."""
+    """Return whether the variable is returned, or passed to a call that does more than show it."""
     for node in _walk(statements):
         if isinstance(node, ast.Call) and _call_name(node) not in _SHOWN:
             used = any(_mentions(argument, {name}) for argument in _arguments(node))

@@ -89,7 +89,7 @@ def never_attaches(script: Path) -> bool:
 def _record(
     spec: WorkerSpec, phases: Sequence[Callable[[EventLog], object]], message: str | None
 ) -> None:
-    """Write the phases and, if there is a message, the outcome "completed" with it."""
+    """Write the events of `phases`, and on rank 0 the outcome "completed" if it has a message."""
     rank = int(os.environ.get("RANK", "0"))
     origin = Origin(
         job=spec.job,

@@ -173,9 +173,9 @@ class Trainer:
         return session.with_save_request(row)
 
     def read_step(self, sync: StepSync) -> StepSync:
-        """Read this step's sync, and add the requests of `sync`, which is the previous step's sync.
+        """Return this step's sync, with the requests of the previous step's `sync` added.
 
-        Return no rows if this step's sync was already read, as on a CPU.
+        It has no rows if this step's sync was already read, as on a CPU.
         """
         late = self.device_exchange
         if late is not None and late.unread:

@@ -119,7 +119,7 @@ class Roster:
         self.broadcast(NextGeneration(generation=number))
 
     def forget_generation(self) -> None:
-        """Announce no generation to followers that join from now on."""
+        """Stop announcing the opened generation to followers that join."""
         self._opened_generation = 0
 
     def announce_wait(self, seconds: float) -> None:

@@ -350,7 +350,7 @@ def _same(value: Tensor) -> Tensor:
 
 
 class _Stored:
-    """`reset_parameters` of one module whose weights are given."""
+    """Replacement of a module's `reset_parameters`, which copies given weights over the initial ones."""
 
     def __init__(self, module: nn.Module, given: Weights) -> None:
         self._module = module

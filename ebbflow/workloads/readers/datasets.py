@@ -356,7 +356,7 @@ class DatasetWorkload:
         return self.collate
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return the model's own parts that have parameters."""
+        """Return the direct submodules of the model that have parameters."""
         return [part for part in model.children() if list(part.parameters())]
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:  # noqa: ARG002 (the interface of Workload)

@@ -132,7 +132,7 @@ class ImageWorkload(DatasetWorkload):
         return F.cross_entropy(model(images).float(), labels, reduction="sum")
 
     def flops(self, batch: Samples) -> float:
-        """Return three times the forward pass, as torch counts it."""
+        """Return the FLOPs of forward and backward: three times the forward pass, as torch counts it."""
         if not self._flops:
             with torch.device("meta"), FlopCounterMode(display=False) as counter:
                 self.make().eval()(torch.empty(2, 3, self.size, self.size))
