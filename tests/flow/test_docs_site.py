@@ -16,13 +16,25 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     site = tmp_path / "site"
     options = ["-q", "-n", "-W", "--keep-going"]
     command = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(site)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr
     built_pages = list(site.glob("**/*.html"))
     assert len(built_pages) > len(list(DOCS.glob("*.md")))  # and the search page
     assert re.search(
         r"<title>Ebbflow \d+\.\d+\.\d+", (site / "index.html").read_text(encoding="utf-8")
     )
+    index = (site / "searchindex.js").read_text(encoding="utf-8").casefold()
+    for words in (
+        "nccl timeout",
+        "cuda out of memory",
+        "spot interruption",
+        "which gpu is cheapest",
+    ):
+        assert words in index, f"the site's search does not find {words!r}"
+    missing = (site / "404.html").read_text(encoding="utf-8")
+    assert all(f'href="{page}.html"' in missing for page in ("start", "questions", "commands"))
+    assert "theme-toggle" in missing
+    assert 'content="width=device-width' in missing
     address = r"(?:https?:)?//"
     for built_page in built_pages:
         html = built_page.read_text(encoding="utf-8")

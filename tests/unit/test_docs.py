@@ -8,8 +8,13 @@ from types import ModuleType
 import pytest
 import yaml
 
+from ebbflow.command import COMMANDS
+from ebbflow.core.config.load import load_config
+from ebbflow.core.config.problems import ConfigError
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import LedgerClass
+from ebbflow.flows.run_help import SECTIONS
 from ebbflow.training.rehearse import KINDS
 
 ROOT = Path(__file__).resolve()
@@ -25,6 +30,11 @@ TEXTS = {".py", ".yaml", ".yml", ".json", ".cfg", ".toml", ".md"}
 
 def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """The code blocks of a page in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def rows(text: str) -> list[list[str]]:
@@ -96,6 +106,36 @@ def test_hand_written_pages_have_at_most_so_many_words() -> None:
     assert not set(tool("generate").PAGES) & {Path(name).name for name in counted}
     assert counted["docs/benchmarks.md"] <= MOST_WORDS_OF_BENCHMARKS
     assert sum(counted.values()) <= MOST_WORDS, counted
+
+
+def test_every_configuration_on_a_page_is_accepted(tmp_path: Path) -> None:
+    refused = {}
+    checked = 0
+    for path in [ROOT / "README.md", *PAGES]:
+        for number, text in enumerate(blocks(path, "yaml")):
+            if set(yaml.safe_load(text) or {}) <= set(RunConfig.model_fields):
+                file = tmp_path / f"{path.stem}-{number}.yaml"
+                file.write_text(text)
+                try:
+                    load_config(file, project_root=tmp_path)
+                except ConfigError as error:
+                    refused[file.name] = str(error)
+                checked += 1
+    assert not refused
+    assert checked >= 20
+
+
+def test_commands_and_targets_of_the_first_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    options = {key.split()[0] for part in SECTIONS.values() for key in part}
+    for path in [ROOT / "README.md", ROOT / "docs" / "start.md", ROOT / "docs" / "questions.md"]:
+        lines = [line for text in blocks(path, "console") for line in text.splitlines()]
+        for program, name, rest in re.findall(
+            r"\$ (ebbflow|make) (\S+)([^#\n]*)", "\n".join(lines)
+        ):
+            assert name in (targets if program == "make" else {*COMMANDS, "--help"}), name
+            if name == "run":
+                assert set(re.findall(r"--[a-z-]+", rest)) <= options, rest
 
 
 @pytest.mark.parametrize("name", ["supervisor.yaml", "cronjob.yaml"])
