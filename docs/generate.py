@@ -81,7 +81,15 @@ _GUIDES = {
 CHECKS_HEAD = """# All preflight checks
 
 Written by `python docs/generate.py` from the checks and from `ebbflow/infra/checks/environment.py`; do not edit.
-[Preflight](preflight.md) explains the columns and the ids of the last one.
+[Preflight](preflight.md) explains the columns.
+"""
+
+EXIT_CODES_HEAD = """# Exit codes
+
+Written by `python docs/generate.py` from `ebbflow/flows/run_help.py`; do not edit. `ebbflow run`, `ebbflow supervise` and
+`torchrun -m ebbflow.training` end with one of these. Their meaning never changes. Other commands use 0 for success, 1 for a
+negative result (`checkpoints verify` found damage, `reconcile` disagrees, `logs` found no line), 2 for wrong usage, 75 after
+Ctrl-C and 141 if the reader of a pipe closed it.
 """
 
 COMMANDS_HEAD = """# Commands
@@ -173,7 +181,7 @@ def metrics_page() -> str:
 
 def checks_page() -> str:
     """The page with every preflight check, and every variable that one of them warns of."""
-    from ebbflow.core.preflight import render_checks
+    from ebbflow.core.preflight import TROUBLES, render_checks
     from ebbflow.flows.checks import all_checks
     from ebbflow.infra.checks.environment import ADVICE
 
@@ -187,6 +195,18 @@ def checks_page() -> str:
     ]
     for advice in ADVICE:
         parts.append(f"| `{advice.variable}` | {advice.why} | {advice.instead} |")
+    parts += ["\n## What they catch\n", "| id | trouble |", "|---|---|"]
+    parts += [f"| {trouble} | {text} |" for trouble, text in TROUBLES.items()]
+    return "\n".join(parts) + "\n"
+
+
+def exit_codes_page() -> str:
+    """The page with every exit code of a job, its meaning and what to do."""
+    from ebbflow.flows.run_help import EXIT_CODE_HELP
+
+    parts = [EXIT_CODES_HEAD, "| code | outcome | meaning | what to do |", "|---|---|---|---|"]
+    for outcome, (meaning, advice) in EXIT_CODE_HELP.items():
+        parts.append(f"| {outcome.exit_code} | `{outcome}` | {meaning} | {advice} |")
     return "\n".join(parts) + "\n"
 
 
@@ -286,6 +306,7 @@ PAGES = {
     "metrics.md": metrics_page,
     "preflight-checks.md": checks_page,
     "commands.md": commands_page,
+    "exit-codes.md": exit_codes_page,
 }
 
 if __name__ == "__main__":

@@ -23,6 +23,45 @@ Target = Literal["local", "batch", "kubernetes", "slurm"]  # where a run's steps
 Tier = Literal["quick", "full"]  # quick: local, well under a second, imports no torch
 Status = Literal["passed", "failed", "warning", "skipped"]
 
+# Troubles that checks name in `symptoms`; docs/preflight-checks.md lists them.
+TROUBLES = {
+    "A01": "a module of the project cannot be imported",
+    "A02": "a package is missing, or could not be built",
+    "A03": "a package's version does not go with the rest",
+    "A04": 'CUDA, driver and GPU do not go together ("no kernel image")',
+    "A05": "a configuration that contradicts itself",
+    "A06": "a batch that the ranks do not divide, also after the gang has shrunk",
+    "A07": "a quantity that rounds to zero",
+    "A08": "too little data for the number of ranks",
+    "A10": "a port is taken",
+    "A11": "a port is closed, or behind a firewall",
+    "A13": "a host name that does not resolve",
+    "A14": "the wrong network interface",
+    "A15": "a hang while the ranks meet",
+    "A18": "a path that is not there, or not for every node",
+    "A19": "a right on the store or the account is missing",
+    "B01": "a GPU that is not seen",
+    "B09": "processor cores are the bottleneck",
+    "B10": "the kernel kills a process for memory",
+    "C01": "out of memory in the first steps",
+    "C09": "/dev/shm is too small",
+    "C10": "memory that may not be locked",
+    "D01": "a collective that times out after a long silence",
+    "D12": "a rank is killed by a signal",
+    "D14": "tensors on different devices",
+    "D15": "processes or jobs that outlive the run",
+    "E08": "too few open files",
+    "E09": "missing or damaged data",
+    "F06": "mixed precision is unstable",
+    "H02": "a checkpoint, or a part of it, is missing",
+    "H04": "names of parameters that do not match",
+    "H10": "the disk is full",
+    "H11": "a quota is exceeded",
+    "I01": "a spot interruption notice",
+    "I04": "no capacity that will do",
+    "I05": "the budget would be exceeded",
+    "I09": "prices that are stale, or cannot be had",
+}
 _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn", "skipped": "skip"}
 
 
@@ -77,7 +116,7 @@ class Check:
     severity: Severity  # effect of a failure
     tier: Tier  # quick or full
     deadline_seconds: float  # time after which the check counts as failed
-    # Ids of the troubles that the check detects, such as A05 (docs/preflight.md)
+    # Ids of the troubles (`TROUBLES`) that the check detects, such as A05
     symptoms: tuple[str, ...]
     run: Callable[[PreflightContext], CheckFinding]  # the check's function
 

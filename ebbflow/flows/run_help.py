@@ -54,6 +54,57 @@ SECTIONS: dict[str, dict[str, str]] = {
         "--run-id-file FILE": "write the run's id to this file",
     },
 }
+# What each exit code means, and what to do after it; `docs/exit-codes.md` is made of this.
+EXIT_CODE_HELP: dict[Outcome, tuple[str, str]] = {
+    Outcome.COMPLETED: (
+        "all steps are done and committed",
+        "",
+    ),
+    Outcome.FAILED: (
+        "an error of the program, the code of the job or the store",
+        "the report names it; fix it and run the same job again",
+    ),
+    Outcome.CONFIG: (
+        "the configuration, or a model of your own, cannot be used",
+        "the message has the line and a fix",
+    ),
+    Outcome.PREFLIGHT: (
+        "a check failed, or the plan exceeds budget or deadline; nothing was started",
+        "the check has a fix; `ebbflow preflight` repeats it",
+    ),
+    Outcome.BUDGET: (
+        "training stopped at `cost.budget_usd`, with its state saved",
+        "continue with a larger budget: `ebbflow run --job NAME --set cost.budget_usd=…`",
+    ),
+    Outcome.NO_CAPACITY: (
+        "no queue can run any pool of the plan, or job after job never started",
+        "allow more instance types, zones or markets; `ebbflow supervise` asks again",
+    ),
+    Outcome.CRASH_LOOP: (
+        "the same failure three times, or any ten failures, or too many hours or dollars of starts, without a new commit",
+        "the message names the failure, its generations and their cost",
+    ),
+    Outcome.NON_FINITE: (
+        "a loss or gradient was non-finite",
+        "look at the step that is named; see `guards.non_finite`",
+    ),
+    Outcome.DEADLINE: (
+        "the deadline passed, with the state saved",
+        "continue with a later `cost.deadline_hours`",
+    ),
+    Outcome.NO_RESTORE: (
+        "the job has commits, and none of them can be restored",
+        "the message names each damage; `--from-scratch` starts again from step 0",
+    ),
+    Outcome.ROLLED_BACK: (
+        "the store has older commits than the events record",
+        "find the missing commits, or `--accept-rollback`",
+    ),
+    Outcome.INTERRUPTED: (
+        "the job was asked to leave, saved its state and left",
+        "run the same job again",
+    ),
+}
 _COLUMN = 26
 _WIDTH = 100
 

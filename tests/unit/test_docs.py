@@ -23,7 +23,7 @@ while not (ROOT / "setup.cfg").is_file():
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 FOLDERS = ("flows", "training", "cost", "infra", "benchmarks", "tests", "configs", "examples")
 # Lower it after a cut, and never raise it: `python docs/words.py` lists the pages by their words.
-MOST_WORDS = 45_750
+MOST_WORDS = 45_000
 MOST_WORDS_OF_BENCHMARKS = 4_000
 TEXTS = {".py", ".yaml", ".yml", ".json", ".cfg", ".toml", ".md"}
 
