@@ -88,7 +88,9 @@ def test_a_shape_of_script_is_promised_what_it_keeps(
     terminal = _run(tmp_path, [*killed, "--rehearse", "rank-kill@step:13"])
     surfaces = _check(tmp_path, terminal, resumes, was_killed=True)
 
-    promise = surfaces.report.events["promise"]["level"]
+    found = surfaces.report.events.get("promise")
+    assert found is not None
+    promise = found.get("level")
     if _final_line(terminal) == _final_line(whole):
         resumes.equal += 1
         resumes.promised += promise == "bit for bit"
@@ -96,7 +98,7 @@ def test_a_shape_of_script_is_promised_what_it_keeps(
     else:
         assert promise != "bit for bit", terminal
     if name in EXACT:
-        assert promise != "not exact", surfaces.report.events["promise"]
+        assert promise != "not exact", found
 
 
 @pytest.mark.parametrize("start", ["ebbflow run", "python"])
