@@ -74,8 +74,8 @@ class JudgedExcerpt:
     """An excerpt, the symptom of its root, and the class of the root's evidence."""
 
     excerpt: Excerpt
-    root: str | None
-    evidence: str | None
+    root: str | None = None
+    evidence: str | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,9 @@ def load_excerpts() -> list[Excerpt]:
     excerpts = []
     for label in yaml.safe_load(_READING.read_text(encoding="utf-8")):
         entry = collected[label["sha256"]]
-        family = None if entry["family"] == "sound" else entry["family"]
+        family = entry["family"]
+        if family == "sound":
+            family = None
         is_even = int(label["sha256"], 16) % 2 == 0
         also = tuple(label.get("also", ()))
         excerpts.append(Excerpt(entry["text"], family, label["symptom"], also, is_even))
@@ -184,10 +186,11 @@ def judge_excerpts(excerpts: Sequence[Excerpt]) -> list[JudgedExcerpt]:
         log = Path(folder, "log.txt")
         for excerpt in excerpts:
             log.write_text(excerpt.text, encoding="utf-8")
-            roots = [each for each in diagnose_files([log]).findings if each.role == "root"]
-            root = roots[0].rule.id if roots else None
-            evidence = evidence_class(roots[0]) if roots else None
-            judged.append(JudgedExcerpt(excerpt, root, evidence))
+            answer = JudgedExcerpt(excerpt)
+            for finding in diagnose_files([log]).findings:
+                if finding.role == "root":
+                    answer = JudgedExcerpt(excerpt, finding.rule.id, evidence_class(finding))
+            judged.append(answer)
     return judged
 
 
@@ -196,10 +199,11 @@ def count_accepted(judged: Sequence[JudgedExcerpt]) -> dict[str, list[bool]]:
     class "vague", only the half counts to which its probability was not fitted.
     """
     classes: dict[str, list[bool]] = {}
-    for each in judged:
-        if each.evidence is None or (each.evidence == "vague" and each.excerpt.is_even):
-            continue
-        classes.setdefault(each.evidence, []).append(each.excerpt.accepts(each.root))
+    for answer in judged:
+        is_fitted = answer.evidence == "vague" and answer.excerpt.is_even
+        if answer.evidence is not None and not is_fitted:
+            accepted = answer.excerpt.accepts(answer.root)
+            classes.setdefault(answer.evidence, []).append(accepted)
     return classes
 
 
@@ -263,15 +267,15 @@ def _judge_exact() -> int:
     judged = judge_excerpts(load_excerpts())
     threads = []
     agreed = 0
-    for each in judged:
-        excerpt = each.excerpt
+    for answer in judged:
+        excerpt = answer.excerpt
         family = _family_of(excerpt.symptom)
         agreed += family == excerpt.first_family
         threads.append(Thread("", "", family or "", excerpt.symptom, "", excerpt.also))
-        if not excerpt.accepts(each.root):
-            print(f"{excerpt.symptom} -> {each.root}: {excerpt.text[-90:]!r}")
+        if not excerpt.accepts(answer.root):
+            print(f"{excerpt.symptom} -> {answer.root}: {excerpt.text[-90:]!r}")
     print(f"both readers name the same family of {agreed} in {len(judged)}")
-    print(score_threads(threads, [each.root for each in judged]).render())
+    print(score_threads(threads, [answer.root for answer in judged]).render())
     for kind, right in sorted(count_accepted(judged).items()):
         stated = VALUES["calibration"][kind]
         print(f"{kind}: stated {stated:.2f}, accepted {sum(right)} of {len(right)}")
