@@ -4,7 +4,8 @@ public excerpts.
 Precision, recall and F1 count the root finding of each failing excerpt. An excerpt without a root
 finding is an abstention: it lowers recall, not precision. Sound excerpts count false alarms.
 
-With `--texts FOLDER`, the exact symptoms of labelled threads are judged. Their texts are not kept
+With `--exact`, the exact symptoms of excerpts are judged that a second reader has labelled, and how
+often a root of each class of evidence is right. With `--texts FOLDER`, the exact symptoms of labelled threads are judged. Their texts are not kept
 with the labels: FOLDER has one file NAME.log per thread.
 """
 
@@ -29,6 +30,7 @@ from ebbflow.diagnose.rules import VALUES, load_rules
 
 _COLLECTED = PROJECT_ROOT / "tests/support/diagnosis"
 _THREADS = PROJECT_ROOT / "tests/support/threads.yaml"
+_READING = PROJECT_ROOT / "tests/support/second_reading.yaml"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,32 @@ class Thread:
     def accepts(self, symptom: str | None) -> bool:
         """Return whether a symptom is the label or one of its alternatives."""
         return symptom == self.symptom or symptom in self.also
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """An excerpt of a public thread that two readers have labelled."""
+
+    text: str
+    first_family: (
+        str | None
+    )  # the first reader's label; None: nothing has failed, or it is too thin
+    symptom: str | None  # the second reader's label
+    also: tuple[str, ...]
+    is_even: bool  # half of the set, by its hash, to which the class "vague" was fitted
+
+    def accepts(self, symptom: str | None) -> bool:
+        """Return whether a symptom is the label or one of its alternatives."""
+        return symptom == self.symptom or symptom in self.also
+
+
+@dataclass(frozen=True)
+class JudgedExcerpt:
+    """An excerpt, the symptom of its root, and the class of the root's evidence."""
+
+    excerpt: Excerpt
+    root: str | None = None
+    evidence: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +161,52 @@ def load_threads(path: Path = _THREADS) -> list[Thread]:
     return threads
 
 
+def load_excerpts() -> list[Excerpt]:
+    """Load the excerpts of the second reading, with their texts."""
+    collected: dict[str, dict[str, Any]] = {}
+    for path in sorted(_COLLECTED.glob("collected*.yaml")):
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+            collected[hashlib.sha256(entry["text"].encode()).hexdigest()[:16]] = entry
+    excerpts = []
+    for label in yaml.safe_load(_READING.read_text(encoding="utf-8")):
+        entry = collected[label["sha256"]]
+        family = entry["family"]
+        if family == "sound":
+            family = None
+        is_even = int(label["sha256"], 16) % 2 == 0
+        also = tuple(label.get("also", ()))
+        excerpts.append(Excerpt(entry["text"], family, label["symptom"], also, is_even))
+    return excerpts
+
+
+def judge_excerpts(excerpts: Sequence[Excerpt]) -> list[JudgedExcerpt]:
+    """Diagnose each excerpt."""
+    judged = []
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log.txt")
+        for excerpt in excerpts:
+            log.write_text(excerpt.text, encoding="utf-8")
+            answer = JudgedExcerpt(excerpt)
+            for finding in diagnose_files([log]).findings:
+                if finding.role == "root":
+                    answer = JudgedExcerpt(excerpt, finding.rule.id, evidence_class(finding))
+            judged.append(answer)
+    return judged
+
+
+def count_accepted(judged: Sequence[JudgedExcerpt]) -> dict[str, list[bool]]:
+    """Return, by class of evidence, whether each root is one that the second reader accepts. Of the
+    class "vague", only the half counts to which its probability was not fitted.
+    """
+    classes: dict[str, list[bool]] = {}
+    for answer in judged:
+        is_fitted = answer.evidence == "vague" and answer.excerpt.is_even
+        if answer.evidence is not None and not is_fitted:
+            accepted = answer.excerpt.accepts(answer.root)
+            classes.setdefault(answer.evidence, []).append(accepted)
+    return classes
+
+
 def score_threads(threads: Sequence[Thread], roots: Sequence[str | None]) -> Score:
     """Compare the named roots with the labels."""
     pairs = list(zip(threads, roots, strict=True))
@@ -156,9 +230,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--texts", metavar="FOLDER", type=Path, help="judge threads with their texts"
     )
+    parser.add_argument("--exact", action="store_true", help="judge exact symptoms of excerpts")
     options = parser.parse_args(arguments)
     if options.texts is not None:
         return _judge_threads(options.texts)
+    if options.exact:
+        return _judge_exact()
     excerpts: list[dict[str, Any]] = []
     for path in options.corpus:
         excerpts += yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -182,6 +259,26 @@ def main(arguments: list[str]) -> int:
             f"{pair} {count}" for pair, count in result["confusion"].items() if _wrong(pair)
         )
     )
+    return 0
+
+
+def _judge_exact() -> int:
+    """Print how far both readers agree, the F1 of the exact symptoms, and the calibration."""
+    judged = judge_excerpts(load_excerpts())
+    threads = []
+    agreed = 0
+    for answer in judged:
+        excerpt = answer.excerpt
+        family = _family_of(excerpt.symptom)
+        agreed += family == excerpt.first_family
+        threads.append(Thread("", "", family or "", excerpt.symptom, "", excerpt.also))
+        if not excerpt.accepts(answer.root):
+            print(f"{excerpt.symptom} -> {answer.root}: {excerpt.text[-90:]!r}")
+    print(f"both readers name the same family of {agreed} in {len(judged)}")
+    print(score_threads(threads, [answer.root for answer in judged]).render())
+    for kind, right in sorted(count_accepted(judged).items()):
+        stated = VALUES["calibration"][kind]
+        print(f"{kind}: stated {stated:.2f}, accepted {sum(right)} of {len(right)}")
     return 0
 
 

@@ -12,7 +12,8 @@ _BUCKET = r"(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]+)"
 _PREFIX = r"(?:/(?P<prefix>[^?#]*))?"
 # Spellings of a place in S3 by other tools, with the scheme https:// or without
 _IN_S3 = (
-    re.compile(rf"arn:aws[\w-]*:s3:::{_BUCKET}{_PREFIX}"),
+    re.compile(rf"(?:s3://)?arn:aws[\w-]*:s3:::{_BUCKET}{_PREFIX}", re.IGNORECASE),
+    re.compile(rf"s3://(?:s3|https?):/*{_BUCKET}{_PREFIX}", re.IGNORECASE),
     re.compile(rf"(?:s3a|s3n|s3):/+{_BUCKET}{_PREFIX}", re.IGNORECASE),
     re.compile(rf"(?:https?://)?{_BUCKET}\.s3[.-](?:[a-z0-9-]+\.)*amazonaws\.com[.\w]*{_PREFIX}"),
     re.compile(rf"(?:https?://)?s3[.-](?:[a-z0-9-]+\.)*amazonaws\.com[.\w]*/{_BUCKET}{_PREFIX}"),
@@ -25,7 +26,7 @@ _EXAMPLE = "a folder, or s3://bucket/prefix"
 # Other addresses that are no folders, the first that matches
 _REFUSED = (
     (
-        re.compile(r"arn:aws[\w-]*:s3:[\w-]*:\d*:accesspoint[/:]"),
+        re.compile(r"(?:s3://)?arn:aws[\w-]*:s3:[\w-]*:\d*:accesspoint[/:]", re.IGNORECASE),
         (
             "is an access point",
             "s3://ALIAS/prefix with its alias, which ends with -s3alias (aws s3control "
@@ -37,10 +38,22 @@ _REFUSED = (
         ("is a web address", "s3://bucket/prefix, and the server's address in AWS_ENDPOINT_URL"),
     ),
     (
-        re.compile(rf"arn:|{ADDRESS.pattern}"),
+        re.compile(
+            r"(?:localhost|\[[0-9a-f:]+\]|[\w-]+(?:\.[\w-]+)+):\d{2,5}(?:/|$)", re.IGNORECASE
+        ),
+        ("is a server", "s3://bucket/prefix, and the server's address in AWS_ENDPOINT_URL"),
+    ),
+    (
+        re.compile(r"\\\\[^\\]|[A-Za-z]:\\"),
+        ("is a path of Windows", "the folder where it is mounted"),
+    ),
+    (
+        re.compile(rf"arn:|{ADDRESS.pattern}", re.IGNORECASE),
         ("is of an unknown kind", _EXAMPLE),
     ),
 )
+# The names that S3 gives to buckets, and other object stores to theirs
+_BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def find_address_problem(address: str) -> tuple[str, str] | None:
@@ -49,19 +62,16 @@ def find_address_problem(address: str) -> tuple[str, str] | None:
     Without this check, an address in another tool's spelling would become a local folder of that
     name, and the job would look safe.
     """
-    if address.startswith("s3://"):
-        return _find_bucket_problem(address)
     if address.startswith("file://"):
         return None
+    if address.startswith("s3://") and _BUCKET_NAME.fullmatch(_bucket_of(address)):
+        return _find_prefix_problem(address)
     for spelling in _IN_S3:
         match = spelling.fullmatch(address)
         if match is not None:
             place = "/".join(filter(None, [match["bucket"], (match["prefix"] or "").strip("/")]))
             return "is a place in S3", f"s3://{place}"
-    for spelling, problem in _REFUSED:
-        if spelling.match(address):
-            return problem
-    return None
+    return _find_foreign_problem(address)
 
 
 def resolve_address(address: str) -> str:
@@ -88,10 +98,27 @@ def resolve_address(address: str) -> str:
     return expanded
 
 
-def _find_bucket_problem(address: str) -> tuple[str, str] | None:
+def _find_foreign_problem(address: str) -> tuple[str, str] | None:
+    """Return the problem of an address that is no place in S3 with a bucket, or None for a folder."""
+    in_s3 = address.startswith("s3://")
+    for spelling, problem in _REFUSED[:1] if in_s3 else _REFUSED:
+        if spelling.match(address):
+            return problem
+    if in_s3:
+        bucket = _bucket_of(address)
+        wrong = f"has the bucket name {bucket!r}" if bucket else "names no bucket"
+        return wrong, _EXAMPLE
+    if address.startswith("~") and os.path.expanduser(address).startswith("~"):
+        return "names a user who does not exist", _EXAMPLE
+    return None
+
+
+def _bucket_of(address: str) -> str:
+    return address.removeprefix("s3://").partition("/")[0]
+
+
+def _find_prefix_problem(address: str) -> tuple[str, str] | None:
     (bucket, _, prefix) = address.removeprefix("s3://").partition("/")
-    if not bucket:
-        return "names no bucket", _EXAMPLE
     parts = prefix.strip("/").split("/")
     usable = [part for part in parts if part not in ("", ".", "..")]
     if prefix.strip("/") and usable != parts:

@@ -72,7 +72,7 @@ class Evidence:
         first_worker = int(names_a_master(files))
         for path in sorted(files, key=_attempt_of):
             for log in scan_logs(path):
-                self.read(candidates(log, triggers, first_worker))
+                self.read(candidates(log, triggers, first_worker, len(files)))
                 self.scans.append(log.scan)
                 if log.scan.last is not None:
                     self._last[log.scan.file] = log.scan.last

@@ -1,5 +1,5 @@
-"""Typed facts in logs: memory sizes, error numbers with their frame, ends of processes, keys of
-state dicts, collectives and NCCL's last errors.
+"""Typed facts in logs: memory sizes, error numbers with their frame and path, ends of processes,
+versions that do not fit, keys of state dicts, collectives and NCCL's last errors.
 
 A rule speaks about them with `facts`: an expression over the fields of one kind of fact. So it can
 combine lines and ranks, and calculate, which an expression of one line cannot.
@@ -43,6 +43,23 @@ _MEMORY = {
     "unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated", re.IGNORECASE),
 }
 _ERRNO = re.compile(rf"\[Errno (\d+)\]|errno: (\d+)|({'|'.join(_NAMES)})", re.IGNORECASE)
+_PATH = re.compile(r"[\"']((?:/|\./|\.\./|~/|[A-Za-z]:\\)[^\"']+)[\"']|: (/[^\s:'\"]+)\s*$")
+# What a package needs, and what is installed: by pip, transformers, and builds of CUDA extensions
+_VERSIONS = (
+    re.compile(
+        r"requires (?P<package>[\w.-]+?)(?P<required>(?:[<>=!~]=?[\w.*]+,?)+), but you have [\w.-]+ "
+        r"(?P<found>\d[\w.]*)"
+    ),
+    re.compile(
+        r"(?P<package>[\w.-]+?)(?P<required>(?:[<>=!~]=?[\w.*]+,?)+) is required .{0,80}but found "
+        r"[\w.-]+==(?P<found>\d[\w.]*)"
+    ),
+    re.compile(
+        r"detected (?P<package>CUDA) version \((?P<found>[\d.]+)\) mismatches the version that was used "
+        r"to compile\s+PyTorch \((?P<required>[\d.]+)\)"
+    ),
+)
+_CONDITION = re.compile(r"([<>=!~]=?)([\w.*]+)")
 _END = re.compile(
     r"exit ?code\s*[:=]?\s*(-?\d+)|terminated with (?:exit )?code (-?\d+)|exited with (?:exit )?code "
     r"(-?\d+)|(?:terminated|killed|died) (?:with|by) (?:signal )?(?:<Signals\.)?(SIG[A-Z]+)",
@@ -71,7 +88,7 @@ _SCALE = re.compile(
 )
 _MAY_TELL = re.compile(
     r"tried to allocate|is free|reserved in total|errno|last error|nccl|net|connect|exit|terminated"
-    r"|killed|died|key\(s\) in|size of tensor|seqnum=|remote=|world|nranks|member|loss scale|bootstrap"
+    r"|killed|died|requires |is required|mismatches the version|key\(s\) in|size of tensor|seqnum=|remote=|world|nranks|member|loss scale|bootstrap"
     rf"|{'|'.join(_NAMES)}"
 )
 _NEXT_LINES = 3  # that may continue a message which a terminal has wrapped
@@ -145,6 +162,7 @@ class OsFailure(Fact):
 
     kind: ClassVar[str] = "os"
     errno: int
+    path: str  # "" if the line names none
 
 
 @dataclass(frozen=True)
@@ -154,6 +172,17 @@ class ProcessEnd(Fact):
     kind: ClassVar[str] = "end"
     code: int
     signal: int  # 0: none
+
+
+@dataclass(frozen=True)
+class PackageVersion(Fact):
+    """A version that is installed, beside the one that another package needs."""
+
+    kind: ClassVar[str] = "version"
+    package: str
+    found: str
+    required: str
+    met: bool
 
 
 @dataclass(frozen=True)
@@ -218,6 +247,7 @@ KINDS: dict[str, type[Fact]] = {
         MemoryShortage,
         OsFailure,
         ProcessEnd,
+        PackageVersion,
         StateKeys,
         SizeMismatch,
         NcclError,
@@ -316,14 +346,13 @@ class FactReader:
         yield from self._read_memory(line)
         yield from self._read_nccl(line)
         if "errno" in lower or any(name in lower for name in _NAMES):
-            match = _ERRNO.search(line.text)
-            if match:
-                number = int(match[1] or match[2] or _NAMES[match[3].lower()])
-                yield OsFailure(line, 0, "", "", number)
+            yield from _read_os_failure(line)
         if "exit" in lower or "terminated" in lower or "killed" in lower or "died" in lower:
             yield from _read_end(line)
         if "key(s) in state_dict" in line.text:
             yield from _read_keys(line)
+        if "requires " in lower or "is required" in lower or "mismatches the version" in lower:
+            yield from _read_version(line)
         match = _SIZES.search(line.text)
         if match is not None:
             sizes = sorted((int(match[1]), int(match[2])))
@@ -406,6 +435,64 @@ def _size(match: re.Match[str] | None) -> float | None:
         return None
     number, unit = [group for group in match.groups() if group is not None][:2]
     return float(number) * _UNITS[unit.lower()]
+
+
+def _read_os_failure(line: LogText) -> Iterator[Fact]:
+    match = _ERRNO.search(line.text)
+    if match:
+        number = int(match[1] or match[2] or _NAMES[match[3].lower()])
+        yield OsFailure(line, 0, "", "", number, _read_path(line.text))
+
+
+def _read_path(text: str) -> str:
+    """Return the path that a line names, or "" if it names none."""
+    match = _PATH.search(text)
+    if match is None:
+        return ""
+    return match[1] or match[2]
+
+
+def _read_version(line: LogText) -> Iterator[Fact]:
+    for pattern in _VERSIONS:
+        match = pattern.search(line.text)
+        if match is not None:
+            package, found, required = (match[name] for name in ("package", "found", "required"))
+            required = required.rstrip(",")
+            met = _are_met(found, required)
+            yield PackageVersion(line, 0, "", "", package.lower(), found, required, met)
+            return
+
+
+def _are_met(found: str, required: str) -> bool:
+    """Return whether a version meets all conditions, such as ">=2.0,<3"."""
+    conditions = _CONDITION.findall(required) or [("==", required)]
+    return all(_meets(found, sign, version) for sign, version in conditions)
+
+
+def _meets(found: str, sign: str, version: str) -> bool:
+    wanted = _numbers_of(version)
+    have = _numbers_of(found)
+    length = max(len(wanted), len(have))
+    if version.endswith("*") or sign == "~=":
+        stem = wanted if version.endswith("*") else wanted[:-1]
+        begins = have[: len(stem)] == stem
+        return begins != (sign == "!=") and (sign != "~=" or have >= wanted)
+    have += [0] * (length - len(have))
+    wanted += [0] * (length - len(wanted))
+    holds = {
+        "==": have == wanted,
+        "=": have == wanted,
+        "!=": have != wanted,
+        ">=": have >= wanted,
+        "<=": have <= wanted,
+        ">": have > wanted,
+        "<": have < wanted,
+    }
+    return holds.get(sign, True)
+
+
+def _numbers_of(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
 
 def _read_end(line: LogText) -> Iterator[Fact]:

@@ -35,6 +35,7 @@ _SHARES = (0.5, 0.25)  # of what the root's probability leaves, for the second a
 # Probability that a root is the exact symptom, by the class of its evidence: measured on labelled
 # threads by `python -m benchmarks diagnose --texts FOLDER`
 _CALIBRATION = VALUES["calibration"]
+_BESIDE_TRAINING = {"J12"}
 _NEAR_FACT = 12  # lines between a fact and a symptom of the same failure
 _SAME_FAILURE = 40  # matches within so many candidate lines usually describe the same failure
 # The last collective that a rank of the default group has called: the rank with the smallest number
@@ -57,6 +58,7 @@ _BY_PLACE = {
     "D06": ("data",),
 }
 # What a process meets whose data worker ends while it sends a batch.
+_UNEQUAL_SAMPLES = re.compile("Sizes of tensors must match|each tensor to be equal size")
 _WORKER_GONE = re.compile(r"\bEOFError$|Connection(?:Reset|Refused)Error|BrokenPipeError")
 _SERIES_ONLY = ("F02", "G01", "G02", "G11", "E06")  # what only a series shows explains no exception
 _OVERRULING_MARGIN = 6.0  # of words, for another cause of the same level
@@ -399,6 +401,8 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
     able = [found for found in able if _lasted(found, series)]
     # Training often goes on after a notice or a refused machine, until something else ends it
     able = [symptom for symptom in able if not _went_on_after(symptom, series)] or able
+    # The trouble of a tool beside training ends no run
+    able = [symptom for symptom in able if symptom.rule.id not in _BESIDE_TRAINING] or able
     if not able:
         return None
     level = max(_level(found) for found in able)
@@ -513,6 +517,8 @@ def _symptom_of_code(family: str, text: str) -> str:
     """Return the id of the symptom of an exception that code of a family raised."""
     if family == "data" and _WORKER_GONE.search(text):
         return "E01"
+    if family == "data" and _UNEQUAL_SAMPLES.search(text):
+        return "E11"
     if "No such file" in text and family in _MISSING_FILE:
         return _MISSING_FILE[family]
     return load_rules().other(family)

@@ -21,10 +21,13 @@ from ebbflow.diagnose.opening import LogStream, open_growing, open_logs
 BLOCK_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 64 * 1024  # a longer line is read in pieces of this size
 _LONGEST_READ_BYTES = 8 << 20  # the rest of a longer line is skipped
-_MOST_FILES = 2000
+_MOST_FILES = 20_000
 _MOST_SKELETONS = 200_000
-# Of lines that differ only in digits, the first ones are all examined, then a sample.
+# Of lines that differ only in digits, the first ones of a file are all examined, then a sample. In
+# many files the first ones are fewer, so that 10,000 files take seconds.
 _MOST_EQUAL = 500
+_LEAST_EQUAL = 4
+_MOST_EQUAL_OF_ALL = 50_000
 _SAMPLE = 64
 
 _ESCAPES = re.compile(
@@ -190,12 +193,12 @@ def scan_logs(path: Path | None) -> Iterator["OpenLog"]:
 
 
 def candidates(
-    log: "OpenLog", triggers: Sequence[bytes], first_worker: int = 0
+    log: "OpenLog", triggers: Sequence[bytes], first_worker: int = 0, files: int = 1
 ) -> Iterator[LogText]:
     """Yield the lines of a log that contain at least one of the words `triggers`, in order.
 
     The number of lines, and what cannot be read and why, is recorded in the log's `scan`.
-    first_worker: the rank of the pod "worker-0"
+    first_worker: the rank of the pod "worker-0"; files: the number of files that are read in all
     """
     scan = log.scan
     stream = log.stream
@@ -212,7 +215,8 @@ def candidates(
     if _MASTER_POD.search(head):
         first_worker = 1
     rank = None if scan.file == "-" else rank_of_path(Path(scan.file), first_worker)
-    for number, raw in _find_lines(_blocks(head, stream, encoding), triggers, scan):
+    most = min(_MOST_EQUAL, max(_LEAST_EQUAL, _MOST_EQUAL_OF_ALL // files))
+    for number, raw in _find_lines(_blocks(head, stream, encoding), triggers, scan, most):
         yield from _parse(scan.file, number, raw, rank, first_worker)
     number, raw = scan.last_raw
     for line in _parse(scan.file, number, raw, rank, first_worker):
@@ -346,13 +350,13 @@ def _blocks(head: bytes, stream: LogStream, encoding: str) -> Iterator[bytes]:
 
 
 def _find_lines(
-    blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan
+    blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan, most: int
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (line number, line) for each line that contains a trigger, which is a text that some
     rule looks for.
 
-    Lines that differ only in digits count as equal. If a line is repeated thousands of times, only
-    a sample is yielded. Triggers contain no digits, so equal lines need only one search.
+    Lines that differ only in digits count as equal. If a line is repeated more than `most` times,
+    only a sample of the rest is yielded. Triggers contain no digits, so equal lines need only one search.
     """
     counts: dict[
         bytes, int
@@ -375,7 +379,7 @@ def _find_lines(
             if count < 0:
                 continue
             counts[skeleton] = count + 1
-            if count > _MOST_EQUAL and count % _SAMPLE:
+            if count > most and count % _SAMPLE:
                 continue
             line = lines[number - scan.lines - 1]
             for piece in range(0, max(len(line), 1), LONGEST_LINE_BYTES):

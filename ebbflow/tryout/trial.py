@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.footprint import ModelShape
 from ebbflow.core.json_values import JsonObject
+from ebbflow.training.checkpoint.model_folder import abbreviate
 from ebbflow.training.engine import tensor_parallel
 from ebbflow.training.engine.optimizer import hidden_matrices
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.time_limit import TimeIsUp, at_most
-from ebbflow.training.weights.files import abbreviate, find_weights
+from ebbflow.training.weights.files import find_weights
 from ebbflow.training.weights.load import check_weights_fit, initialise, materialise, tied_names
 from ebbflow.training.workload import (
     Batch,

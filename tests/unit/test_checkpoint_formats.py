@@ -4,13 +4,21 @@ others wrote.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -19,9 +27,26 @@ from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable
 from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.file_formats import read_file, write_file
 from ebbflow.training.checkpoint.portable_state import read_commit
-from ebbflow.training.errors import CheckpointError, CommitMismatch, NoRoom
+from ebbflow.training.errors import CheckpointError, CommitMismatch, NoRoom, TrainingError
 
 TARGETS = ("out", "out.safetensors", "out.pt")  # dcp, safetensors, torch
+WEIGHTS = {"a.weight": torch.arange(12.0).reshape(4, 3).t(), "b.weight": torch.ones(2)}
+TEXTS = {
+    "pointer": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    "page": "<!DOCTYPE html><html>403</html>",
+    "empty": "",
+}
+WRAPPERS = "_forward_module._orig_mod."
+
+
+class Touch:
+    """A pickled object whose unpickling writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.path}",)
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -61,6 +86,82 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str,
         (g["lr"], tuple(g["betas"]), g["weight_decay"], len(g["params"])) for g in groups
     )
     return found
+
+
+def write_foreign(kind: str, folder: Path) -> Path:
+    """Write a checkpoint as another program writes it, or as a copy of it arrives."""
+    documents = {
+        "before torch 1.6": WEIGHTS,
+        "views": WEIGHTS | {"b.weight": torch.ones(90)[3:5]},
+        "wrapped": {f"{WRAPPERS}{name}": tensor for name, tensor in WEIGHTS.items()},
+        "argparse": {"model": WEIGHTS, "args": argparse.Namespace(lr=1)},
+        "whole module": nn.Linear(2, 2),
+        "sparse": WEIGHTS | {"b.weight": torch.ones(2).to_sparse()},
+        "meta": WEIGHTS | {"b.weight": torch.ones(2, device="meta")},
+    }
+    path = folder / "model.pt"
+    if kind in documents:
+        is_archive = kind != "before torch 1.6"
+        torch.save(documents[kind], path, _use_new_zipfile_serialization=is_archive)
+    elif kind == "torchscript":
+        torch.jit.script(nn.Linear(2, 2)).save(str(path))
+    elif kind in TEXTS:
+        path.write_text(TEXTS[kind])
+    elif kind.startswith("dcp"):
+        write_dcp_folder(kind, folder)
+        return folder
+    else:
+        write_model_folder(kind, folder)
+        return folder
+    return path
+
+
+def write_model_folder(kind: str, folder: Path) -> None:
+    """Write a folder of Hugging Face or DeepSpeed."""
+    plain = {name: tensor.contiguous() for name, tensor in WEIGHTS.items()}
+    parts = {}
+    for number, name in enumerate(plain, start=1):
+        parts[name] = f"model-0000{number}-of-00002.safetensors"
+    if kind == "two copies":
+        save_file(plain, folder / "model.safetensors")
+        save_file(plain, folder / "consolidated.safetensors")
+    elif kind == "bin parts":
+        for name, part in parts.items():
+            torch.save(
+                {name: plain[name]}, folder / f"pytorch_{part.replace('safetensors', 'bin')}"
+            )
+    elif kind == "deepspeed":
+        (folder / "global_step1").mkdir()
+        (folder / "global_step1/mp_rank_00_model_states.pt").touch()
+    else:
+        for name, part in parts.items():
+            save_file({name: plain[name]}, folder / part)
+        if "no index" not in kind:
+            raw = json.dumps({"weight_map": parts})
+            (folder / "model.safetensors.index.json").write_text(raw)
+        if "key missing" in kind:
+            save_file({"c": torch.ones(1)}, folder / parts["b.weight"])
+        if "file missing" in kind:
+            (folder / parts["b.weight"]).unlink()
+
+
+def write_dcp_folder(kind: str, folder: Path) -> None:
+    """Write a folder of torch's distributed checkpointing."""
+    entry = argparse.Namespace(lr=1) if kind == "dcp, argparse" else 3
+    dcp.save({"model": WEIGHTS, "entry": entry}, checkpoint_id=folder, no_dist=True)
+    metadata = folder / ".metadata"
+    content = pickle.loads(metadata.read_bytes())
+    if kind == "dcp, code":
+        content.planner_data["x"] = Touch(folder / "ran")
+    if kind == "dcp, outside":
+        for info in content.storage_data.values():
+            info.relative_path = "../elsewhere"
+    metadata.write_bytes(pickle.dumps(content))
+    for data in folder.glob("*.distcp"):
+        if kind == "dcp, file missing":
+            data.unlink()
+        if kind == "dcp, truncated":
+            data.write_bytes(data.read_bytes()[:-200])
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +324,85 @@ def test_nothing_is_overwritten_and_no_started_job_is_imported_into(
     (tmp_path / "text.pt").write_text("no checkpoint")
     with pytest.raises(CheckpointError, match=r"text\.pt: cannot be read as torch"):
         read_file(tmp_path / "text.pt")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["before torch 1.6", "views", "wrapped", "parts", "parts, no index", "two copies", "bin parts"],
+)
+def test_a_foreign_checkpoint_is_read(tmp_path: Path, kind: str) -> None:
+    weights = read_file(write_foreign(kind, tmp_path)).weights
+    assert set(weights) == set(WEIGHTS)
+    assert all(torch.equal(weights[name], WEIGHTS[name]) for name in WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("whole module", r"needs torch\.nn\.modules\.linear\.Linear; hint: --allow-pickle"),
+        ("torchscript", "TorchScript archive"),
+        ("sparse", r"'b\.weight' is torch\.sparse_coo"),
+        ("meta", r"'b\.weight' has no values"),
+        ("pointer", "Git LFS pointer.*git lfs pull"),
+        ("page", "a web page"),
+        ("empty", "is empty"),
+        ("parts, key missing", r"lack 1 of 2 tensors: b\.weight"),
+        ("parts, file missing", r"1 of its 2 files are missing: model-00002"),
+        ("parts, file missing, no index", "1 of 2 parts are missing, the first is part 2"),
+        ("deepspeed", r"zero_to_fp32\.py"),
+        ("dcp, code", r"needs \w+\.system; hint: --allow-pickle"),
+        ("dcp, outside", r"\.\./elsewhere, outside of the folder"),
+        ("dcp, file missing", "1 of its 1 files are missing"),
+        ("dcp, truncated", "cannot be read as dcp"),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused_with_its_reason(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
+        read_file(write_foreign(kind, tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["argparse", "dcp, argparse"])
+def test_a_pickled_object_needs_allow_pickle(
+    tmp_path: Path, capfd: pytest.CaptureFixture, kind: str
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    path = str(write_foreign(kind, tmp_path / "theirs"))
+    assert checkpoints(["import", path, str(tmp_path / "jobs/new")]) == 1
+    assert "needs argparse.Namespace; hint: --allow-pickle" in capfd.readouterr().err
+    assert checkpoints(["import", path, str(tmp_path / "jobs/new"), "--allow-pickle"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_a_damaged_file_is_refused_or_read(tmp_path_factory: Any, kind: str) -> None:
+    """Whatever is cut off or changed in it: no other exception, and no code is run."""
+    folder = tmp_path_factory.mktemp("damaged")
+    if kind == "dcp":
+        dcp.save({"model": WEIGHTS, "step": 3}, checkpoint_id=folder, no_dist=True)
+        source = folder
+        damaged = folder / ".metadata"
+    elif kind == "torch":
+        source = damaged = folder / "model.pt"
+        torch.save(WEIGHTS, source)
+    else:
+        source = damaged = folder / "model.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in WEIGHTS.items()}, source)
+    raw = damaged.read_bytes()
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(0, len(raw) - 1), st.integers(1, 255), st.booleans())
+    def damage(place: int, change: int, cut: bool) -> None:
+        if cut:
+            damaged.write_bytes(raw[:place])
+        else:
+            damaged.write_bytes(raw[:place] + bytes([raw[place] ^ change]) + raw[place + 1 :])
+        with contextlib.suppress(TrainingError):
+            read_file(source)
+            assert not cut
+
+    damage()
 
 
 def test_another_model_is_a_mismatch_and_not_a_silent_start(job: Store, tmp_path: Path) -> None:

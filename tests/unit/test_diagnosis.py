@@ -178,7 +178,7 @@ def test_a_quotation_of_the_development_set_has_its_family(entry: dict) -> None:
 def test_the_format_of_a_log_and_what_follows_the_failure_do_not_change_the_root(
     writer: str, tmp_path: Path
 ) -> None:
-    for lines, symptom in ((_FAILURE[:2], "E17"), (_FAILURE[2:], "B10")):
+    for lines, symptom in ((_FAILURE[:2], "E11"), (_FAILURE[2:], "B10")):
         (tmp_path / "log").write_text("\n".join(_WRITERS[writer](line) for line in lines) + _AFTER)
         assert diagnose_files([tmp_path / "log"]).findings[0].rule.id == symptom
 
@@ -189,7 +189,7 @@ def test_records_of_a_single_line_of_json_are_read(tmp_path: Path) -> None:
     ]
     (tmp_path / "log").write_text(json.dumps({"events": events, "nextForwardToken": "f/1"}))
     root = diagnose_files([tmp_path / "log"]).findings[0]
-    assert root.rule.id == "E17" and root.evidence[0].time == pytest.approx(1767225600.001)
+    assert root.rule.id == "E11" and root.evidence[0].time == pytest.approx(1767225600.001)
 
 
 @pytest.mark.parametrize(("apart", "found"), [(73.0, True), (-8.0, True), (0.4, False)])
@@ -425,7 +425,7 @@ def test_the_collected_excerpts_are_still_recognised() -> None:
                 '  File "/env/torch/utils/data/_utils/collate.py", line 55, in default_collate',
                 "Sizes of tensors must match except in dimension 0",
             ],
-            "E17",
+            "E11",
         ),
         (["GPU utilization rate is still very low"], "G01"),
         (

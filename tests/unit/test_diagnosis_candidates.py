@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.diagnosis import count_accepted, judge_excerpts, load_excerpts
 from ebbflow.diagnose.judging import Diagnosis, diagnose_files, evidence_class
 from ebbflow.diagnose.rules import VALUES, load_rules
 from ebbflow.infra.__main__ import main
@@ -82,3 +83,12 @@ def test_what_a_rule_is_confused_with_exists() -> None:
 def test_better_evidence_has_a_higher_probability() -> None:
     calibration = VALUES["calibration"]
     assert 1 > calibration["clear"] > calibration["contested"] > calibration["vague"] > 0
+
+
+def test_a_stated_probability_is_within_ten_points_of_what_was_measured() -> None:
+    """On excerpts to which it was not fitted: a second reader accepts so many of the roots."""
+    classes = count_accepted(judge_excerpts(load_excerpts()))
+    assert set(classes) == set(VALUES["calibration"])
+    for kind, right in classes.items():
+        assert len(right) >= 30
+        assert sum(right) / len(right) == pytest.approx(VALUES["calibration"][kind], abs=0.1), kind

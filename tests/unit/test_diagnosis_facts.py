@@ -7,7 +7,15 @@ import itertools
 import pytest
 
 from ebbflow.diagnose.evidence import Evidence
-from ebbflow.diagnose.facts import KINDS, MemoryShortage, ProcessEnd, StateKeys, compile_expression
+from ebbflow.diagnose.facts import (
+    KINDS,
+    MemoryShortage,
+    OsFailure,
+    PackageVersion,
+    ProcessEnd,
+    StateKeys,
+    compile_expression,
+)
 from ebbflow.diagnose.judging import Finding, judge
 from ebbflow.diagnose.reading import LogText, rank_of
 from ebbflow.diagnose.rules import load_rules
@@ -264,3 +272,48 @@ def test_a_loss_scale_that_falls_to_nothing_is_unstable(scale: str, symptom: str
     line = f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {scale}"
     findings = judge(read(line, "step 3")).findings
     assert [finding.rule.id for finding in findings] == ([symptom] if symptom else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "fits"),
+    [
+        ("peft 0.9 requires torch>=2.1,<2.3, but you have torch 2.4.0 which is", "torch", False),
+        ("peft 0.9 requires torch>=2.1,<2.3, but you have torch 2.2.1+cu121 which", "torch", True),
+        (
+            "ImportError: tokenizers>=0.20,!=0.21.0 is required for a normal functioning of this "
+            "module, but found tokenizers==0.21.0.",
+            "tokenizers",
+            False,
+        ),
+        ("x 1 requires numpy~=1.26.0, but you have numpy 1.26.4 which is", "numpy", True),
+        ("x 1 requires numpy==1.*, but you have numpy 2.0.1 which is", "numpy", False),
+        (
+            "The detected CUDA version (11.8) mismatches the version that was used to compile "
+            "PyTorch (12.4). Please make sure",
+            "cuda",
+            False,
+        ),
+    ],
+)
+def test_versions_are_compared_with_what_is_required(line: str, package: str, fits: bool) -> None:
+    (fact,) = [fact for fact in read(line).facts() if isinstance(fact, PackageVersion)]
+    assert (fact.package, fact.met) == (package, fits)
+    assert fits or root(line).rule.id == "A03"
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/torch_9'", "/dev/shm/torch_9"),
+        ("cp: cannot open: Permission denied: /data/a.bin", "/data/a.bin"),
+        ("OSError: [Errno 24] Too many open files", ""),
+    ],
+)
+def test_an_error_number_comes_with_its_path(line: str, path: str) -> None:
+    (fact,) = [fact for fact in read(line).facts() if isinstance(fact, OsFailure)]
+    assert fact.path == path
+
+
+def test_the_trouble_of_a_tracker_is_no_root_beside_a_timeout() -> None:
+    trouble = "[neptune] [warning] Experiencing connection interruptions. Internal exception: x"
+    assert root(trouble, timeout(3, 91)).rule.id == "D01"

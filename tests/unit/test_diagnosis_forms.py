@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.diagnose.judging import Diagnosis, diagnose_files
+from ebbflow.diagnose.reading import candidates, scan_logs
 from ebbflow.infra.__main__ import main
 
 LINES = [
@@ -196,3 +197,16 @@ def test_a_log_that_grows_while_it_is_read_has_an_end(tmp_path: Path) -> None:
             return super().is_file(**options)
 
     assert diagnose_files([Growing(path)]).scans[0].lines < 1000
+
+
+def test_of_many_files_few_equal_lines_are_read(tmp_path: Path) -> None:
+    """So 10,000 files take seconds; the failure is found wherever it is."""
+    steps = "".join(f"step {step} loss {2 - step / 1000:.3f}\n" for step in range(600))
+    (tmp_path / "rank_7.log").write_bytes(steps.encode() + TEXT)
+    found = []
+    for files in (1, 10_000):
+        for log in scan_logs(tmp_path / "rank_7.log"):
+            found.append(list(candidates(log, (b"loss", b"errno"), files=files)))
+    of_one, of_many = found
+    assert len(of_one) > 500 and len(of_many) < 20
+    assert of_many[-1].text == of_one[-1].text == LINES[4]

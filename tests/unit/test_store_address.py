@@ -32,6 +32,9 @@ SPELLINGS = {
     "s3.dualstack.eu-west-1.amazonaws.com/bucket": "s3://bucket",
     "https://bucket.s3.cn-north-1.amazonaws.com.cn/p": "s3://bucket/p",
     "https://eu-west-1.console.aws.amazon.com/s3/buckets/bucket?prefix=p/": "s3://bucket/p",
+    "s3://arn:aws:s3:::bucket/p": "s3://bucket/p",
+    "ARN:aws-us-gov:s3:::bucket/p": "s3://bucket/p",
+    "s3://s3://bucket/p": "s3://bucket/p",
     "s3://bucket/a//p": "s3://bucket/a/p",
     "s3://bucket/a/../p": "s3://bucket/a/p",
 }
@@ -41,6 +44,14 @@ REFUSED = {
     "gs://bucket/p": "a folder, or s3://bucket/prefix",
     "hdfs://host/p": "a folder, or s3://bucket/prefix",
     "s3://": "a folder, or s3://bucket/prefix",
+    "s3://arn:aws:s3:us-east-1:123456789012:accesspoint/mine/p": "-s3alias",
+    "s3://my bucket/p": "has the bucket name 'my bucket'",
+    "s3://bucket\\p": "has the bucket name",
+    "localhost:9000/bucket": "AWS_ENDPOINT_URL",
+    "minio.example:9000/bucket": "AWS_ENDPOINT_URL",
+    "\\\\server\\share": "where it is mounted",
+    "C:\\runs": "where it is mounted",
+    "~nosuchuser/runs": "names a user who does not exist",
 }
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TypedDict
@@ -18,7 +19,7 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml.nodes import ScalarNode
 
 from ebbflow.core.config import name_rules, shape_rules
-from ebbflow.core.config.durations import read_duration
+from ebbflow.core.config.durations import explain_moment, read_duration
 from ebbflow.core.config.keys import (
     ENVIRONMENT,
     Entry,
@@ -270,12 +271,10 @@ def _convert(given: Given) -> JsonObject:
         try:
             values[key] = convert(entry.node, Expected.of(annotation_of(key)))
         except MismatchError as mismatch:
-            given.complain(
-                f"{key} {mismatch.message}",
-                key,
-                entry.place_of(mismatch.node),
-                mismatch.hint or _default_hint(key),
-            )
+            hint = mismatch.hint or _default_hint(key)
+            if isinstance(entry.node, ScalarNode):
+                hint = explain_moment(key, entry.node.value, datetime.now(UTC)) or hint
+            given.complain(f"{key} {mismatch.message}", key, entry.place_of(mismatch.node), hint)
     return values
 
 

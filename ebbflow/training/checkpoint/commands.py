@@ -230,9 +230,11 @@ def _parser() -> argparse.ArgumentParser:
         "for transformers"
     )
     export.add_argument("--kind", choices=(*_KINDS, "hugging-face"), help=kinds)
-    text = "a DCP folder, safetensors or torch state dict as the first commit of a new job"
-    warning = "A DCP folder's metadata is a pickle, which can run code: import only what you trust."
-    for command in (export, add("import", _import, text, description=warning)):
+    text = "a DCP or model folder, safetensors or torch state dict as the first commit of a new job"
+    take = add("import", _import, text)
+    allow = "run the code that a torch file or DCP folder names: only for files that you trust"
+    take.add_argument("--allow-pickle", action="store_true", help=allow)
+    for command in (export, take):
         command.add_argument("--weights-only", action="store_true", help="without the optimizer")
     return parser
 
@@ -614,7 +616,9 @@ def _import(store: Store, options: argparse.Namespace) -> int:
     from ebbflow.training.checkpoint.file_formats import read_file
     from ebbflow.training.checkpoint.portable_state import commit_portable_state
 
-    content = read_file(options.source, weights_only=options.weights_only)
+    content = read_file(
+        options.source, weights_only=options.weights_only, allow_pickle=options.allow_pickle
+    )
     commit = commit_portable_state(store, content, source=options.source.name)
     what = f"{len(content.weights)} weights, " + (
         "no optimizer" if content.settings is None else "optimizer"

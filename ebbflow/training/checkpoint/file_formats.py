@@ -29,15 +29,21 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.json_values import JsonObject
 from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.training.checkpoint.foreign_files import (
+    METADATA,
+    check_file,
+    check_names_of_index,
+    list_folder_files,
+    load_dcp,
+    load_torch_file,
+)
 from ebbflow.training.checkpoint.hugging_face import their_name, write_settings
 from ebbflow.training.checkpoint.portable_state import (
     PortableState,
@@ -46,7 +52,7 @@ from ebbflow.training.checkpoint.portable_state import (
     torch_optimizer,
     unwrap_weights,
 )
-from ebbflow.training.errors import CheckpointError, NoRoom
+from ebbflow.training.errors import CheckpointError, NoRoom, TrainingError
 
 KINDS = ("dcp", "safetensors", "torch")
 # PKWARE APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12: local header, data descriptor, directory entry
@@ -97,20 +103,34 @@ _DTYPES = {
 }
 
 
-def read_file(path: Path, *, weights_only: bool = False) -> PortableState:
-    """Read a DCP folder, a safetensors file or folder, or a torch file. Raises CheckpointError."""
+def read_file(
+    path: Path, *, weights_only: bool = False, allow_pickle: bool = False
+) -> PortableState:
+    """Read a DCP folder, a model folder of Hugging Face, a safetensors file or a torch file.
+
+    Args:
+        path: the file or folder
+        weights_only: leave out the optimizer
+        allow_pickle: run the code that a torch file or DCP folder names
+
+    Raises:
+        TrainingError: it cannot be read, is incomplete, or needs `allow_pickle`
+    """
     _refuse_special_files(path)
     kind = _kind_of(path)
     try:
-        return {"dcp": read_dcp, "safetensors": read_safetensors, "torch": read_torch}[kind](
-            path, weights_only
-        )
-    except CheckpointError:
+        if kind == "dcp":
+            return read_dcp(path, weights_only, allow_pickle)
+        if kind == "torch":
+            document = load_torch_file(path, allow_pickle=allow_pickle)
+            return parse_document(document, str(path), weights_only)
+        return read_weight_files(path, weights_only, allow_pickle)
+    except TrainingError:
         raise
     except Exception as error:  # each library raises its own exceptions
-        cause = " ".join(str(error).split())[:300]
+        cause = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{path}: cannot be read as {kind}: {type(error).__name__}: {cause}"
+            f"{path}: cannot be read as {kind}: {type(error).__name__}: {cause}; hint: copy it again"
         ) from error
 
 
@@ -165,22 +185,8 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def read_dcp(path: Path, weights_only: bool) -> PortableState:
-    reader = FileSystemReader(path)
-    metadata = reader.read_metadata()
-    flat: dict[str, Any] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        tensor = isinstance(entry, TensorStorageMetadata)
-        if tensor:
-            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        else:
-            flat[key] = None
-    dcp_load(flat, storage_reader=FileSystemReader(path), no_dist=True)
-    paths = metadata.planner_data or {}
-    document: Any = {}
-    for key, value in flat.items():
-        _put(document, tuple(paths.get(key) or (key,)), value)
-    document = _restore_lists(document)
+def read_dcp(path: Path, weights_only: bool, allow_pickle: bool) -> PortableState:
+    document = load_dcp(path, allow_pickle=allow_pickle)
     if isinstance(document.get("extra"), str):
         document["extra"] = json.loads(document["extra"])
     return parse_document(document, str(path), weights_only)
@@ -260,12 +266,6 @@ def fill(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         _fill_directory(file, directory, sums)
 
 
-def read_torch(path: Path, weights_only: bool) -> PortableState:
-    return parse_document(
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True), str(path), weights_only
-    )
-
-
 def write_torch(content: PortableState, path: Path) -> None:
     document: dict[str, Any] = {
         "model": content.weights,
@@ -312,25 +312,26 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
     return content
 
 
-def read_safetensors(path: Path, weights_only: bool) -> PortableState:
-    """Read a safetensors file, or a folder of them that together hold the weights, and any file of
-    the optimizer.
+def read_weight_files(path: Path, weights_only: bool, allow_pickle: bool) -> PortableState:
+    """Read a safetensors file, or the files of a folder that together hold the weights, and any
+    file of the optimizer.
     """
-    files = [path]
-    if path.is_dir():
-        files = sorted(
-            file for file in path.glob("*.safetensors") if not file.name.endswith(_OPTIMIZER)
-        )
+    files = list_folder_files(path, ignored=_OPTIMIZER) if path.is_dir() else [path]
     state: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
     for file in files:
-        tensors, metadata = _read(file)
+        if file.suffix == ".safetensors":
+            tensors, metadata = _read(file)
+            about |= json.loads(metadata.get(_OURS, "{}"))
+        else:
+            tensors = load_torch_file(file, allow_pickle=allow_pickle)
         if doubled := set(tensors) & set(state):
             raise CheckpointError(
                 f"{path}: {sorted(doubled)[:3]} are in more than one of its files"
             )
         state |= tensors
-        about |= json.loads(metadata.get(_OURS, "{}"))
+    if path.is_dir():
+        check_names_of_index(path, set(state))
     content = PortableState(
         weights=unwrap_weights(state, str(path)),
         step=about.get("step", 0),
@@ -391,13 +392,7 @@ def _refuse_special_files(path: Path) -> None:
 
 def _kind_of(path: Path) -> str:
     if path.is_dir():
-        if (path / ".metadata").exists():
-            return "dcp"
-        if any(path.glob("*.safetensors")):
-            return "safetensors"
-        raise CheckpointError(
-            f"{path}: neither a DCP folder (no .metadata) nor one with *.safetensors"
-        )
+        return "dcp" if (path / METADATA).exists() else "safetensors"
     if not path.exists():
         raise CheckpointError(f"{path}: no such file")
     if path.suffix == ".safetensors":
@@ -436,22 +431,6 @@ class _Planner(DefaultSavePlanner):
 
     def _name(self, item: WriteItem) -> str:
         return self._names[id(self.lookup_object(item.index))]
-
-
-def _put(document: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for part in path[:-1]:
-        document = document.setdefault(part, {})
-    document[path[-1]] = value
-
-
-def _restore_lists(document: Any) -> Any:
-    """Convert each nested dictionary whose keys are all integers to a list."""
-    if not isinstance(document, dict):
-        return document
-    inner = {key: _restore_lists(value) for key, value in document.items()}
-    if inner and all(isinstance(key, int) for key in inner):
-        return [inner[key] for key in sorted(inner)]
-    return inner
 
 
 def _hollow_copy(value: Any, names: Mapping[int, str], order: list[str]) -> Any:
@@ -540,5 +519,6 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(
             f"{path}: the package safetensors is missing; fix: pip install safetensors"
         ) from error
+    check_file(path)
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -35,7 +35,13 @@ from ebbflow.training.checkpoint.state import AVERAGE
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import CheckpointError
 
-_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+_PREFIXES = (
+    "module.",
+    "_forward_module.",
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+)
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # states with the parameter's shape
 
@@ -129,6 +135,7 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"{what}: {name!r} is a {type(tensor).__name__}: only tensors can be imported"
             )
+        _check_plain(tensor, repr(name), what)
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             continue
@@ -145,8 +152,8 @@ def unwrap_weights(state: Mapping[str, Any], what: str) -> dict[str, Tensor]:
 
 
 def unwrap_name(name: str) -> str:
-    """Strip the prefixes of DDP (only at the start), torch.compile and activation checkpointing
-    from a name.
+    """Strip the prefixes of DDP (only at the start), Lightning, torch.compile, FSDP1 and activation
+    checkpointing from a name.
     """
     name = name.removeprefix(_PREFIXES[0])
     for prefix in _PREFIXES[1:]:
@@ -177,6 +184,7 @@ def add_optimizer(content: PortableState, document: Mapping[str, Any], what: str
     for number, state in states.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
+                _check_plain(value, f"{key} of {names[str(number)]!r}", what)
                 content.moments.setdefault(names[str(number)], {})[key] = value
             else:
                 settings["scalars"].setdefault(names[str(number)], {})[key] = value
@@ -300,6 +308,21 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str) 
     commit = await_commit(store, save, deadline).commit
     assert commit is not None
     return commit
+
+
+def _check_plain(tensor: Tensor, name: str, what: str) -> None:
+    """Raise CheckpointError for a tensor whose values are not simply its elements in memory."""
+    if tensor.is_meta:
+        kind = "has no values (device meta)"
+    elif tensor.is_quantized:
+        kind = f"is quantized ({tensor.dtype})"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        kind = f"is {'nested' if tensor.is_nested else tensor.layout}"
+    elif type(tensor) not in (Tensor, torch.nn.Parameter):
+        kind = f"is a {type(tensor).__name__}"
+    else:
+        return
+    raise CheckpointError(f"{what}: {name} {kind}; hint: save it as a plain tensor")
 
 
 def _parameter_names(

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import (
 
 from ebbflow.core.config.schema import DdpConfig, FsdpConfig, RunConfig
 from ebbflow.core.footprint import SMALL_MODEL_BYTES, shard_ranks
+from ebbflow.training.checkpoint.model_folder import abbreviate
 from ebbflow.training.compat import HashStore, compile_module, set_group_timeout
 from ebbflow.training.engine import tensor_parallel
 from ebbflow.training.engine.float8 import convert_units
@@ -42,7 +43,6 @@ from ebbflow.training.engine.parallel_limits import RankLayout, find_unsupported
 from ebbflow.training.errors import ParallelError, WorkloadError
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.evidence import Frame
-from ebbflow.training.weights.files import abbreviate
 from ebbflow.training.weights.load import initialise, materialise
 from ebbflow.training.workload import Workload
 

@@ -4,8 +4,7 @@ Imports no torch.
 """
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ebbflow.core.json_values import JsonObject
+from ebbflow.training.checkpoint.model_folder import (
+    INDEX,
+    describe_wrong_file,
+    list_indexed_files,
+)
 from ebbflow.training.errors import WorkloadError
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Larger files are identified by size and time only: hashing takes about 1.3 s per GB.
 _LARGEST_HASHED_BYTES = 4 << 30
-_NAMED = 3
 
 Translate = Callable[[str], str | None]
 
@@ -74,7 +76,7 @@ def list_weight_files(path: str) -> list[Path]:
         raise WorkloadError(f"training.initial_weights {path}: no such file or folder")
     index = root / INDEX
     if index.is_file():
-        return _indexed(index)
+        return list_indexed_files(index)
     if (root / SINGLE).is_file():
         single = [root / SINGLE]
     else:
@@ -84,7 +86,7 @@ def list_weight_files(path: str) -> list[Path]:
     names = ", ".join(sorted(entry.name for entry in root.iterdir())[:5]) or "nothing"
     raise WorkloadError(
         f"training.initial_weights {path}: a folder needs {SINGLE} or {INDEX}; it holds {names}; "
-        "fix: name the file"
+        "fix: name the file, or save it with save_pretrained(safe_serialization=True)"
     )
 
 
@@ -111,6 +113,9 @@ def open_weights(file: Path, *, framework: str) -> Any:
 
     Its tensors are read as NumPy arrays if `framework` is "np", as torch tensors if it is "pt".
     """
+    problem = describe_wrong_file(file)
+    if problem is not None:
+        raise WorkloadError(f"training.initial_weights {file} {problem}")
     try:
         return safe_open(file, framework=framework, device="cpu")
     except (OSError, SafetensorError) as error:
@@ -119,32 +124,6 @@ def open_weights(file: Path, *, framework: str) -> Any:
             f"training.initial_weights {file} is not a safetensors file: {text}; fix: convert it "
             "with safetensors.torch.save_file, or copy it again if it was cut off"
         ) from error
-
-
-def abbreviate(names: Iterable[str]) -> str:
-    """Join the first three names with commas, and add the number of further names."""
-    names = list(names)
-    if len(names) > _NAMED:
-        more = f" and {len(names) - _NAMED} more"
-    else:
-        more = ""
-    return ", ".join(names[:_NAMED]) + more
-
-
-def _indexed(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WorkloadError(
-            f"{index}: is not an index of safetensors files: {type(error).__name__}: {error}"
-        ) from error
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise WorkloadError(
-            f"{index}: {len(missing)} of its {len(names)} files are missing: "
-            f"{abbreviate(missing)}; fix: copy them too"
-        )
-    return [index.parent / name for name in names]
 
 
 def _headers(file: Path) -> Iterator[StoredTensor]:

@@ -22,14 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ebbflow.core.grouping import group_by_key
 from ebbflow.training.checkpoint.boxes import own_boxes
+from ebbflow.training.checkpoint.model_folder import abbreviate
 from ebbflow.training.errors import WorkloadError
-from ebbflow.training.weights.files import (
-    StoredTensor,
-    Translate,
-    abbreviate,
-    find_weights,
-    open_weights,
-)
+from ebbflow.training.weights.files import StoredTensor, Translate, find_weights, open_weights
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _aten = torch.ops.aten
