@@ -87,8 +87,12 @@ def test_an_exported_job_is_preempted_and_requeued_and_ends_bit_equal(
 
     cluster.wait_until("a commit", lambda: store.list("commits"), 120)
     cluster.preempt()
-    cluster.wait_until("a requeue", lambda: cluster.field(job_id, "Restarts") == "1", 60)
-    # Slurm delays what it has requeued by two minutes
+    # While it is COMPLETING, Slurm has yet to set the start of what it has requeued: in two minutes
+    cluster.wait_until(
+        "a requeue",
+        lambda: (cluster.field(job_id, "Restarts"), cluster.state(job_id)) == ("1", "PENDING"),
+        60,
+    )
     cluster.ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
     cluster.wait_until("the end", lambda: cluster.state(job_id) == "COMPLETED", 120)
     outcomes = [event for event in read_events(store) if event.name == "outcome"]

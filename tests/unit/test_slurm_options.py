@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ebbflow.core.config.schema import CostConfig, RunConfig
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.flows.command_line import CommandLine
 from ebbflow.flows.remote import refusal_reason, requested_backend
-from ebbflow.flows.steps import without_cloud_limits
 
 
 @pytest.mark.parametrize(
@@ -29,12 +28,3 @@ def test_a_folder_may_be_the_store_on_slurm_and_not_on_kubernetes() -> None:
     config = RunConfig(store="/shared/runs")
     assert refusal_reason(config, "slurm") is None
     assert "containers cannot read" in str(refusal_reason(config, "kubernetes"))
-
-
-def test_a_budget_in_simulated_dollars_is_named_and_does_not_limit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = RunConfig(cost=CostConfig(budget_usd=5.0, deadline_hours=2.0))
-    free = without_cloud_limits(config)
-    assert (free.cost.budget_usd, free.cost.deadline_hours) == (None, None)
-    assert "does not limit this job" in capsys.readouterr().out

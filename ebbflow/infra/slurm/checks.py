@@ -8,12 +8,18 @@ from pathlib import Path
 
 from ebbflow.core.config.schema import PartitionConfig, RunConfig
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.slurm.commands import SlurmRejected, SlurmUnavailable, call_slurm
+from ebbflow.infra.slurm.commands import (
+    SlurmRejected,
+    SlurmUnavailable,
+    call_slurm,
+    parse_minutes,
+    read_partitions,
+    usual_minutes,
+)
 from ebbflow.infra.slurm.script import partition_options, warning_seconds
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 _SECONDS = 35.0
-_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "(null)", "")
 # Kinds of file systems that several hosts usually share (statfs, /proc/mounts)
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "wekafs", "orangefs", "pvfs", "9p")
 _CONTROLLER_FIX = "scontrol ping; start the command on a login node, and check munge and SLURM_CONF"
@@ -55,7 +61,7 @@ def check_partitions(context: PreflightContext) -> CheckFinding:
     config = context.config
     if config.cluster.nodes == "auto":
         return failed("cluster.nodes is auto, and Slurm needs a number", "--set cluster.nodes=N")
-    known = _read_partitions()
+    known = read_partitions()
     problems = []
     for partition in config.slurm.partitions:
         problem = _find_partition_problem(config, partition, known)
@@ -109,13 +115,13 @@ def check_time(context: PreflightContext) -> CheckFinding:
     deadline.
     """
     config = context.config
-    known = _read_partitions()
+    known = read_partitions()
     warning = warning_seconds(config) / 60
     notes = []
     for name, partition in _named_partitions(config, known):
         fields = known.get(name, {})
-        most = _minutes(fields.get("MaxTime", ""))
-        limit = _limit_minutes(partition, fields)
+        most = parse_minutes(fields.get("MaxTime", ""))
+        limit = usual_minutes(partition, fields)
         if limit is not None and most is not None and limit > most:
             return failed(
                 f"{name}: max_hours is {limit / 60:.4g}, and MaxTime {most / 60:.4g} h: its jobs "
@@ -144,7 +150,7 @@ def check_grace(context: PreflightContext) -> CheckFinding:
     `checkpoint.stop_seconds`.
     """
     config = context.config
-    known = _read_partitions()
+    known = read_partitions()
     stop = config.checkpoint.stop_seconds
     notes = []
     for name, partition in _named_partitions(config, known):
@@ -221,34 +227,6 @@ def _find_device_problem(config: RunConfig, partition: PartitionConfig) -> str:
     if not any(kind in text for text in offered):
         return f"{name} has {' and '.join(offered) or 'no devices'}, and no {partition.gres}"
     return ""
-
-
-def _read_partitions() -> dict[str, dict[str, str]]:
-    """Return the fields of all partitions by name, from `scontrol`."""
-    partitions = {}
-    for line in call_slurm(["scontrol", "show", "partition", "-o"]).splitlines():
-        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if "PartitionName" in fields:
-            partitions[fields["PartitionName"]] = fields
-    return partitions
-
-
-def _limit_minutes(partition: PartitionConfig | None, fields: dict[str, str]) -> float | None:
-    """Return the time limit of a job in minutes; None without one."""
-    if partition is not None and partition.max_hours is not None:
-        return partition.max_hours * 60
-    default = _minutes(fields.get("DefaultTime", ""))
-    return _minutes(fields.get("MaxTime", "")) if default is None else default
-
-
-def _minutes(text: str) -> float | None:
-    """Return the minutes of a time such as 1-12:00:00; None if it is unlimited."""
-    if text in _UNLIMITED:
-        return None
-    days, separator, clock = text.rpartition("-")
-    hours, minutes, seconds = ([0.0] * 3 + [float(part) for part in clock.split(":")])[-3:]
-    whole_days = float(days) if separator else 0.0
-    return whole_days * 1440 + hours * 60 + minutes + seconds / 60
 
 
 def _find_mount(folder: Path) -> tuple[str, str]:

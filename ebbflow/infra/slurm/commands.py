@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
+from ebbflow.core.config.schema import PartitionConfig
 from ebbflow.core.errors import InfraError, Outcome
 
+# A start as far ahead is no estimate: Slurm takes jobs without a time limit to last a year
+FAR_SECONDS = 300 * 86400.0
 _SECONDS = 30.0  # for a controller under load; its own timeout of a message is 10 s
 _COMMENT = "%i|%T|%k"
-_NONE = ("", "None", "N/A", "(null)", "Unknown")
+_NONE = ("", "None", "none", "N/A", "(null)", "Unknown")
+_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "(null)", "")
+_TEST_ONLY = re.compile(r"to start at (\S+)")
+
 # Words of errors that pass when the controller is back
 _PASSING = re.compile(
     r"contact slurm controller|Connection (refused|timed out)|Socket timed out|try again|"
@@ -41,6 +48,7 @@ class Cause(StrEnum):
     TIME_LIMIT = "time limit"
     CANCELLED = "cancelled"
     NODE_FAILED = "node failed"
+    NODE_DRAINED = "node drained"  # the launcher let the job leave a node that an operator drains
     OUT_OF_MEMORY = "out of memory"
     FAILED = "failed"
     REQUEUED = "requeued"  # by an administrator, although the launcher continues the job itself
@@ -75,6 +83,8 @@ class SlurmJob:
     # Unix seconds; None before the start or the end
     started_utc: float | None = None
     ended_utc: float | None = None
+    # Unix seconds; Slurm's estimate for a job that waits; None if it has none
+    expected_start_utc: float | None = None
     cancelled_by: str = ""  # uid of the user who cancelled it; "" if nobody did, or if unknown
 
     @property
@@ -206,18 +216,54 @@ def parse_job(job_id: str, shown: str) -> SlurmJob:
             fields.setdefault(name, value)
     reason = fields.get("Reason", "")
     nodes = fields.get("NodeList", "")
+    state = fields.get("JobState", "")
+    start = _time(fields.get("StartTime", ""))
     return SlurmJob(
         job_id=job_id,
-        state=fields.get("JobState", ""),
+        state=state,
         reason="" if reason in _NONE else reason,
         partition=fields.get("Partition", ""),
         nodes="" if nodes in _NONE else nodes,
         restarts=int(fields.get("Restarts", "0")),
-        preempted=fields.get("JobState") == "PREEMPTED"
-        or fields.get("PreemptTime", "None") not in _NONE,
-        started_utc=_time(fields.get("StartTime", "")),
-        ended_utc=_time(fields.get("EndTime", "")),
+        preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in _NONE,
+        started_utc=None if state == "PENDING" else start,
+        ended_utc=None if state == "PENDING" else _time(fields.get("EndTime", "")),
+        expected_start_utc=start if state == "PENDING" else None,
     )
+
+
+def read_partitions() -> dict[str, dict[str, str]]:
+    """Return the fields of all partitions by name, from `scontrol`.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    partitions = {}
+    for line in call_slurm(["scontrol", "show", "partition", "-o"]).splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "PartitionName" in fields:
+            partitions[fields["PartitionName"]] = fields
+    return partitions
+
+
+def parse_minutes(text: str) -> float | None:
+    """Return the minutes of a time such as 1-12:00:00; None if it is unlimited."""
+    if text in _UNLIMITED:
+        return None
+    days, separator, clock = text.rpartition("-")
+    hours, minutes, seconds = ([0.0] * 3 + [float(part) for part in clock.split(":")])[-3:]
+    whole_days = float(days) if separator else 0.0
+    return whole_days * 1440 + hours * 60 + minutes + seconds / 60
+
+
+def usual_minutes(partition: PartitionConfig | None, fields: Mapping[str, str]) -> float | None:
+    """Return the time limit of a job in minutes, by the configuration or the partition's fields
+    (`read_partitions`); None without one.
+    """
+    if partition is not None and partition.max_hours is not None:
+        return partition.max_hours * 60
+    default = parse_minutes(fields.get("DefaultTime", ""))
+    return parse_minutes(fields.get("MaxTime", "")) if default is None else default
 
 
 def cancel(job_id: str, *, signal_name: str | None = None) -> None:
@@ -233,6 +279,54 @@ def cancel(job_id: str, *, signal_name: str | None = None) -> None:
         call_slurm(["scancel", *options, job_id])
     except SlurmRejected:
         return
+
+
+def estimate_start(options: Sequence[str]) -> float | None:
+    """Return the Unix time at which Slurm would start a job that was submitted now; None if it tells
+    none, or a year ahead, as it does behind jobs without a time limit.
+
+    Args:
+        options: options of sbatch, such as --nodes=2.
+
+    Raises:
+        SlurmRejected: Slurm would refuse the job.
+        SlurmUnavailable: no answer.
+    """
+    done = _run(["sbatch", "--test-only", *options, "--wrap=true"])
+    told = _TEST_ONLY.search(done.stderr)
+    start = None if told is None else _time(told[1])
+    if start is None or start - time.time() > FAR_SECONDS:
+        return None
+    return start
+
+
+def count_nodes(partition: str) -> dict[str, int]:
+    """Return the number of a partition's nodes by state, such as idle and allocated.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    counts: dict[str, int] = {}
+    for line in call_slurm(["sinfo", "-h", f"--partition={partition}", "-o", "%D|%T"]).splitlines():
+        number, _, state = line.partition("|")
+        name = state.rstrip("*~#!%$@+^-")
+        counts[name] = counts.get(name, 0) + int(number)
+    return counts
+
+
+def find_drained_nodes(nodes: str) -> dict[str, str]:
+    """Return the nodes of a node list that an operator drains, with the reason given.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    drained = {}
+    shown = call_slurm(["sinfo", "-h", "--Node", f"--nodes={nodes}", "-o", "%N|%T|%E"])
+    for line in shown.splitlines():
+        name, state, reason = line.split("|", 2)
+        if state.startswith("drain"):
+            drained[name] = "" if reason in _NONE else reason.strip()
+    return drained
 
 
 def call_slurm(
@@ -251,6 +345,15 @@ def call_slurm(
         SlurmRejected: the command is missing, or Slurm refused the request.
         SlurmUnavailable: no answer. A later call may succeed.
     """
+    return _run(words, script=script, environment=environment).stdout
+
+
+def _run(
+    words: Sequence[str],
+    *,
+    script: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
     variables = dict(os.environ if environment is None else environment)
     variables["SLURM_TIME_FORMAT"] = "%Y-%m-%dT%H:%M:%S"
     try:
@@ -272,7 +375,7 @@ def call_slurm(
     except subprocess.TimeoutExpired as error:
         raise SlurmUnavailable(f"{words[0]} did not answer within {_SECONDS:g} s") from error
     if done.returncode == 0:
-        return done.stdout
+        return done
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     text = lines[-1] if lines else f"exit code {done.returncode}"
     whole = " ".join(lines)
