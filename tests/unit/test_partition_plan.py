@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -46,18 +47,21 @@ def settings(*partitions: dict[str, Any], slurm: dict[str, Any] | None = None, *
 
 
 def slurm_job(does: str, started: float, stopped: float, *, partition: dict[str, Any]) -> Event:
-    of_job = {
-        "job_id": "7",
-        "partition": partition["name"],
-        "nodes": 2,
-        "processes_per_node": 1,
-        "preemptible": partition.get("preemptible", False),
-        "usd_per_node_hour": partition.get("usd_per_node_hour"),
-    }
-    times = {"started_utc": WALL + started, "stopped_utc": WALL + stopped}
+    made = event(
+        SLURM_JOB,
+        started if does == "submitted" else stopped,
+        does=does,
+        job_id="7",
+        partition=partition["name"],
+        nodes=2,
+        processes_per_node=1,
+        preemptible=partition.get("preemptible", False),
+        usd_per_node_hour=partition.get("usd_per_node_hour"),
+    )
     if does == "submitted":
-        return event(SLURM_JOB, started, does=does, **of_job)
-    return event(SLURM_JOB, stopped, does=does, cause="preempted", **of_job, **times)
+        return made
+    times = {"started_utc": WALL + started, "stopped_utc": WALL + stopped}
+    return replace(made, data={**made.data, "cause": "preempted"} | times)
 
 
 def plan(config: RunConfig, events: Sequence[Event], spent_usd: float = 0.0) -> Plan:
@@ -148,5 +152,5 @@ def test_the_terms_of_an_attempt_have_its_partitions_price_and_hazard() -> None:
 
 def test_the_deadline_counts_from_the_plan_also_where_the_queue_is_long() -> None:
     made = plan(settings(SPOT), []).to_json()
-    events = [event("plan", 3.0, **{**made, "made_utc": WALL + 3.0})]
+    events = [replace(event("plan", 3.0), data={**made, "made_utc": WALL + 3.0})]
     assert read_progress(events, run="run-1").started_utc == WALL + 3.0
