@@ -15,7 +15,7 @@ from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.flows.slurm.attempt import JobEnd
 from ebbflow.flows.slurm.placement import JobOutlook, choose_partition, limit_minutes
-from ebbflow.infra.slurm.commands import Cause, SlurmJob, parse_job
+from ebbflow.infra.slurm.commands import Cause, SlurmJob, parse_accounting, parse_job
 from ebbflow.infra.slurm.script import gpus_per_node, partition_options, warning_seconds
 from ebbflow.training.launch.slurm_node import NodeResult
 
@@ -27,6 +27,17 @@ SHOWN = (
     "Restarts=0 StartTime=2026-11-29T09:32:45 EndTime=2026-11-29T09:32:53 Partition=spot "
     "PreemptEligibleTime=2026-11-29T09:32:45 PreemptTime=2026-11-29T09:32:47 NodeList=n[1-2]"
 )
+
+
+# Written after sacct(1) of 22.05 ("JOB STATE CODES", --parsable2); no slurmdbd was at hand to record it
+ACCOUNTED = {
+    "PREEMPTED|None|spot|n[1-2]|2026-11-29T09:00:00|2026-11-29T09:10:00": "PREEMPTED, preempted",
+    "CANCELLED by 1000|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00": (
+        "CANCELLED by uid 1000"
+    ),
+    "OUT_OF_MEMORY|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00": "OUT_OF_MEMORY",
+    "BOOT_FAIL|None|safe|None assigned|Unknown|Unknown": "BOOT_FAIL",
+}
 
 
 def ended(cause: Cause, partition: str = "spot", commits: int = 0) -> SlurmJobPayload:
@@ -134,6 +145,15 @@ def test_a_preempted_job_that_left_in_time_counts_as_preempted() -> None:
 )
 def test_states_of_slurm_have_causes(state: str, cause: Cause) -> None:
     assert SlurmJob(job_id="1", state=state).cause is cause
+
+
+@pytest.mark.parametrize("line", ACCOUNTED)
+def test_accounting_tells_how_a_job_ended(line: str) -> None:
+    requeued = "NODE_FAIL|None|spot|n[1-2]|2026-11-29T08:00:00|2026-11-29T08:10:00"
+    job = parse_accounting("1", f"{requeued}\n{line}\n")
+    assert job is not None and job.describe() == ACCOUNTED[line]
+    assert (job.ended_utc is None) is ("Unknown" in line)
+    assert parse_accounting("1", "") is None
 
 
 def test_a_drain_that_nothing_else_explains_is_the_time_limit() -> None:

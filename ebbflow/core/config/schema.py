@@ -141,6 +141,10 @@ class SlurmConfig(Section):
         None, "image for srun --container-image, where the site has pyxis; null: no container"
     )
     options: list[str] = key([], "further options of sbatch, such as --reservation=course")
+    probe: bool = key(
+        False,
+        "preflight sends a job of a minute to the nodes, which tries store, clocks and ports there",
+    )
     queue_minutes: float = key(
         1440.0, "longest wait in the queue before a Slurm job is cancelled", gt=0
     )

@@ -27,6 +27,7 @@ from ebbflow.core.errors import InfraError, ObjectNotFound, Outcome
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.core.events import COMMIT, SLURM_JOB, Event, read_events, select_events
 from ebbflow.core.launchers import CLAIM_VARIABLE, RUN_CLAIM_VARIABLE
+from ebbflow.core.layout import link_slurm_job
 from ebbflow.core.process import OwnProgram
 from ebbflow.core.program import PROJECT_ROOT, own_command, python_path
 from ebbflow.cost.plan.candidates import read_progress
@@ -36,7 +37,7 @@ from ebbflow.cost.plan.partitions import (
     make_partition_terms,
     measure_hours_needed,
 )
-from ebbflow.flows.job import ClockReading, Job, TrainArtifacts
+from ebbflow.flows.job import ClockReading, Job
 from ebbflow.flows.slurm.placement import (
     JobOutlook,
     PartitionChoice,
@@ -44,7 +45,7 @@ from ebbflow.flows.slurm.placement import (
     limit_minutes,
     refused_partitions,
 )
-from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
+from ebbflow.flows.steps import say
 from ebbflow.infra.slurm.commands import (
     FAR_SECONDS,
     Cause,
@@ -126,6 +127,19 @@ class JobEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttemptEnd:
+    """How an attempt ended, and whether another one follows."""
+
+    outcome: Outcome
+    goes_on: bool = False  # whether another attempt follows
+    was_asked: bool = False  # whether the launcher was asked to leave
+    step: int | None = None
+    weights_sha256: str | None = None
+    message: str = ""  # to be recorded with the outcome; "" if node 0 has recorded the outcome
+    told: str = ""  # how the Slurm job ended, if no outcome is to be recorded
+
+
+@dataclass(frozen=True, kw_only=True)
 class NextAttempt:
     """The next attempt of a job, before its submission."""
 
@@ -183,20 +197,13 @@ class JobWait:
         _ask_to_leave(seen)
 
 
-def run_attempt(flow: TrainArtifacts, spec: GangSpec, *, number: int) -> tuple[dict, str]:
+def run_attempt(job: Job, spec: GangSpec, *, number: int) -> AttemptEnd:
     """Train in one Slurm job.
 
     Args:
         spec: specification of node 0, without its address.
         number: number of the attempt within the run, from 1.
-
-    Returns:
-        The outcome as JSON, and the flow's next branch: "again" or "done".
-
-    Raises:
-        StepFailed: this launcher was asked to leave.
     """
-    job = current_job(flow)
     try:
         with _listen() as stop:
             submitted = adopt(job, spec.config)
@@ -204,13 +211,12 @@ def run_attempt(flow: TrainArtifacts, spec: GangSpec, *, number: int) -> tuple[d
                 attempt = _prepare(job, spec)
                 exceeded = _find_exceeded_limit(attempt)
                 if exceeded is not None:
-                    return _stop(flow, *exceeded)
+                    return _stop(*exceeded)
                 submitted = _submit_order(job, attempt, number)
             end = await_end(job, submitted, stop)
     except InfraError as error:
-        record_outcome(flow, error.outcome, str(error))
-        return _outcome(error.outcome), "done"
-    return _judge(flow, job, submitted, end)
+        return AttemptEnd(outcome=error.outcome, message=str(error))
+    return _judge(job, submitted, end)
 
 
 def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
@@ -314,6 +320,14 @@ def ended_jobs(events: Sequence[Event], run: str) -> list[SlurmJobPayload]:
         for event in select_events(events, SlurmJobPayload)
         if event.run == run and event.payload.does == "ended"
     ]
+
+
+def count_submitted_jobs(events: Sequence[Event], run: str) -> int:
+    """Return how many Slurm jobs a run has submitted."""
+    return sum(
+        event.run == run and event.payload.does == "submitted"
+        for event in select_events(events, SlurmJobPayload)
+    )
 
 
 def log_folder(job: Job) -> Path:
@@ -452,26 +466,23 @@ def _submit_once(script: str, comment: str) -> str:
                 return live.job_id
 
 
-def _judge(
-    flow: TrainArtifacts, job: Job, submitted: SubmittedJob, end: JobEnd
-) -> tuple[dict, str]:
-    """Record how the Slurm job ended, and return the outcome and the flow's next branch."""
+def _judge(job: Job, submitted: SubmittedJob, end: JobEnd) -> AttemptEnd:
+    """Record how the Slurm job ended, and decide how the training goes on."""
     _record(job, submitted, does="ended", end=end)
     result = end.result
     told = f"Slurm job {submitted.job_id} ended: {end.describe()}"
     if result is not None and not result.error and result.outcome is not Outcome.INTERRUPTED:
-        values = {"step": result.step, "weights_sha256": result.weights_sha256}
-        return _outcome(result.outcome) | values, "done"
+        return AttemptEnd(
+            outcome=result.outcome, step=result.step, weights_sha256=result.weights_sha256
+        )
     if end.asked:
-        raise StepFailed(Outcome.INTERRUPTED, told)
+        return AttemptEnd(outcome=Outcome.INTERRUPTED, was_asked=True, told=told)
     if result is not None and result.error and not result.curable:
-        return _outcome(result.outcome), "done"  # node 0 has recorded it
-    return _follow_up(flow, job, submitted, end)
+        return AttemptEnd(outcome=result.outcome, told=result.error)  # node 0 has recorded it
+    return _follow_up(job, submitted, end)
 
 
-def _follow_up(
-    flow: TrainArtifacts, job: Job, submitted: SubmittedJob, end: JobEnd
-) -> tuple[dict, str]:
+def _follow_up(job: Job, submitted: SubmittedJob, end: JobEnd) -> AttemptEnd:
     """Decide whether another attempt follows a Slurm job that did not complete the training."""
     told = f"Slurm job {submitted.job_id} ended: {end.describe()}"
     events = read_events(job.store)
@@ -480,23 +491,23 @@ def _follow_up(
         refused = refused_partitions(ends)
         if len(refused) < len(job.config.slurm.partitions):
             say(f"slurm: {told}; another partition follows")
-            return _outcome(Outcome.INTERRUPTED), "again"
+            return AttemptEnd(outcome=Outcome.INTERRUPTED, goes_on=True)
         message = (
             f"{told}: {' and '.join(refused)} did not grant {submitted.order.spec().nodes} nodes "
             f"within {job.config.slurm.queue_minutes:g} min; fix: raise slurm.queue_minutes, or "
             "name another partition"
         )
-        return _stop(flow, Outcome.NO_CAPACITY, message)
+        return _stop(Outcome.NO_CAPACITY, message)
     if end.cause is Cause.CANCELLED:
         again = f"{own_command()} run --with slurm --job {job.name}"
-        return _stop(flow, Outcome.INTERRUPTED, f"{told}; to go on: {again} and its configuration")
+        return _stop(Outcome.INTERRUPTED, f"{told}; to go on: {again} and its configuration")
     reason = _give_up_reason(ends, commits=sum(event.name == COMMIT for event in events))
     if reason:
-        return _stop(flow, Outcome.FAILED, f"{reason}; output: {log_folder(job)}")
+        return _stop(Outcome.FAILED, f"{reason}; output: {log_folder(job)}")
     result = end.result
     saved = "" if result is None or result.step is None else f", saved at step {result.step}"
     say(f"slurm: {told}{saved} ({end.cause}); another attempt follows")
-    return _outcome(Outcome.INTERRUPTED), "again"
+    return AttemptEnd(outcome=Outcome.INTERRUPTED, goes_on=True)
 
 
 def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
@@ -513,14 +524,9 @@ def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
     return f"{len(vain)} Slurm jobs in a row ended without a commit ({causes}){last}"
 
 
-def _stop(flow: TrainArtifacts, outcome: Outcome, message: str) -> tuple[dict, str]:
+def _stop(outcome: Outcome, message: str) -> AttemptEnd:
     say(f"slurm: {message}")
-    record_outcome(flow, outcome, message)
-    return _outcome(outcome), "done"
-
-
-def _outcome(outcome: Outcome) -> dict:
-    return {"outcome": outcome.value, "step": None, "weights_sha256": None}
+    return AttemptEnd(outcome=outcome, message=message)
 
 
 def _record(job: Job, submitted: SubmittedJob, *, does: str, end: JobEnd | None = None) -> None:
@@ -529,6 +535,7 @@ def _record(job: Job, submitted: SubmittedJob, *, does: str, end: JobEnd | None 
     with job.events(f"slurm-{submitted.job_id}-{does}") as log:
         log.origin = replace(log.origin, attempt=spec.attempt)
         if end is None:
+            link_slurm_job(job.folder, submitted.job_id)
             log.emit(
                 SLURM_JOB,
                 does=does,

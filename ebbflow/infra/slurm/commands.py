@@ -18,6 +18,7 @@ from ebbflow.core.errors import InfraError, Outcome
 FAR_SECONDS = 300 * 86400.0
 _SECONDS = 30.0  # for a controller under load; its own timeout of a message is 10 s
 _COMMENT = "%i|%T|%k"
+_ACCOUNTED = "State,Reason,Partition,NodeList,Start,End"
 _NONE = ("", "None", "none", "N/A", "(null)", "Unknown")
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "(null)", "")
 _TEST_ONLY = re.compile(r"to start at (\S+)")
@@ -142,7 +143,13 @@ def submit(script: str, environment: Mapping[str, str]) -> str:
         SlurmRejected: Slurm refused the job.
         SlurmUnavailable: no answer; the job may exist.
     """
-    answer = call_slurm(["sbatch", "--parsable"], script=script, environment=environment)
+    try:
+        answer = call_slurm(["sbatch", "--parsable"], script=script, environment=environment)
+    except SlurmRejected as error:
+        raise SlurmRejected(
+            f"Slurm refused the job: {error}; fix: slurm.partitions (gres, constraint, account, qos, "
+            "max_hours), slurm.options or cluster.nodes; `ebbflow preflight` asks for each partition"
+        ) from error
     return answer.strip().partition(";")[0]  # a cluster's name may follow
 
 
@@ -184,13 +191,20 @@ def look_up(job_id: str) -> SlurmJob:
 
 def look_up_in_accounting(job_id: str) -> SlurmJob | None:
     """Return a job's record in Slurm's accounting; None without one, as where slurmdbd is missing."""
-    fields = "State,Reason,Partition,NodeList,Start,End"
+    words = ["sacct", "-n", "-P", "-X", "-j", job_id, "-o", _ACCOUNTED]
     try:
-        shown = call_slurm(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", fields])
+        return parse_accounting(job_id, call_slurm(words))
     except (SlurmRejected, SlurmUnavailable):
         return None
+
+
+def parse_accounting(job_id: str, shown: str) -> SlurmJob | None:
+    """Parse the lines of `sacct -n -P -X -o` with the fields of `_ACCOUNTED`; None without a record.
+
+    The last line is the job's newest record: a requeued job has several.
+    """
     lines = shown.splitlines()
-    if not lines or lines[-1].count("|") != fields.count(","):
+    if not lines or lines[-1].count("|") != _ACCOUNTED.count(","):
         return None
     state, reason, partition, nodes, started, ended = lines[-1].split("|")
     name, _, canceller = state.partition(" by ")
@@ -334,18 +348,20 @@ def call_slurm(
     *,
     script: str | None = None,
     environment: Mapping[str, str] | None = None,
+    seconds: float = _SECONDS,
 ) -> str:
     """Run a command of Slurm, and return its output.
 
     Args:
         script: standard input; None: none.
         environment: variables; None: those of this process.
+        seconds: deadline for the answer.
 
     Raises:
         SlurmRejected: the command is missing, or Slurm refused the request.
         SlurmUnavailable: no answer. A later call may succeed.
     """
-    return _run(words, script=script, environment=environment).stdout
+    return _run(words, script=script, environment=environment, seconds=seconds).stdout
 
 
 def _run(
@@ -353,9 +369,16 @@ def _run(
     *,
     script: str | None = None,
     environment: Mapping[str, str] | None = None,
+    seconds: float = _SECONDS,
 ) -> subprocess.CompletedProcess[str]:
     variables = dict(os.environ if environment is None else environment)
     variables["SLURM_TIME_FORMAT"] = "%Y-%m-%dT%H:%M:%S"
+    configuration = variables.get("SLURM_CONF")
+    if configuration and not os.path.exists(configuration):  # Slurm would look for it for a minute
+        raise SlurmRejected(
+            f"{words[0]}: SLURM_CONF is {configuration}, and there is no such file; fix: unset "
+            "SLURM_CONF, or name the cluster's slurm.conf"
+        )
     try:
         done = subprocess.run(
             list(words),
@@ -363,7 +386,7 @@ def _run(
             env=variables,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=seconds,
             check=False,
             start_new_session=True,  # Ctrl-C is for the launcher
             stdin=subprocess.DEVNULL if script is None else None,
@@ -373,11 +396,11 @@ def _run(
             f"{words[0]} is not on PATH; fix: start the command on a login node of the cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailable(f"{words[0]} did not answer within {_SECONDS:g} s") from error
+        raise SlurmUnavailable(f"{words[0]} did not answer within {seconds:g} s") from error
     if done.returncode == 0:
         return done
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    text = lines[-1] if lines else f"exit code {done.returncode}"
+    text = lines[-1].removeprefix(f"{words[0]}: ") if lines else f"exit code {done.returncode}"
     whole = " ".join(lines)
     if _NO_MUNGE.search(whole):
         raise SlurmUnavailable(
