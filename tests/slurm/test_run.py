@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +11,14 @@ from pathlib import Path
 import pytest
 
 from ebbflow.core.errors import Outcome
+from ebbflow.core.process import children
+from tests.support.flow import ROOT
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_flow import SlurmRunner
 
 pytestmark = pytest.mark.timeout(900)  # for a busy machine
 
+CONFIG = ROOT / "ebbflow/configs/laptop.yaml"
 STEPS = 200
 SPOT_USD = 12.0
 PRICED = [
@@ -22,23 +27,25 @@ PRICED = [
 ]
 
 
-def test_a_killed_launchers_job_is_adopted_and_preempted_and_ends_bit_equal(
+def test_a_supervised_job_survives_its_launcher_and_a_preemption_and_ends_bit_equal(
     runner: SlurmRunner, weights: str
 ) -> None:
+    """The supervisor starts another launcher, which adopts the Slurm job of the killed one."""
     cluster = runner.cluster
-    words = runner.words("sent", partitions=PRICED, steps=STEPS)
+    words = runner.words("sent", "--pause-seconds=1", partitions=PRICED, steps=STEPS)
     other = cluster.preempt(600)  # so that the job waits
-    first = runner.start(*words)
+    supervisor = runner.start(
+        "supervise", str(CONFIG), *words[1:], program=("-m", "ebbflow"), cwd=ROOT
+    )
     cluster.wait_until("a waiting job", lambda: len(cluster.jobs()) == 2)
-    first.kill()
-    first.wait()
-    second = runner.start(*words)
+    (launcher,) = children(supervisor.pid)
+    os.kill(launcher, signal.SIGKILL)
     cluster.wait_until("adoption", lambda: "pending: adopted" in runner.log.read_text())
     (adopted,) = set(cluster.jobs()) - {other}
     cluster.ask("scancel", other)
     runner.await_commit("sent")
     cluster.preempt()
-    run = runner.finish(second)
+    run = runner.finish(supervisor, 600)
     assert run.exit_code == 0, run.output
     assert run.report["weights_sha256"] == weights, run.output
     assert runner.causes() == ["preempted", "completed"], run.output

@@ -30,6 +30,7 @@ from ebbflow.core.launchers import CLAIM_VARIABLE, RUN_CLAIM_VARIABLE
 from ebbflow.core.layout import link_slurm_job
 from ebbflow.core.process import OwnProgram
 from ebbflow.core.program import PROJECT_ROOT, own_command, python_path
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.partitions import (
     count_used_node_hours,
@@ -84,6 +85,7 @@ _MOST_IN_VAIN = 3  # Slurm jobs in a row without a commit, whose end nothing out
 _MOST_TAKEN = 20  # the same, if they were preempted or lost a node
 _TAKEN = (Cause.PREEMPTED, Cause.NODE_FAILED, Cause.NODE_DRAINED, Cause.REQUEUED)
 _PREFIX = "ebbflow"
+_LONGEST_QUOTE = 200  # characters of a line of output
 # Variables of the launcher's processes, which mean nothing on another machine
 _OF_LAUNCHER = ("EBBFLOW_PARENT_PID", CLAIM_VARIABLE, RUN_CLAIM_VARIABLE)
 
@@ -503,7 +505,8 @@ def _follow_up(job: Job, submitted: SubmittedJob, end: JobEnd) -> AttemptEnd:
         return _stop(Outcome.INTERRUPTED, f"{told}; to go on: {again} and its configuration")
     reason = _give_up_reason(ends, commits=sum(event.name == COMMIT for event in events))
     if reason:
-        return _stop(Outcome.FAILED, f"{reason}; output: {log_folder(job)}")
+        output = log_folder(job) / f"{submitted.job_id}.log"
+        return _stop(Outcome.FAILED, f"{reason}; output: {output}{_quote_last_line(output)}")
     result = end.result
     saved = "" if result is None or result.step is None else f", saved at step {result.step}"
     say(f"slurm: {told}{saved} ({end.cause}); another attempt follows")
@@ -522,6 +525,16 @@ def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
     causes = ", ".join(sorted({f"{end.state}: {end.cause}" for end in vain}))
     last = f"; the last one: {vain[0].reason}" if vain[0].reason else ""
     return f"{len(vain)} Slurm jobs in a row ended without a commit ({causes}){last}"
+
+
+def _quote_last_line(output: Path) -> str:
+    """Return the last line of a Slurm job's output, to be appended to a message; "" without one."""
+    try:
+        lines = output.read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f", which ends with: {one_line(last)[:_LONGEST_QUOTE]}" if last else ""
 
 
 def _stop(outcome: Outcome, message: str) -> AttemptEnd:
