@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shlex
 import shutil
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -226,7 +227,7 @@ def check_nodes(context: PreflightContext) -> CheckFinding:
     if not config.slurm.probe or not isinstance(nodes, int):
         return skipped("slurm.probe is false")
     partition = config.slurm.partitions[0] if config.slurm.partitions else None
-    key = f"probes/{uuid.uuid4().hex[:12]}"
+    key = job_prefix(f".preflight-{secrets.token_hex(8)}")
     store = Store.open(config.store)
     python = "python" if config.slurm.activate or config.slurm.container_image else sys.executable
     words = [python, "-m", OwnProgram.SLURM_PROBE.value, config.store, key]
@@ -252,6 +253,10 @@ def check_nodes(context: PreflightContext) -> CheckFinding:
         raise
     finally:
         store.delete(f"{key}/address")
+        folder = store.local_path(key)
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
     return judge_probes(config, read_probes(output))
 
 
