@@ -709,6 +709,9 @@ class SlurmJobPayload(Payload):
     does: AnyText = None  # "submitted", "adopted" or "ended"
     partition: AnyText = None
     nodes: Integer = None
+    processes_per_node: Integer = None
+    preemptible: Flag = None
+    usd_per_node_hour: Number = None  # None if no price is stated
     # Of an ended job
     state: AnyText = None  # Slurm's word, such as NODE_FAIL
     cause: AnyText = None  # value of `ebbflow.infra.slurm.commands.Cause`

@@ -43,7 +43,7 @@ from ebbflow.core.errors import LayoutError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Names that runs/<job> cannot have.
-_TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest"})
+_TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest", "slurm-jobs"})
 JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
 MARKERS_PREFIX = "_store"  # no job has this name, since jobs' names begin with a letter or digit
@@ -62,6 +62,7 @@ _FOLDERS_FILE = (
 )
 _MOST_FOLDERS = 200
 METAFLOW_FOLDER = ".metaflow"
+_SLURM_LINKS = "slurm-jobs"  # links from the ids of Slurm jobs to the folders of their jobs
 
 
 @dataclass(frozen=True)
@@ -311,10 +312,16 @@ def list_other_runs_folders(project_root: Path) -> list[Path]:
 def find_local_folder(project_root: Path, job: str) -> Path:
     """Return the folder of a job on this machine: runs/<job> of this project or, if that is
     missing, of another project.
+
+    Args:
+        job: the job's name, or the id of one of its Slurm jobs.
     """
     here = runs_folder(project_root) / job
     if here.exists():
         return here
+    linked = runs_folder(project_root) / _SLURM_LINKS / job
+    if job.isdigit() and linked.exists():
+        return linked.resolve()
     for folder in list_other_runs_folders(project_root):
         if known_job(folder / job) is not None:
             return folder / job
@@ -375,6 +382,17 @@ def remember_job(runs: Path, job: KnownJob) -> Path:
     _link(runs / "latest", Path(job.name))
     _remember_folder(runs)
     return folder
+
+
+def link_slurm_job(folder: Path, slurm_id: str) -> None:
+    """Let commands on this machine find a job by the id of one of its Slurm jobs.
+
+    Args:
+        folder: the job's folder, <runs>/<job>.
+    """
+    links = folder.parent / _SLURM_LINKS
+    links.mkdir(parents=True, exist_ok=True)
+    _link(links / slurm_id, Path("..") / folder.name)
 
 
 def _state_folder() -> Path:

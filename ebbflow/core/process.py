@@ -39,6 +39,9 @@ _CGROUP_FILES = {
         ("total_inactive_file", "total_active_file"),
     ),
 }
+# Ports of node 0's agent: below Linux's default ephemeral range (32768-60999), so that no outgoing
+# connection uses one of them
+AGENT_PORTS = range(20_000, 32_000)
 _NO_LIMIT = 1 << 60  # version 1 shows a huge number where there is no limit
 
 
@@ -49,6 +52,7 @@ class OwnProgram(StrEnum):
     RANK = "ebbflow.training"
     AGENT = "ebbflow.training.launch.agent"
     SLURM_NODE = "ebbflow.training.launch.slurm_node"
+    SLURM_PROBE = "ebbflow.infra.slurm.probe"
     OBSERVER = "ebbflow.observe.observer"
     UPLOADER = "ebbflow.training.checkpoint.uploader"
     PART_READER = "ebbflow.training.checkpoint.reader"

@@ -12,6 +12,7 @@ from ebbflow.core.config.schema import RunConfig
 # Fractions of the budget that are reported when reached. At the last one a job stops, with the
 # reserve unspent.
 BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
+UNPRICED = "unpriced"  # price kind of capacity whose price is not known
 # Time beyond the reserve that a move to a reservation needs: a save, and a placement (5 min) that
 # finds it full or not.
 _MOVE_SECONDS = 900.0
@@ -81,7 +82,8 @@ class Terms:
     deadline_utc: float | None = None  # Unix time by which the job must be done; None: no deadline
     # Expected interruptions of the planned pool (a gang in one pool is one hazard)
     hazard_per_hour: float = 0.0
-    price_kind: str = "recorded"  # "live", "recorded" (on a date), "estimated" or "simulated"
+    # "live", "recorded" (on a date), "estimated", "simulated", "stated" (by the user) or `UNPRICED`
+    price_kind: str = "recorded"
     # Highest of `BUDGET_THRESHOLDS` that earlier attempts reported; 0: none
     last_notified_threshold: float = 0.0
     step_seconds: float = 0.0  # expected duration of a step until one is measured; 0: unknown
@@ -89,6 +91,11 @@ class Terms:
     fallback: Fallback | None = None
     # Unix time at which the attempt's reservation ends; None: it has none, or no end
     end_utc: float | None = None
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether the price is known; if not, dollars mean nothing."""
+        return self.price_kind != UNPRICED
 
     @property
     def spendable_usd(self) -> float | None:

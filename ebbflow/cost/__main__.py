@@ -115,6 +115,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.config, arguments.set, project_root=PROJECT_ROOT)
     now = time.time()
     config = loaded.config
+    if config.cluster.plan_for == "slurm" and not arguments.frontier:
+        return _plan_on_slurm(config, arguments.job, as_json=arguments.json)
     queues = None
     if config.cluster.plan_for == "batch" and (config.batch.queues or config.cost.prices == "live"):
         config = limit_to_queue_region(config)
@@ -169,6 +171,33 @@ def _plan(arguments: argparse.Namespace) -> int:
     if plan.refusal is None:
         return 0
     return plan.refusal.outcome.exit_code
+
+
+def _plan_on_slurm(config: RunConfig, job: str | None, *, as_json: bool) -> int:
+    from ebbflow.cost.jobs import read_job
+    from ebbflow.cost.plan.candidates import read_progress
+    from ebbflow.cost.plan.partitions import (
+        explain_ignored_budget,
+        make_partition_plan,
+        read_evidence,
+    )
+    from ebbflow.cost.plan.plan_text import render_plan
+
+    events = [] if job is None else read_job(job)
+    plan = make_partition_plan(
+        config,
+        events,
+        now_utc=time.time(),
+        progress=read_progress(events),
+        evidence=read_evidence(config),
+        shape=_measured_shape(config),
+    )
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
+    else:
+        ignored = explain_ignored_budget(config)
+        print("\n".join(filter(None, [ignored, render_plan(plan)])))
+    return 0 if plan.refusal is None else plan.refusal.outcome.exit_code
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:

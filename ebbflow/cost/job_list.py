@@ -16,7 +16,8 @@ from ebbflow.core.config.load import load_config
 from ebbflow.core.config.problems import ConfigError
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
-from ebbflow.core.events import Event
+from ebbflow.core.event_payloads import SlurmJobPayload
+from ebbflow.core.events import Event, select_events
 from ebbflow.core.grouping import sum_by_key
 from ebbflow.core.json_values import JsonObject
 from ebbflow.core.program import PROJECT_ROOT
@@ -68,6 +69,7 @@ class TeamJob:
     rows: tuple[dict[str, str], ...] = field(default=(), repr=False)
     # For a waiting job, a text that says whether it may start, and why; empty for other jobs
     words: str = ""
+    slurm_job: str = ""  # id of its newest Slurm job, if the end of that is not recorded
 
     @property
     def expected_usd(self) -> Decimal:
@@ -93,6 +95,7 @@ class TeamJob:
             "limit_usd": None if money.limit_usd is None else str(money.limit_usd),
             "value_usd": None if money.value_usd is None else str(money.value_usd),
             "words": self.words,
+            "slurm_job": self.slurm_job or None,
         }
 
 
@@ -129,6 +132,7 @@ def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
         owner=str(settings.get("cost.owner") or ""),
         forecast_usd=float(money.spent_usd) if done else _forecast_usd(events, settings, money),
         rows=tuple(rows),
+        slurm_job=_find_slurm_job(events),
     )
 
 
@@ -191,6 +195,11 @@ def render_jobs(records: Sequence[TeamJob], team: Team, now_utc: float) -> str:
         f"· {one_line(team_job.money.job)}: {one_line(team_job.words)}"
         for team_job in records
         if team_job.words
+    ]
+    text += [
+        f"· {one_line(team_job.money.job)}: Slurm job {one_line(team_job.slurm_job)}"
+        for team_job in records
+        if team_job.slurm_job
     ]
     month = month_of(now_utc)
     projects = sorted(
@@ -341,6 +350,14 @@ def _waiting_record(waiting: WaitingJob, folder: Path, before: TeamJob | None) -
         rows=rows,
         words=refused,
     )
+
+
+def _find_slurm_job(events: Sequence[Event]) -> str:
+    """Return the id of the newest Slurm job; "" if its end is recorded, or without one."""
+    jobs = select_events(events, SlurmJobPayload)
+    if not jobs or jobs[-1].payload.does == "ended":
+        return ""
+    return jobs[-1].payload.job_id
 
 
 def _group_key(text: str) -> str:

@@ -163,7 +163,14 @@ def _diagnose(targets: list[str], store_uri: str | None, project_root: Path) -> 
         logs = find_logs(targets[0], store_uri, project_root)
         for notice in logs.notices:
             print(f"diagnose: {notice}", file=sys.stderr)
-        store = find_job(targets[0], store_uri, project_root).open_store()
+        place = find_job(targets[0], store_uri, project_root)
+        # Of a job whose ranks never started, Slurm's output has the reason
+        output: list[Path] = []
+        for folder in place.folders:
+            output += sorted(folder.glob("slurm/*.log"))
+        if output and not logs.lines:
+            return diagnose_files(output)
+        store = place.open_store()
         return diagnose_job([] if store is None else read_events(store), logs.lines)
     files: list[Path | None] = []
     for target in targets:

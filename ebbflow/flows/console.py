@@ -282,7 +282,7 @@ class RunView:
         for line in render_brief(plan, width=self.width - 2):
             self.say(f"  {line}")
         asks = self._question is not SpendQuestion.NONE
-        if asks and not plan.simulated and plan.refusal is None:
+        if asks and plan.costs_money and plan.refusal is None:
             self._question = SpendQuestion.NONE
             self.require_yes()
 

@@ -203,9 +203,7 @@ def train_node(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]:
     """
     flow.rounds += 1
     if training_backend(flow) == "slurm":
-        from ebbflow.flows.slurm.attempt import run_attempt
-
-        return run_attempt(flow, _slurm_spec(flow, this), number=flow.rounds)
+        return _train_on_slurm(flow, this)
     order = _order(flow, this)
     if order is not None and order.does in ("gang", "again"):
         flow.num_nodes = order.nodes
@@ -283,6 +281,18 @@ def _run_node(
         "step": outcome.step,
         "weights_sha256": outcome.weights_sha256,
     }
+
+
+def _train_on_slurm(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]:
+    from ebbflow.flows.slurm.attempt import run_attempt
+
+    end = run_attempt(current_job(flow), _slurm_spec(flow, this), number=flow.rounds)
+    if end.was_asked:
+        raise StepFailed(end.outcome, end.told)
+    if end.message:
+        record_outcome(flow, end.outcome, end.message)
+    reached = {"step": end.step, "weights_sha256": end.weights_sha256}
+    return {"outcome": end.outcome.value, **reached}, "again" if end.goes_on else "done"
 
 
 def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:

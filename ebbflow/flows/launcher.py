@@ -6,7 +6,6 @@ The launcher exits with the job's exit code. Metaflow alone would exit with 1 af
 import atexit
 import contextlib
 import getpass
-import importlib.metadata
 import os
 import signal
 import sys
@@ -148,23 +147,7 @@ def _prepare_run(launch: Launch) -> None:
     if checked.config is not None:
         launch.claim_job(checked.job, checked.config, launch.line.command, checked.permits)
     line = launch.line.with_arguments(checked.arguments)
-    launch.line = _with_run_id_file(_without_slurm(line))
-
-
-def _without_slurm(line: CommandLine) -> CommandLine:
-    """Return the command line without `--with slurm`, since Metaflow runs all steps here.
-
-    The extension metaflow-slurm has a decorator of that name, which would send each step away.
-    """
-    if "slurm" not in option_values(line.argv, "--with"):
-        return line
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("metaflow-slurm")
-        print(
-            f"--with slurm: Ebbflow's own, not the decorator of metaflow-slurm {version}",
-            flush=True,
-        )
-    return line.without_backend("slurm")
+    launch.line = _with_run_id_file(remote.without_slurm(line))
 
 
 def _with_run_id_file(line: CommandLine) -> CommandLine:

@@ -6,6 +6,7 @@ Used before Metaflow is imported.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError
 from ebbflow.core.store.s3 import aws_settings
-from ebbflow.flows.command_line import option_values
+from ebbflow.flows.command_line import CommandLine, option_values
 from ebbflow.infra.aws.account import metaflow_setting
 
 if TYPE_CHECKING:
@@ -141,6 +142,22 @@ def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] 
             "one, `ebbflow adopt` finds an existing one"
         )
     return None
+
+
+def without_slurm(line: CommandLine) -> CommandLine:
+    """Return the command line without `--with slurm`, since Metaflow runs all steps here.
+
+    The extension metaflow-slurm has a decorator of that name, which would send each step away.
+    """
+    if "slurm" not in option_values(line.argv, "--with"):
+        return line
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("metaflow-slurm")
+        print(
+            f"--with slurm: Ebbflow's own, not the decorator of metaflow-slurm {version}",
+            flush=True,
+        )
+    return line.without_backend("slurm")
 
 
 def _is_set(name: str) -> bool:

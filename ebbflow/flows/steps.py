@@ -13,7 +13,6 @@ import functools
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from metaflow import current
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
     from ebbflow.core.config.schema import RunConfig
     from ebbflow.cost.plan.candidates import JobProgress
+    from ebbflow.cost.plan.plan import Plan
     from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
     from ebbflow.tryout.certify import Certificate
@@ -65,10 +65,10 @@ def current_job(flow: TrainArtifacts) -> Job:
 
 
 def is_local(flow: TrainArtifacts) -> bool:
-    """Return whether prices are simulated, since the ranks run on this machine, where nothing is
-    paid for, or on Slurm, whose prices are unknown.
+    """Return whether the ranks run on this machine, where nothing is paid for, so that prices are
+    simulated.
     """
-    return training_backend(flow) in (None, "slurm")
+    return training_backend(flow) is None
 
 
 def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
@@ -91,15 +91,6 @@ def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
             flush=True,
         )
     return there
-
-
-def without_cloud_limits(config: RunConfig) -> RunConfig:
-    """Return the configuration without budget and deadline, which must not judge a job on Slurm by
-    the simulated prices and speeds of a cloud.
-    """
-    if config.cost.budget_usd is not None:
-        say("cost.budget_usd does not limit this job, since Slurm tells no prices")
-    return config.changed("cost", budget_usd=None, deadline_hours=None)
 
 
 def available_queues(flow: TrainArtifacts, config: RunConfig) -> dict[str, QueueState] | None:
@@ -230,22 +221,21 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
     else:
         now = ClockReading.of(job.store).utc
     config = with_queue_region(flow, job.config)
-    on_slurm = training_backend(flow) == "slurm"
-    if on_slurm:
-        config = without_cloud_limits(config)
-    plan = make_plan(
-        config,
-        now_utc=now,
-        simulated=is_local(flow),
-        shape=None if flow.examined is None else ModelShape.from_json(flow.examined["shape"]),
-        prices=open_prices(config, now, project_root=PROJECT_ROOT),
-        history=read_job_history(job),
-        progress=read_progress(job),
-        queues=available_queues(flow, config),
-        evidence=open_evidence(config),
-    )
-    if on_slurm:  # the job needs none of these pools, and the deadline is that of Slurm's clock
-        plan = replace(plan, refusal=None, deadline_hours=job.config.cost.deadline_hours)
+    shape = None if flow.examined is None else ModelShape.from_json(flow.examined["shape"])
+    if training_backend(flow) == "slurm":
+        plan = _plan_on_slurm(job, shape)
+    else:
+        plan = make_plan(
+            config,
+            now_utc=now,
+            simulated=is_local(flow),
+            shape=shape,
+            prices=open_prices(config, now, project_root=PROJECT_ROOT),
+            history=read_job_history(job),
+            progress=read_progress(job),
+            queues=available_queues(flow, config),
+            evidence=open_evidence(config),
+        )
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
     plan = plan.brief()
@@ -390,3 +380,23 @@ def _check_restore(job: Job, prepared: dict) -> None:
     )
     if found is not None:
         say(f"the start will restore step {found.step}")
+
+
+def _plan_on_slurm(job: Job, shape: ModelShape | None) -> Plan:
+    from ebbflow.cost.plan.partitions import (
+        explain_ignored_budget,
+        make_partition_plan,
+        read_evidence,
+    )
+
+    ignored = explain_ignored_budget(job.config)
+    if ignored:
+        say(ignored)
+    return make_partition_plan(
+        job.config,
+        read_events(job.store),
+        now_utc=ClockReading.of(job.store).utc,
+        progress=read_progress(job),
+        evidence=read_evidence(job.config),
+        shape=shape,
+    )

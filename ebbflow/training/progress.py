@@ -120,7 +120,7 @@ class Progress:
             f"ETA {_duration(remaining)}",
         ]
         terms = self._terms
-        if terms is not None:
+        if terms is not None and terms.is_priced:
             if terms.budget_usd is not None:
                 limit = f" of ${terms.budget_usd:.2f}"
             else:
@@ -131,7 +131,7 @@ class Progress:
             if status.last_commit_step is None
             else f"commit {status.last_commit_step}"
         )
-        if terms is not None and status.at_risk_usd is not None:
+        if terms is not None and terms.is_priced and status.at_risk_usd is not None:
             parts.append(f"${status.at_risk_usd:.4f} at risk")
         return " · ".join(filter(None, [*parts, status.drag]))
 
@@ -249,14 +249,14 @@ class NodeMetrics:
             rank = str(data["slowest_rank"])
             lost = data.get("slowest_seconds", 0.0)
             board.add("ebbflow_slowest_rank_seconds_total", lost, rank)
-            if self._terms is not None:
+            if self._terms is not None and self._terms.is_priced:
                 usd = lost * self._limits.usd_per_second
                 board.add("ebbflow_slowest_rank_usd_total", usd, rank, self._terms.price_kind)
         if "at_risk_usd" in data:
             self._at_risk = data["at_risk_usd"], time.monotonic()
 
     def _look(self) -> None:
-        if self._terms is not None:
+        if self._terms is not None and self._terms.is_priced:
             self.board.set("ebbflow_spent_usd", self._limits.spent_usd, self._terms.price_kind)
             self.board.set(
                 "ebbflow_usd_per_hour", 3600 * self._limits.usd_per_second, self._terms.price_kind

@@ -20,6 +20,12 @@ def session_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmC
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def weights(session_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final weights of a job of 200 steps, trained without Slurm, an agent or an interruption."""
+    return SlurmRunner(tmp_path_factory.mktemp("alone"), session_cluster).train_alone(200)
+
+
 @pytest.fixture
 def cluster(
     session_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch

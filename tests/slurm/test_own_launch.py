@@ -7,9 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ebbflow.infra.slurm.environment import parse_node_list
 from tests.support.attached_scripts import attached, commits, final_state, finish, output, start
 from tests.support.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.timeout(900)  # for a busy machine
 
 PAUSE = "0.2"  # per step, so that a signal comes in mid-job
 STEPS = 30
@@ -35,7 +39,7 @@ def launch(
 
 def await_commit(srun: subprocess.Popen[bytes], script: Path) -> None:
     """Wait until this launch has made a commit."""
-    limit = time.monotonic() + 90
+    limit = time.monotonic() + 240
     before = max(commits(script), default=0)
     while max(commits(script), default=0) == before:
         assert srun.poll() is None, output(script)
@@ -44,7 +48,7 @@ def await_commit(srun: subprocess.Popen[bytes], script: Path) -> None:
 
 
 def end(srun: subprocess.Popen[bytes], script: Path, code: int) -> None:
-    assert srun.wait(90) == code, output(script)
+    assert srun.wait(240) == code, output(script)
 
 
 def test_a_script_under_srun_is_killed_and_warned_and_ends_bit_equal(
@@ -57,7 +61,7 @@ def test_a_script_under_srun_is_killed_and_warned_and_ends_bit_equal(
     await_commit(srun, stopped)
     (job,) = cluster.jobs()
     cluster.ask("scancel", "--signal=KILL", job)
-    assert srun.wait(90) != 0
+    assert srun.wait(240) != 0
     srun = launch(cluster, stopped, PAUSE)
     await_commit(srun, stopped)
     (job,) = cluster.jobs()

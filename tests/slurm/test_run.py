@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,80 +11,53 @@ from pathlib import Path
 import pytest
 
 from ebbflow.core.errors import Outcome
+from ebbflow.core.process import children
+from tests.support.flow import ROOT
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_flow import SlurmRunner
 
+pytestmark = pytest.mark.timeout(900)  # for a busy machine
+
+CONFIG = ROOT / "ebbflow/configs/laptop.yaml"
 STEPS = 200
-ENDLESS = 100_000
+SPOT_USD = 12.0
+PRICED = [
+    {"name": "safe", "usd_per_node_hour": 20.0},
+    {"name": "spot", "preemptible": True, "usd_per_node_hour": SPOT_USD},
+]
 
 
-@pytest.fixture(scope="module")
-def weights(session_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The final weights of the job, trained without Slurm, an agent or an interruption."""
-    return SlurmRunner(tmp_path_factory.mktemp("alone"), session_cluster).train_alone(STEPS)
-
-
-def test_a_killed_launchers_job_is_adopted_and_preempted_and_ends_bit_equal(
+def test_a_supervised_job_survives_its_launcher_and_a_preemption_and_ends_bit_equal(
     runner: SlurmRunner, weights: str
 ) -> None:
+    """The supervisor starts another launcher, which adopts the Slurm job of the killed one."""
     cluster = runner.cluster
-    words = runner.words("sent", steps=STEPS)
+    words = runner.words("sent", "--pause-seconds=1", partitions=PRICED, steps=STEPS)
     other = cluster.preempt(600)  # so that the job waits
-    first = runner.start(*words)
-    cluster.wait_until("a waiting job", lambda: len(cluster.jobs()) == 2, 120)
-    first.kill()
-    first.wait()
-    second = runner.start(*words)
-    cluster.wait_until("adoption", lambda: "pending: adopted" in runner.log.read_text(), 120)
+    supervisor = runner.start(
+        "supervise", str(CONFIG), *words[1:], program=("-m", "ebbflow"), cwd=ROOT
+    )
+    cluster.wait_until("a waiting job", lambda: len(cluster.jobs()) == 2)
+    (launcher,) = children(supervisor.pid)
+    os.kill(launcher, signal.SIGKILL)
+    cluster.wait_until("adoption", lambda: "pending: adopted" in runner.log.read_text())
     (adopted,) = set(cluster.jobs()) - {other}
     cluster.ask("scancel", other)
     runner.await_commit("sent")
     cluster.preempt()
-    run = runner.finish(second)
+    run = runner.finish(supervisor, 600)
     assert run.exit_code == 0, run.output
     assert run.report["weights_sha256"] == weights, run.output
     assert runner.causes() == ["preempted", "completed"], run.output
     assert runner.slurm_events()[0]["job_id"] == adopted
-    first_row = run.report["money"]["slurm_jobs"][0]
-    assert (first_row["cause"], first_row["reason"]) == ("preempted", "FAILED, preempted")
-    assert first_row["node_hours"] > 0
-
-
-def test_scancel_lets_the_job_save_and_ends_the_run_as_interrupted(runner: SlurmRunner) -> None:
-    started = runner.start(*runner.words("sent", steps=ENDLESS))
-    before = runner.await_commit("sent")
-    (job_id,) = runner.cluster.jobs()
-    runner.cluster.ask("scancel", job_id)
-    run = runner.finish(started, 180)
-    assert run.exit_code == 75, run.output
-    assert f"Slurm job {job_id} ended: CANCELLED" in run.output
-    assert "run --with slurm --job sent" in run.output
-    assert runner.await_commit("sent") > before, "the last step was not saved"
-
-
-def test_ctrl_c_in_the_launcher_ends_the_slurm_job_after_its_save(runner: SlurmRunner) -> None:
-    started = runner.start(*runner.words("sent", steps=ENDLESS))
-    before = runner.await_commit("sent")
-    started.send_signal(signal.SIGINT)
-    run = runner.finish(started, 180)
-    assert run.exit_code == 75, run.output
-    assert runner.cluster.jobs() == []
-    assert runner.await_commit("sent") > before, "the last step was not saved"
-
-
-def test_a_requeued_job_leaves_and_another_one_continues(runner: SlurmRunner) -> None:
-    cluster = runner.cluster
-    started = runner.start(*runner.words("sent", steps=ENDLESS))
-    before = runner.await_commit("sent")
-    (job_id,) = cluster.jobs()
-    cluster.ask("scontrol", "update", f"JobId={job_id}", "Requeue=1")
-    cluster.ask("scontrol", "requeue", job_id)
-    cluster.wait_until("an end", lambda: runner.causes() == ["requeued"], 120)
-    cluster.wait_until("the next Slurm job", lambda: set(cluster.jobs()) - {job_id})
-    runner.await_commit("sent", before)
-    started.send_signal(signal.SIGINT)
-    run = runner.finish(started, 180)
-    assert run.exit_code == 75, run.output
+    rows = run.report["money"]["slurm_jobs"]
+    assert (rows[0]["cause"], rows[0]["reason"]) == ("preempted", "FAILED, preempted")
+    assert {row["partition"] for row in rows} == {"spot"}, "the cheaper one"
+    # Slurm's clock has whole seconds
+    assert run.report["total_usd"] == pytest.approx(
+        SPOT_USD * sum(row["node_hours"] for row in rows), abs=2 * 2 * SPOT_USD / 3600
+    )
+    assert "stated in slurm.partitions" in run.report["actual"]["price_kind"]
 
 
 def test_an_agent_of_a_requeued_job_starts_no_rank(

@@ -1,22 +1,23 @@
-"""A job of `ebbflow run --with slurm` that reaches its time limit goes on in the next Slurm job."""
+"""A job of `ebbflow run --with slurm` at its time limit, which is what its budget leaves."""
 
 from __future__ import annotations
 
-import signal
+import pytest
 
-from tests.support.slurm_flow import SlurmRunner
+from ebbflow.core.errors import Outcome
+from tests.support.slurm_flow import ENDLESS, SlurmRunner
 
-ENDLESS = 100_000  # steps
+pytestmark = pytest.mark.timeout(900)  # for a busy machine
 
 
-def test_a_job_that_nears_its_time_limit_chains_into_the_next(runner: SlurmRunner) -> None:
-    """The limit of two minutes leaves one: Slurm warns 60 s before it."""
-    short = [{"name": "short"}]
-    started = runner.start(*runner.words("sent", partitions=short, steps=ENDLESS, stop_seconds=30))
-    runner.cluster.wait_until("a time limit", lambda: runner.causes() == ["time limit"], 180)
-    before = runner.await_commit("sent")
-    assert runner.await_commit("sent", before) > before, "the next Slurm job continues"
-    started.send_signal(signal.SIGINT)
-    run = runner.finish(started, 180)
-    assert run.exit_code == 75, run.output
+def test_a_budget_of_node_hours_is_a_time_limit_before_which_the_job_saves(
+    runner: SlurmRunner,
+) -> None:
+    """Two minutes of two nodes: Slurm warns between one and two minutes after the start."""
+    budget = ["--set", "slurm.budget_node_hours=0.0667"]
+    run = runner.run(*runner.words("sent", *budget, steps=ENDLESS, stop_seconds=30))
+    assert "2 nodes, 2 min at most" in run.output
     assert "(time limit); another attempt follows" in run.output
+    assert runner.causes() == ["time limit"]
+    assert run.exit_code == Outcome.BUDGET.exit_code, run.output
+    assert "of 0.0667 node-hours are used" in run.output

@@ -26,6 +26,10 @@ _DEADLINE_SECONDS = 900.0
 _OCCUPIED_SECONDS = 45  # by the job that preempts
 _QUEUE_MINUTES = 0.4  # less, so that the run leaves the occupied partition
 _STEPS = 400
+_PARTITIONS = [
+    {"name": "spot", "preemptible": True, "usd_per_node_hour": 12.0},
+    {"name": "safe", "usd_per_node_hour": 20.0},
+]
 
 
 def main() -> int:
@@ -41,7 +45,8 @@ def main() -> int:
             runner = SlurmRunner(_RUNS, cluster)
             shutil.rmtree(runner.runs, ignore_errors=True)
             queue = ["--set", f"slurm.queue_minutes={_QUEUE_MINUTES}"]
-            process = runner.start(*runner.words("demo", *queue, steps=_STEPS))
+            words = runner.words("demo", *queue, partitions=_PARTITIONS, steps=_STEPS)
+            process = runner.start(*words)
             try:
                 code = _follow(runner, cluster, process)
             finally:

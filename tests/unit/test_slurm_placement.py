@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ebbflow.core.config.schema import CheckpointConfig, PartitionConfig, RunConfig, SlurmConfig
+from ebbflow.core.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    PartitionConfig,
+    RunConfig,
+    SlurmConfig,
+)
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.flows.slurm.attempt import JobEnd
-from ebbflow.flows.slurm.placement import choose_partition
-from ebbflow.infra.slurm.commands import Cause, SlurmJob, parse_job
+from ebbflow.flows.slurm.placement import JobOutlook, choose_partition, limit_minutes
+from ebbflow.infra.slurm.commands import Cause, SlurmJob, parse_accounting, parse_job
 from ebbflow.infra.slurm.script import gpus_per_node, partition_options, warning_seconds
 from ebbflow.training.launch.slurm_node import NodeResult
 
@@ -21,6 +27,17 @@ SHOWN = (
     "Restarts=0 StartTime=2026-11-29T09:32:45 EndTime=2026-11-29T09:32:53 Partition=spot "
     "PreemptEligibleTime=2026-11-29T09:32:45 PreemptTime=2026-11-29T09:32:47 NodeList=n[1-2]"
 )
+
+
+# Written after sacct(1) of 22.05 ("JOB STATE CODES", --parsable2); no slurmdbd was at hand to record it
+ACCOUNTED = {
+    "PREEMPTED|None|spot|n[1-2]|2026-11-29T09:00:00|2026-11-29T09:10:00": "PREEMPTED, preempted",
+    "CANCELLED by 1000|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00": (
+        "CANCELLED by uid 1000"
+    ),
+    "OUT_OF_MEMORY|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00": "OUT_OF_MEMORY",
+    "BOOT_FAIL|None|safe|None assigned|Unknown|Unknown": "BOOT_FAIL",
+}
 
 
 def ended(cause: Cause, partition: str = "spot", commits: int = 0) -> SlurmJobPayload:
@@ -47,7 +64,7 @@ def ended(cause: Cause, partition: str = "spot", commits: int = 0) -> SlurmJobPa
 def test_the_preferred_partition_is_left_when_it_does_not_work(
     ends: list[SlurmJobPayload], name: str, reason: str
 ) -> None:
-    choice = choose_partition(CONFIG, ends, hours_left=None, hours_needed=None)
+    choice = choose_partition(CONFIG, ends, JobOutlook())
     assert choice.partition is not None
     assert choice.partition.name == name and reason in choice.reason
 
@@ -55,12 +72,55 @@ def test_the_preferred_partition_is_left_when_it_does_not_work(
 @pytest.mark.parametrize(("hours_left", "name"), [(1.3, "safe"), (1.5, "spot"), (None, "spot")])
 def test_a_near_deadline_leaves_preemptible_partitions(hours_left: float | None, name: str) -> None:
     """One measured hour, a quarter of it as slack, and two starts of 4 min: 1.38 h."""
-    choice = choose_partition(CONFIG, [], hours_left=hours_left, hours_needed=1.0)
+    choice = choose_partition(CONFIG, [], JobOutlook(hours_left=hours_left, hours_needed=1.0))
     assert choice.partition is not None and choice.partition.name == name
 
 
+@pytest.mark.parametrize(
+    ("usd_left", "name", "reason"),
+    [
+        (None, "spot", "the cheapest, $12 per node and hour"),
+        # An hour on two nodes is $40 in safe; with slack and two starts of 4 min in spot $53.20
+        (60.0, "spot", "the cheapest"),
+        (53.0, "safe", "$53.0000 of the budget is left, and finishing in safe after a preemption"),
+        (40.0, "safe", "may take $53.2000"),
+        (39.0, "spot", "the cheapest"),  # only spot can finish within the budget
+    ],
+)
+def test_prices_order_partitions_and_a_small_budget_leaves_preemptible_ones(
+    usd_left: float | None, name: str, reason: str
+) -> None:
+    priced = [
+        SAFE.model_copy(update={"usd_per_node_hour": 20.0}),
+        SPOT.model_copy(update={"usd_per_node_hour": 12.0}),
+    ]
+    config = RunConfig(slurm=SlurmConfig(partitions=priced), cluster=ClusterConfig(nodes=2))
+    choice = choose_partition(config, [], JobOutlook(hours_needed=1.0, usd_left=usd_left))
+    assert choice.partition is not None
+    assert choice.partition.name == name and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("used", "usual", "minutes"),
+    [(0.0, 60.0, 30), (0.5, 60.0, 15), (1.2, 60.0, 0), (0.0, 20.0, None), (0.0, None, 30)],
+)
+def test_a_budget_of_node_hours_limits_the_next_slurm_job(
+    used: float, usual: float | None, minutes: int | None
+) -> None:
+    """One node-hour is 30 minutes of two nodes."""
+    config = RunConfig(slurm=SlurmConfig(budget_node_hours=1.0), cluster=ClusterConfig(nodes=2))
+    assert limit_minutes(config, node_hours_used=used, usual_minutes=usual) == minutes
+
+
+def test_a_time_limit_of_the_budget_replaces_that_of_the_partition() -> None:
+    limited = PartitionConfig(name="spot", max_hours=2.0)
+    assert partition_options(limited)[-1] == "--time=120"
+    assert partition_options(limited, most_minutes=7) == ["--partition=spot", "--time=7"]
+    assert partition_options(None, most_minutes=7) == ["--time=7"]
+
+
 def test_without_partitions_the_cluster_chooses() -> None:
-    choice = choose_partition(RunConfig(), [], hours_left=None, hours_needed=None)
+    choice = choose_partition(RunConfig(), [], JobOutlook())
     assert choice.partition is None and partition_options(None) == []
 
 
@@ -87,6 +147,15 @@ def test_states_of_slurm_have_causes(state: str, cause: Cause) -> None:
     assert SlurmJob(job_id="1", state=state).cause is cause
 
 
+@pytest.mark.parametrize("line", ACCOUNTED)
+def test_accounting_tells_how_a_job_ended(line: str) -> None:
+    requeued = "NODE_FAIL|None|spot|n[1-2]|2026-11-29T08:00:00|2026-11-29T08:10:00"
+    job = parse_accounting("1", f"{requeued}\n{line}\n")
+    assert job is not None and job.describe() == ACCOUNTED[line]
+    assert (job.ended_utc is None) is ("Unknown" in line)
+    assert parse_accounting("1", "") is None
+
+
 def test_a_drain_that_nothing_else_explains_is_the_time_limit() -> None:
     result = NodeResult(job_id="1", outcome=Outcome.INTERRUPTED, step=7)
     failed = SlurmJob(job_id="1", state="FAILED", reason="NonZeroExitCode")
@@ -108,6 +177,23 @@ def test_gres_names_the_gpus_of_a_node(gres: str | None, gpus: int) -> None:
     assert gpus_per_node(SlurmConfig(partitions=[partition])) == gpus
 
 
-def test_slurm_warns_before_the_last_save_must_begin() -> None:
+@pytest.mark.parametrize(("save_seconds", "warning"), [(None, 121), (4.0, 42), (300.0, 121)])
+def test_slurm_warns_before_the_last_saves_must_begin(
+    save_seconds: float | None, warning: int
+) -> None:
+    """Three measured saves, at most checkpoint.stop_seconds, and 30 s."""
     config = RunConfig(checkpoint=CheckpointConfig(stop_seconds=90.5))
-    assert warning_seconds(config) == 121
+    assert warning_seconds(config, save_seconds) == warning
+
+
+def test_a_job_that_leaves_a_drained_node_says_so_and_continues() -> None:
+    result = NodeResult(job_id="1", outcome=Outcome.INTERRUPTED, step=7)
+    failed = SlurmJob(job_id="1", state="FAILED", reason="NonZeroExitCode")
+    end = JobEnd(slurm=failed, result=result, asked=False, drained="n1 drained (new fan)")
+    assert end.cause is Cause.NODE_DRAINED and end.describe() == "FAILED, n1 drained (new fan)"
+
+
+def test_a_waiting_job_has_an_expected_start_and_no_start() -> None:
+    waiting = parse_job("1", "JobState=PENDING Reason=Resources StartTime=2026-11-29T10:00:00")
+    assert (waiting.started_utc, waiting.reason) == (None, "Resources")
+    assert waiting.expected_start_utc is not None

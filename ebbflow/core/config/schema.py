@@ -108,6 +108,9 @@ class PartitionConfig(Section):
     """A partition of a Slurm cluster, as a pool in which attempts can be placed."""
 
     name: str = key(..., "the partition's name, as in sinfo")
+    usd_per_node_hour: float | None = key(
+        None, "dollars for one hour of one node; null: not known, and node-hours are counted", gt=0
+    )
     preemptible: bool = key(False, "jobs in it are preempted by those of other partitions")
     gres: str | None = key(
         None, "devices of each node for sbatch --gres, such as gpu:8; null: none"
@@ -124,7 +127,12 @@ class SlurmConfig(Section):
     """Slurm, for `--with slurm` and `ebbflow export slurm`."""
 
     partitions: list[PartitionConfig] = key(
-        [], "partitions for training, the preferred one first; empty: the cluster's default"
+        [],
+        "partitions for training: the cheapest first if all have prices, else the preferred one "
+        "first; empty: the cluster's default",
+    )
+    budget_node_hours: float | None = key(
+        None, "node-hours that the job may use, by Slurm's clock; null: no limit", gt=0
     )
     activate: str | None = key(
         None, "shell line before the job, such as source /path/venv/bin/activate; null: none"
@@ -133,6 +141,10 @@ class SlurmConfig(Section):
         None, "image for srun --container-image, where the site has pyxis; null: no container"
     )
     options: list[str] = key([], "further options of sbatch, such as --reservation=course")
+    probe: bool = key(
+        False,
+        "preflight sends a job of a minute to the nodes, which tries store, clocks and ports there",
+    )
     queue_minutes: float = key(
         1440.0, "longest wait in the queue before a Slurm job is cancelled", gt=0
     )

@@ -22,6 +22,7 @@ from ebbflow.cost.ledger.instances import (
     group_by_instance,
     group_nodes_by_job,
     read_batch_jobs,
+    read_slurm_jobs,
 )
 from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricing
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, read_paid_nodes
@@ -114,7 +115,7 @@ class Bills:
 def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGeneration]) -> Bills:
     """Compute the cost of every node of a job from its events, which must be ordered by time."""
     nodes = read_paid_nodes(events)
-    jobs = read_batch_jobs(events)
+    jobs = {**read_batch_jobs(events), **read_slurm_jobs(events)}
     reported = group_nodes_by_job(nodes, jobs)
     job_of: dict[int, BatchJob] = {}
     for job_id, mine in reported.items():
@@ -126,10 +127,12 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
     )
     pricing = Pricing.of(events)
     stays = {id(node): job_of[id(node)].stay(node.node) for node in nodes if id(node) in job_of}
+    # A node-hour of Slurm begins and ends with the Slurm job, whatever its machine costs the site
+    rented = [node for node in nodes if id(node) not in job_of or not job_of[id(node)].by_slurm]
     extras = [
-        *find_boots(nodes, stays),
+        *find_boots(rented, stays),
         *find_batch_extras(reported, jobs, generations),
-        *find_instance_extras(nodes, stays),
+        *find_instance_extras(rented, stays),
     ]
 
     def make_bill(node: NodeTime) -> NodeBill:

@@ -1,5 +1,5 @@
 """Paid time of instances that no agent recorded: idle pauses, minimum charges, and parts of AWS
-Batch jobs.
+Batch and Slurm jobs.
 
 Instances are identified by their ids. EC2 bills Linux by the second from the start of an instance
 to its end, and at least a minute (https://aws.amazon.com/ec2/pricing/on-demand/). An instance on
@@ -18,7 +18,7 @@ time, by the monotonic clock of their machine. The unrecorded part of a node's t
     tail    from the last event to Batch's stop                interruption if the node was cut off, else idle
 
 The length of this part is computed from durations. Each duration is measured by a single clock, so
-no time is counted twice even if clocks differ. The division into lead and tail compares the wall
+no time is counted twice even if clocks differ. A Slurm job is treated like a Batch job. The division into lead and tail compares the wall
 clocks of two machines, which may be minutes apart; lead and tail are therefore estimated. If a node
 has no event, all of its time counts as start-up.
 """
@@ -28,7 +28,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
 
-from ebbflow.core.event_payloads import BatchAttemptPayload, BatchSubmittedPayload
+from ebbflow.core.event_payloads import (
+    BatchAttemptPayload,
+    BatchSubmittedPayload,
+    SlurmJobPayload,
+)
 from ebbflow.core.events import Event, LedgerClass, select_events
 from ebbflow.core.grouping import group_by_key
 from ebbflow.cost.ledger.generations import RecordedGeneration
@@ -43,6 +47,7 @@ LONGEST_IDLE_SECONDS = 600.0
 # A node without a job id is assigned to a job at most this far apart in time, because their clocks
 # may differ.
 CLOCKS_APART_SECONDS = 300.0
+STATED_FOR_PARTITION = "stated in slurm.partitions"
 _CANDIDATE_KEYS = (
     "instance_type",
     "market",
@@ -82,7 +87,7 @@ class PaidStay:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """One AWS Batch job that was paid for."""
+    """One job of AWS Batch, or of Slurm, that was paid for."""
 
     job_id: str
     nodes: int  # number of nodes
@@ -101,6 +106,7 @@ class BatchJob:
     node_times: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     # nodes of which Batch reports no time although it does of nodes: they never got a machine
     never_started: frozenset[int] = frozenset()
+    by_slurm: bool = False  # whether Slurm ran it, at the price that `slurm.partitions` states
 
     def stay(self, node: int) -> PaidStay:
         """Return the paid time of one node."""
@@ -224,6 +230,41 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
         if job is not None:
             found[job.job_id] = job
     return found
+
+
+def read_slurm_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
+    """Read the ended Slurm jobs by id. Jobs that never started are left out."""
+    found = {}
+    for event in select_events(events, SlurmJobPayload):
+        payload = event.payload
+        if payload.does != "ended" or not payload.started_utc or not payload.stopped_utc:
+            continue
+        job_id = f"slurm-{payload.job_id}"
+        found[job_id] = BatchJob(
+            job_id=job_id,
+            nodes=max(1, payload.nodes or 1),
+            ranks=max(1, payload.processes_per_node or 1),
+            started=float(payload.started_utc),
+            stopped=float(payload.stopped_utc),
+            cause="reclaimed" if payload.cause == "preempted" else "ended",
+            placed_wall=float(payload.started_utc),
+            candidate=make_partition_candidate(payload),
+            by_slurm=True,
+        )
+    return found
+
+
+def make_partition_candidate(payload: SlurmJobPayload) -> CandidateJson | None:
+    """Return the partition of a Slurm job as a pool, at its stated price; None without one."""
+    if payload.usd_per_node_hour is None:
+        return None
+    return {
+        "instance_type": f"partition {payload.partition}",
+        "market": "preemptible" if payload.preemptible else "not preemptible",
+        "nodes": payload.nodes or 1,
+        "usd_per_hour": payload.usd_per_node_hour,
+        "price_kind": STATED_FOR_PARTITION,
+    }
 
 
 def group_nodes_by_job(

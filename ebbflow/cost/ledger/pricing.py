@@ -16,16 +16,21 @@ from ebbflow.core.event_payloads import (
     InvalidPayload,
     PlanPayload,
     PricesPayload,
+    SlurmJobPayload,
 )
 from ebbflow.core.events import Event, find_last_event, is_event, select_events
+from ebbflow.core.terms import UNPRICED
 from ebbflow.cost.errors import LedgerError
-from ebbflow.cost.ledger.instances import BatchJob
+from ebbflow.cost.ledger.instances import (
+    STATED_FOR_PARTITION,
+    BatchJob,
+    make_partition_candidate,
+)
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.cost.plan_json import CandidateJson, PlanJson, PriceJson
 from ebbflow.cost.prices.quote import PoolPrice
 
 SIMULATED = "simulated"
-UNPRICED = "unpriced"
 STATED = "stated in cost.usd_per_node_hour"
 
 
@@ -143,6 +148,8 @@ class Pricing:
     history: dict[PoolName, tuple[tuple[float, Decimal], ...]]
     # Dollars per hour of a node that the configuration states, for a job without a plan
     stated: Decimal | None = None
+    # (Unix seconds, partition as a pool) of each Slurm job's submission, ordered by time
+    partitions: tuple[tuple[float, CandidateJson], ...] = ()
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:
@@ -158,7 +165,9 @@ class Pricing:
                     history.setdefault(pool, []).extend(changes)
         plans = tuple(select_plans(events))
         changes_by_pool = {pool: tuple(changes) for pool, changes in history.items()}
-        return cls(plans, changes_by_pool, _find_stated_usd(events))
+        return cls(
+            plans, changes_by_pool, _find_stated_usd(events), tuple(_find_partitions(events))
+        )
 
     def price_node(self, node: NodeTime, job: BatchJob | None = None) -> NodePrice:
         """Return the price of a node from the last plan before its start.
@@ -186,6 +195,14 @@ class Pricing:
         return self._price(job.placed_wall, {}, job)
 
     def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
+        partition = self._find_partition(at, job)
+        if partition is not None:
+            return NodePrice(
+                curve=PriceCurve(parse_usd(partition)),
+                on_demand_usd_per_hour=None,
+                kind=STATED_FOR_PARTITION,
+                pool=parse_pool(partition),
+            )
         plan = self._find_plan(at, job)
         if plan is None and self.stated is not None:
             return NodePrice(
@@ -216,6 +233,18 @@ class Pricing:
             kind=kind,
             pool=pool,
         )
+
+    def _find_partition(self, at: float, job: BatchJob | None) -> CandidateJson | None:
+        """Return the priced partition in which a node ran; None if it did not run on Slurm, or if no
+        price is stated.
+        """
+        if job is not None:
+            return job.candidate if job.by_slurm else None
+        placed = [(time, candidate) for time, candidate in self.partitions if time <= at]
+        planned = [event.t_wall for event in self.plans if event.t_wall <= at]
+        if not placed or (planned and planned[-1] > placed[-1][0]):
+            return None
+        return placed[-1][1]
 
     def _find_plan(self, at: float, job: BatchJob | None) -> PlanJson | None:
         """Return the plan that prices a node: the last plan made at or before `at`, else the first
@@ -289,6 +318,13 @@ def _find_stated_usd(events: Sequence[Event]) -> Decimal | None:
         if setting.key == "cost.usd_per_node_hour" and isinstance(setting.value, int | float):
             return Decimal(str(setting.value))
     return None
+
+
+def _find_partitions(events: Sequence[Event]) -> Iterator[tuple[float, CandidateJson]]:
+    for event in select_events(events, SlurmJobPayload):
+        candidate = make_partition_candidate(event.payload)
+        if event.payload.does == "submitted" and candidate is not None:
+            yield event.t_wall, candidate
 
 
 def _time_of_change(change: tuple[int, Decimal]) -> int:

@@ -16,14 +16,14 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.core.events import STEP, Event
+from ebbflow.core.event_payloads import PlanPayload
+from ebbflow.core.events import STEP, Event, select_events
 from ebbflow.core.footprint import ModelShape, commit_bytes, shard_ranks
 from ebbflow.core.reliability import daly_interval_seconds
 from ebbflow.cost.catalogue import Catalogue, InstanceType, Rates, Usage, load_rates, other_costs
 from ebbflow.cost.job_history import JobHistory
 from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.ledger.ledger import compute_spent_usd
-from ebbflow.cost.ledger.pricing import select_plans
 from ebbflow.cost.plan.forecast import (
     FAILURES_PER_GPU_HOUR,
     ExpectedRun,
@@ -151,7 +151,9 @@ def read_progress(events: Sequence[Event], *, run: str = "") -> JobProgress:
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     generations = read_generations(ordered)
     made: dict[str, float] = {}
-    for event in select_plans(ordered):
+    for event in select_events(ordered, PlanPayload):
+        if event.payload.chosen is None and event.data.get("backend") != "slurm":
+            continue  # a refusal
         made[event.run] = min(
             made.get(event.run, math.inf), float(event.payload.made_utc or event.t_wall)
         )

@@ -33,7 +33,12 @@ from ebbflow.cost.plan.candidates import (
 )
 from ebbflow.cost.plan.forecast import Outlook
 from ebbflow.cost.plan.live_forecast import DRAWS, Forecaster, chance_in_time
-from ebbflow.cost.plan.pools import Candidate, Rejection, short_queue_name
+from ebbflow.cost.plan.pools import (
+    Candidate,
+    PartitionOffer,
+    Rejection,
+    short_queue_name,
+)
 from ebbflow.cost.plan.refusal import (
     PlanRefusal,
     find_refusal,
@@ -130,6 +135,8 @@ class Plan:
     blocks: tuple[Candidate, ...] = ()
     reserve_seconds: float = 0.0
     cheapest_on_demand: OnDemandChoice | None = None
+    # On Slurm, the partitions, the preferred one first; a plan on Slurm has no other pools
+    partitions: tuple[PartitionOffer, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:
@@ -141,6 +148,13 @@ class Plan:
         if self.ranked:
             return self.ranked[0]
         return None
+
+    @property
+    def costs_money(self) -> bool:
+        """Whether a run of the plan is paid for, as far as is known."""
+        if self.backend == "slurm":
+            return any(offer.usd_per_node_hour is not None for offer in self.partitions)
+        return not self.simulated
 
     @property
     def live(self) -> Outlook | None:
@@ -226,13 +240,15 @@ class Plan:
             )
         refusal = data["refusal"]
         # Missing in plans of earlier versions
-        late = ("on_demand", "blocks", "reserve_seconds", "cheapest_on_demand")
+        late = ("on_demand", "blocks", "reserve_seconds", "cheapest_on_demand", "partitions")
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
         choice = data.get("cheapest_on_demand")
         fields["cheapest_on_demand"] = choice and OnDemandChoice(**choice)
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
+        offers = data.get("partitions", ())
+        fields["partitions"] = tuple(PartitionOffer(**offer) for offer in offers)
         if fields["ranked"]:
             rate = fields["ranked"][0].gang_usd_per_hour
         else:
@@ -316,6 +332,15 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def describe_interval(config: RunConfig) -> str:
+    """Render the checkpoint interval."""
+    saves = config.checkpoint
+    by = {"steps": f"{saves.interval_steps:,} steps", "seconds": f"{saves.interval_seconds:g} s"}
+    if saves.interval in by:
+        return f"each {by[saves.interval]}"
+    return "as measured stall and hazard have it"
+
+
 def figure_kinds() -> dict[str, str]:
     """Return the source of each figure of a `Candidate`, such as "estimated", by the name of the
     figure.
@@ -387,7 +412,7 @@ def make_plan(  # noqa: PLR0913
         spent_usd=progress.spent_usd,
         tokens=steps * config.training.batch_size * sources.shape.tokens_per_sample,
         weight_unit=sources.shape.weight_unit,
-        interval=_interval_text(config),
+        interval=describe_interval(config),
         fingerprint=speed_fingerprint(config),
         budget_usd=cost.budget_usd,
         deadline_hours=cost.deadline_hours,
@@ -472,14 +497,6 @@ def _on_demand(config: RunConfig, sources: PlanInputs, region: str | None) -> di
     kinds = sources.catalogue.matching(config.cluster.instance_types)
     quotes = {kind.name: sources.prices.on_demand(kind, region or "") for kind in kinds}
     return {name: f"{quote.usd_per_hour:f}" for name, quote in quotes.items() if quote is not None}
-
-
-def _interval_text(config: RunConfig) -> str:
-    saves = config.checkpoint
-    by = {"steps": f"{saves.interval_steps:,} steps", "seconds": f"{saves.interval_seconds:g} s"}
-    if saves.interval in by:
-        return f"each {by[saves.interval]}"
-    return "as measured stall and hazard have it"
 
 
 def _rank(candidate: Candidate) -> tuple[float, int, str, str]:

@@ -20,7 +20,7 @@ from ebbflow.cost.amounts import (
     format_usd,
 )
 from ebbflow.cost.plan.plan import RANKED, Plan
-from ebbflow.cost.plan.pools import Candidate
+from ebbflow.cost.plan.pools import Candidate, PartitionOffer
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import format_short_age, format_time
 
@@ -38,6 +38,8 @@ def render_plan(plan: Plan) -> str:
     sections = [_header(plan)]
     if plan.chosen is not None:
         sections += [_chosen(plan, plan.chosen), _ranked(plan)]
+    if plan.partitions:
+        sections.append(_list_partitions(plan))
     regions = _regions(plan)
     if regions:
         sections.append(regions)
@@ -45,7 +47,7 @@ def render_plan(plan: Plan) -> str:
         sections.append(_for_sale(plan))
     if plan.rejected:
         sections.append(_rejected(plan))
-    sections.append(_kinds(plan))
+    sections.append(_notes(plan) if plan.backend == "slurm" else _kinds(plan))
     if plan.refusal is not None:
         sections.append(
             _wrapped(one_line(f"✗ refused ({plan.refusal.outcome}): {plan.refusal.message}"))
@@ -63,11 +65,11 @@ def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
     """Render the plan in short: the chosen pool, its dollars and hours, the next three pools, and
     rejections.
     """
-    lines = []
+    lines = [_partition_line(offer) for offer in plan.partitions[:3]]
     best = plan.chosen
     if best is not None:
         if plan.simulated:
-            where = f" (simulated: this run {_place(plan)})"
+            where = " (simulated: this run stays on this machine)"
         else:
             where = ""
         ahead = plan.live
@@ -111,6 +113,20 @@ def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
     return [piece for line in lines for piece in wrap_line(line, width)]
 
 
+def _partition_line(offer: PartitionOffer) -> str:
+    """Render a partition in one line, such as "spot: 2 nodes, $24.00/h, 2 idle"."""
+    parts = [f"{one_line(offer.name)}: {format_count(offer.nodes, 'node')}"]
+    if offer.usd_per_node_hour is not None:
+        parts.append(f"{format_usd(offer.usd_per_node_hour * offer.nodes)}/h")
+    if offer.usd is not None:
+        parts.append(f"{format_usd(offer.usd)} for the rest")
+    elif offer.node_hours is not None:
+        parts.append(f"{format_number(offer.node_hours, 3)} node-hours for the rest")
+    if offer.node_states:
+        parts.append(one_line(offer.node_states))
+    return ", ".join(parts)
+
+
 def _header(plan: Plan) -> list[str]:
     made = format_time(plan.made_utc)
     work = f"{plan.steps:,} steps, {plan.tokens:,.0f} {one_line(plan.weight_unit)}"
@@ -130,17 +146,50 @@ def _header(plan: Plan) -> list[str]:
         )
     if plan.simulated:
         lines += _wrapped(
-            f"simulated: this run {_place(plan)}. The pool is what it would run on in the "
+            "simulated: this run stays on this machine. The pool is what it would run on in the "
             "cloud, and the run is priced as if it did."
         )
     return lines
 
 
-def _place(plan: Plan) -> str:
-    """Render where a run with simulated prices trains."""
-    if plan.backend == "slurm":
-        return "goes to Slurm"
-    return "stays on this machine"
+def _list_partitions(plan: Plan) -> list[str]:
+    """Return the partitions as a table, the preferred one first, and why Slurm refuses any."""
+    rows = [("", "partition", "nodes", "$/h", "limit", "state", "start", "node-hours", "dollars")]
+    for number, offer in enumerate(plan.partitions, start=1):
+        price = offer.usd_per_node_hour
+        rows.append(
+            (
+                f"{number}",
+                one_line(offer.name) + (" (preemptible)" if offer.preemptible else ""),
+                f"{offer.nodes}",
+                "unknown" if price is None else format_usd(price * offer.nodes, 4),
+                "Slurm's" if offer.max_hours is None else f"{offer.max_hours:g} h",
+                one_line(offer.node_states) or "unknown",
+                _describe_start(plan, offer.start_utc),
+                "unknown" if offer.node_hours is None else format_number(offer.node_hours, 3),
+                "unknown" if offer.usd is None else format_usd(offer.usd, 4),
+            )
+        )
+    problems = []
+    for offer in plan.partitions:
+        if offer.problem:
+            problems += _wrapped(one_line(f"{offer.name}: {offer.problem}"))
+    return [*_table(rows), *problems]
+
+
+def _describe_start(plan: Plan, start_utc: float | None) -> str:
+    """Render Slurm's estimate of a start, relative to the plan."""
+    if start_utc is None:
+        return "unknown"
+    seconds = start_utc - plan.made_utc
+    return "now" if seconds < 60 else f"in {format_duration(seconds)}"
+
+
+def _notes(plan: Plan) -> list[str]:
+    lines = []
+    for text in (*plan.prices, *plan.notes):
+        lines += _wrapped(one_line(text))
+    return lines
 
 
 def _chosen(plan: Plan, best: Candidate) -> list[str]:

@@ -153,6 +153,23 @@ class Rejection(Pool):
     excess: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartitionOffer:
+    """A partition of a Slurm cluster that could run the job, with what Slurm tells of it."""
+
+    name: str
+    nodes: int  # nodes of the job
+    preemptible: bool
+    usd_per_node_hour: float | None  # None if it is not stated
+    max_hours: float | None  # configured time limit of each Slurm job
+    node_states: str  # number of the partition's nodes by state; "" if Slurm told none
+    start_utc: float | None  # Unix time of the start that Slurm estimates; None if it told none
+    problem: str  # why Slurm would refuse the job now, or ""
+    # Of the remaining steps, at the job's measured speed; None before the first steps
+    node_hours: float | None
+    usd: float | None
+
+
 def why_no_queue(
     queues: Mapping[str, QueueState], wanted: Pool, catalogue: Catalogue
 ) -> str | None:

@@ -185,6 +185,8 @@ def describe_prices(report: RunReport) -> str:
             planned = "it has no plan"
         return f"none: nothing of the job has started, so that nothing was paid for; {planned}"
     if kind == UNPRICED:
+        if (report.plan or {}).get("backend") == "slurm":
+            return "unpriced: slurm.partitions has no usd_per_node_hour; node-hours are listed"
         return "unpriced: the job has no plan and states no cost.usd_per_node_hour"
     return kind
 

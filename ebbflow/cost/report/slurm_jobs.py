@@ -10,8 +10,9 @@ from typing import TypedDict
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.core.events import Event, select_events
 from ebbflow.core.untrusted_text import one_line
+from ebbflow.cost.amounts import format_usd
 
-HEADER = ("Slurm job", "partition", "nodes", "node-hours", "ended", "by Slurm")
+HEADER = ("Slurm job", "partition", "nodes", "node-hours", "dollars", "ended", "by Slurm")
 _UNKNOWN = "unknown"
 
 
@@ -22,6 +23,7 @@ class SlurmJobRow(TypedDict):
     partition: str | None
     nodes: int | None
     node_hours: float | None  # None before its end, or without a start
+    usd: float | None  # None without a stated price
     cause: str | None  # why it ended; None if its end is not recorded
     state: str | None  # Slurm's word
     reason: str | None
@@ -45,6 +47,7 @@ def format_slurm_rows(rows: Sequence[SlurmJobRow]) -> list[tuple[str, ...]]:
             one_line(row["partition"] or "default"),
             str(row["nodes"] or _UNKNOWN),
             _UNKNOWN if row["node_hours"] is None else f"{row['node_hours']:.4f}",
+            _UNKNOWN if row["usd"] is None else format_usd(row["usd"], 4),
             one_line(row["cause"] or _UNKNOWN),
             one_line(row["reason"] or row["state"] or ""),
         )
@@ -52,15 +55,22 @@ def format_slurm_rows(rows: Sequence[SlurmJobRow]) -> list[tuple[str, ...]]:
     ]
 
 
+def _count_node_hours(payload: SlurmJobPayload) -> float | None:
+    """Return the node-hours of an ended Slurm job, by Slurm's clock; None if its times are unknown."""
+    if not payload.nodes or not payload.started_utc or not payload.stopped_utc:
+        return None
+    return payload.nodes * max(0.0, payload.stopped_utc - payload.started_utc) / 3600
+
+
 def _make_row(payload: SlurmJobPayload) -> SlurmJobRow:
-    hours = None
-    if payload.nodes and payload.started_utc and payload.stopped_utc:
-        hours = payload.nodes * max(0.0, payload.stopped_utc - payload.started_utc) / 3600
+    hours = _count_node_hours(payload)
+    price = payload.usd_per_node_hour
     return {
         "job_id": payload.job_id,
         "partition": payload.partition,
         "nodes": payload.nodes,
         "node_hours": hours,
+        "usd": None if hours is None or price is None else hours * price,
         "cause": payload.cause,
         "state": payload.state,
         "reason": payload.reason,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ebbflow.core.errors import EbbflowError, InfraError, JobIsRunning, Outcome
 from ebbflow.core.events import OUTCOME, read_events
 from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, Claim, claim_job, running_launcher
+from ebbflow.core.store import Store
 from ebbflow.core.store.identity import adopt_store
 from ebbflow.core.store.marker import expected_marker_id
 from ebbflow.cost.ledger.generations import find_final_outcome
@@ -179,6 +180,9 @@ class NodeRun:
 
     def _run_gang(self, spec: GangSpec) -> None:
         """Run this node's ranks. Raises OwnFlowError if the job is not complete then."""
+        if spec.config.cluster.plan_for == "slurm":
+            self._run_on_slurm(spec)
+            return
         try:
             ending = run_gang(spec)
         except (TrainingError, InfraError) as error:
@@ -193,6 +197,30 @@ class NodeRun:
         if ending.outcome == Outcome.INTERRUPTED:
             raise OwnFlowError(_describe_stop(self.job, ending))
         raise FinalError(_describe_stop(self.job, ending))
+
+    def _run_on_slurm(self, spec: GangSpec) -> None:
+        """Train in Slurm jobs, one after another. Raises OwnFlowError if the job is not complete then."""
+        # Not at module level, since other trainings need none of it
+        from ebbflow.flows.slurm.attempt import count_submitted_jobs, run_attempt
+        from ebbflow.training.attach.script_folder import pack_script
+
+        job = self.metaflow_job
+        prepared = dict(spec.prepared)
+        if spec.config.script is not None:
+            prepared["script_sha256"] = pack_script(spec.config, Store.open(spec.config.store))
+        while True:
+            attempt = count_submitted_jobs(read_events(job.store), job.run)
+            ports = control_ports(f"{spec.run}/{self.job}", attempt)
+            order = replace(spec, attempt=attempt, candidate_ports=ports, prepared=prepared)
+            end = run_attempt(job, order, number=attempt + 1)
+            if not end.goes_on:
+                break
+        if end.message:
+            _record_outcome(job, end.outcome, end.message)
+        if end.outcome is Outcome.COMPLETED:
+            return
+        stopped = OwnFlowError if end.outcome is Outcome.INTERRUPTED else FinalError
+        raise stopped(f"{end.outcome}: job {self.job}: {end.message or end.told or 'has ended'}")
 
     def _report(self) -> TrainedModel:
         """Write the job's report and show it as the step's card; return the job's result.

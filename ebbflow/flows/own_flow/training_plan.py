@@ -22,6 +22,11 @@ from ebbflow.cost.catalogue import InstanceType
 from ebbflow.cost.errors import CostError
 from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
 from ebbflow.cost.plan.candidates import NO_PROGRESS, JobProgress, read_progress
+from ebbflow.cost.plan.partitions import (
+    explain_ignored_budget,
+    make_partition_plan,
+    read_evidence,
+)
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.quote import PriceSource, Quote
 from ebbflow.cost.prices.reservations import open_evidence
@@ -170,6 +175,8 @@ def _look_at_workload(job: Job, settings: TrainingSettings) -> tuple[ModelShape 
 def _make_plan(job: Job, config: RunConfig, options: StepOptions, shape: ModelShape | None) -> Plan:
     is_here = not in_container()
     now = time.time() if is_here else ClockReading.of(job.store).utc
+    if config.cluster.plan_for == "slurm":
+        return _plan_on_slurm(job, config, now, shape)
     return make_plan(
         config,
         now_utc=now,
@@ -179,6 +186,20 @@ def _make_plan(job: Job, config: RunConfig, options: StepOptions, shape: ModelSh
         history=read_job_history(job),
         progress=_read_progress(job),
         evidence=open_evidence(config),
+    )
+
+
+def _plan_on_slurm(job: Job, config: RunConfig, now_utc: float, shape: ModelShape | None) -> Plan:
+    ignored = explain_ignored_budget(config)
+    if ignored:
+        print(ignored, flush=True)
+    return make_partition_plan(
+        config,
+        read_events(job.store),
+        now_utc=now_utc,
+        progress=_read_progress(job),
+        evidence=read_evidence(config),
+        shape=shape,
     )
 
 

@@ -15,6 +15,7 @@ from ebbflow.core.config.schema import RunConfig, TrainingConfig
 from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.checks.gpu import visible_gpus
+from ebbflow.infra.slurm.script import gpus_per_node
 
 _SOURCE = "@ebbflow"
 GivenValues = dict[str, tuple[object, str]]  # (value, source) by key
@@ -80,10 +81,18 @@ def make_settings(
         OwnFlowError: It contradicts the flow or the options of `@ebbflow`.
     """
     given = _read_given(step, file, overrides)
-    _check_contradictions(step, given, nodes)
-    own = {"store": step.store, "cluster.nodes": str(nodes)}
+    on_slurm = _value(given, "cluster.plan_for", "local") == "slurm"
+    own = {"store": step.store}
+    if on_slurm:
+        _check_slurm(step, given, nodes, is_loop_in_step=is_own_loop and script is None)
+    else:
+        _check_contradictions(step, given, nodes)
+        own["cluster.nodes"] = str(nodes)
     if step.options.ranks is not None:
         own["cluster.processes_per_node"] = str(step.options.ranks)
+    elif on_slurm and _value(given, "cluster.processes_per_node", "auto") == "auto":
+        slurm = _load(step, file, overrides).config.slurm
+        own["cluster.processes_per_node"] = str(gpus_per_node(slurm))
     elif _value(given, "cluster.processes_per_node", "auto") == "auto":
         own["cluster.processes_per_node"] = str(_fit_ranks(given, nodes, is_own_loop=is_own_loop))
     if step.options.budget is not None:
@@ -148,6 +157,26 @@ def _value(given: GivenValues, key: str, default: object) -> object:
     if key in given:
         return given[key][0]
     return default
+
+
+def _check_slurm(
+    step: CheckedStep, given: GivenValues, nodes: int, *, is_loop_in_step: bool
+) -> None:
+    """Check a training that goes to Slurm. Raises OwnFlowError."""
+    (_, source) = given["cluster.plan_for"]
+    where = f"{step.place}: {source} has cluster.plan_for slurm"
+    if is_loop_in_step:
+        raise OwnFlowError(
+            f"{where}, and current.ebbflow.attach trains in the step itself; fix: "
+            "current.ebbflow.run('train.py'), or start the flow inside an allocation (salloc)"
+        )
+    if nodes > 1:
+        raise OwnFlowError(
+            f"{where}, and step {step.name} runs on {nodes} nodes (num_parallel); fix: call the step "
+            "without num_parallel, and set cluster.nodes"
+        )
+    if not isinstance(_value(given, "cluster.nodes", "auto"), int):
+        raise OwnFlowError(f"{where} and no number of nodes; fix: cluster.nodes: N")
 
 
 def _check_contradictions(step: CheckedStep, given: GivenValues, nodes: int) -> None:

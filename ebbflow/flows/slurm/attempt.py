@@ -22,41 +22,57 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from ebbflow.core.config.schema import PartitionConfig
 from ebbflow.core.errors import InfraError, ObjectNotFound, Outcome
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.core.events import COMMIT, SLURM_JOB, Event, read_events, select_events
 from ebbflow.core.launchers import CLAIM_VARIABLE, RUN_CLAIM_VARIABLE
+from ebbflow.core.layout import link_slurm_job
 from ebbflow.core.process import OwnProgram
 from ebbflow.core.program import PROJECT_ROOT, own_command, python_path
+from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.plan.candidates import read_progress
-from ebbflow.flows.job import ClockReading, Job, TrainArtifacts
+from ebbflow.cost.plan.partitions import (
+    count_used_node_hours,
+    is_priced,
+    make_partition_terms,
+    measure_hours_needed,
+)
+from ebbflow.flows.job import ClockReading, Job
 from ebbflow.flows.slurm.placement import (
+    JobOutlook,
     PartitionChoice,
     choose_partition,
-    measure_hours_needed,
+    limit_minutes,
     refused_partitions,
 )
-from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
+from ebbflow.flows.steps import say
 from ebbflow.infra.slurm.commands import (
+    FAR_SECONDS,
     Cause,
     LiveJob,
     SlurmJob,
+    SlurmRejected,
     SlurmUnavailable,
     cancel,
+    find_drained_nodes,
     find_live_jobs,
     look_up,
+    read_partitions,
     submit,
+    usual_minutes,
 )
 from ebbflow.infra.slurm.script import (
     BatchScript,
     agent_lines,
+    measure_save_seconds,
     partition_options,
     warning_seconds,
 )
 from ebbflow.training.launch.slurm_node import NodeResult, SlurmOrder, order_key, result_key
 
 if TYPE_CHECKING:
-    from ebbflow.core.config.schema import PartitionConfig, RunConfig
+    from ebbflow.core.config.schema import RunConfig
     from ebbflow.training.launch.messages import GangSpec
 
 _LOOK_SECONDS = 1.0
@@ -67,8 +83,9 @@ _COMPLETING_SECONDS = 60.0
 _LEAVE_SECONDS = 10.0  # beyond the last save, before a Slurm job that was asked to leave is killed
 _MOST_IN_VAIN = 3  # Slurm jobs in a row without a commit, whose end nothing outside explains
 _MOST_TAKEN = 20  # the same, if they were preempted or lost a node
-_TAKEN = (Cause.PREEMPTED, Cause.NODE_FAILED, Cause.REQUEUED)
+_TAKEN = (Cause.PREEMPTED, Cause.NODE_FAILED, Cause.NODE_DRAINED, Cause.REQUEUED)
 _PREFIX = "ebbflow"
+_LONGEST_QUOTE = 200  # characters of a line of output
 # Variables of the launcher's processes, which mean nothing on another machine
 _OF_LAUNCHER = ("EBBFLOW_PARENT_PID", CLAIM_VARIABLE, RUN_CLAIM_VARIABLE)
 
@@ -90,6 +107,7 @@ class JobEnd:
     result: NodeResult | None  # None: node 0 wrote none
     asked: bool  # whether this launcher was asked to leave
     queue_expired: bool = False  # whether it was cancelled after `slurm.queue_minutes`
+    drained: str = ""  # the node that an operator drains, and which the job has therefore left
 
     @property
     def cause(self) -> Cause:
@@ -98,10 +116,41 @@ class JobEnd:
             return Cause.REFUSED
         if self.slurm.restarts:
             return Cause.REQUEUED
-        drained = self.result is not None and self.result.outcome is Outcome.INTERRUPTED
-        if drained and self.slurm.cause in (Cause.FAILED, Cause.COMPLETED):
-            return Cause.TIME_LIMIT
+        has_left = self.result is not None and self.result.outcome is Outcome.INTERRUPTED
+        if has_left and self.slurm.cause in (Cause.FAILED, Cause.COMPLETED):
+            return Cause.NODE_DRAINED if self.drained else Cause.TIME_LIMIT
         return self.slurm.cause
+
+    def describe(self) -> str:
+        """Render how the job ended, such as "FAILED, n1 drained (new fan)"."""
+        if self.cause is Cause.NODE_DRAINED:
+            return f"{self.slurm.state}, {self.drained}"
+        return self.slurm.describe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnd:
+    """How an attempt ended, and whether another one follows."""
+
+    outcome: Outcome
+    goes_on: bool = False  # whether another attempt follows
+    was_asked: bool = False  # whether the launcher was asked to leave
+    step: int | None = None
+    weights_sha256: str | None = None
+    message: str = ""  # to be recorded with the outcome; "" if node 0 has recorded the outcome
+    told: str = ""  # how the Slurm job ended, if no outcome is to be recorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextAttempt:
+    """The next attempt of a job, before its submission."""
+
+    spec: GangSpec
+    choice: PartitionChoice
+    hours_left: float | None  # until the deadline; None without one
+    node_hours_used: float
+    most_minutes: int | None  # that slurm.budget_node_hours leaves; None: it is not the limit
+    warning_seconds: int  # between Slurm's warning and the time limit
 
 
 @dataclass
@@ -111,33 +160,65 @@ class StopRequest:
     received: bool = False
 
 
-def run_attempt(flow: TrainArtifacts, spec: GangSpec, *, number: int) -> tuple[dict, str]:
+class JobWait:
+    """The wait for the end of a Slurm job: what this launcher asks of it meanwhile.
+
+    Attributes:
+        expired: whether the job was cancelled after `slurm.queue_minutes`.
+        drained: the drained node for which the job was asked to leave, or "".
+    """
+
+    def __init__(self, job_id: str, config: RunConfig) -> None:
+        self.expired = False
+        self.drained = ""
+        self._job_id = job_id
+        self._config = config
+        self._queued_until = time.monotonic() + 60 * config.slurm.queue_minutes
+        self._kill_at: float | None = None
+
+    def act(self, seen: SlurmJob, stop: StopRequest) -> None:
+        """Ask the job to leave, or cancel it, if it must end."""
+        if stop.received and self._kill_at is None:
+            self._ask_to_leave(seen)
+        if seen.state == "RUNNING" and self._kill_at is None:
+            self.drained = _find_drained_node(seen.nodes)
+            if self.drained:
+                say(f"slurm: {self.drained}: job {self._job_id} saves and leaves")
+                self._ask_to_leave(seen)
+        if seen.waits and seen.restarts:
+            _try_cancel(self._job_id)  # another Slurm job continues, from the last commit
+        elif seen.waits and time.monotonic() > self._queued_until and not self.expired:
+            self.expired = True
+            _try_cancel(self._job_id)
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            _try_cancel(self._job_id)
+
+    def _ask_to_leave(self, seen: SlurmJob) -> None:
+        seconds = self._config.checkpoint.stop_seconds + _LEAVE_SECONDS
+        self._kill_at = time.monotonic() + seconds
+        _ask_to_leave(seen)
+
+
+def run_attempt(job: Job, spec: GangSpec, *, number: int) -> AttemptEnd:
     """Train in one Slurm job.
 
     Args:
         spec: specification of node 0, without its address.
         number: number of the attempt within the run, from 1.
-
-    Returns:
-        The outcome as JSON, and the flow's next branch: "again" or "done".
-
-    Raises:
-        StepFailed: this launcher was asked to leave.
     """
-    job = current_job(flow)
     try:
         with _listen() as stop:
             submitted = adopt(job, spec.config)
-            hours_left = _hours_left(job, read_events(job.store))
-            if submitted is None and hours_left is not None and hours_left <= 0:
-                late = f"the deadline passed {-hours_left:.1f} h ago (cost.deadline_hours)"
-                return _stop(flow, Outcome.DEADLINE, late)
-            submitted = submitted or _submit_order(job, spec, number)
+            if submitted is None:
+                attempt = _prepare(job, spec)
+                exceeded = _find_exceeded_limit(attempt)
+                if exceeded is not None:
+                    return _stop(*exceeded)
+                submitted = _submit_order(job, attempt, number)
             end = await_end(job, submitted, stop)
     except InfraError as error:
-        record_outcome(flow, error.outcome, str(error))
-        return _outcome(error.outcome), "done"
-    return _judge(flow, job, submitted, end)
+        return AttemptEnd(outcome=error.outcome, message=str(error))
+    return _judge(job, submitted, end)
 
 
 def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
@@ -151,7 +232,9 @@ def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
     """
     adopted = None
     ended = _find_ended(job)
-    for live in _find_jobs(f"{_PREFIX}:{_token(job)}:"):
+    all_live = _find_jobs(f"{_PREFIX}:{_token(job)}:")
+    _settle_left_behind(job, ended | {live.job_id for live in all_live})
+    for live in all_live:
         if live.job_id in ended:
             continue  # a dead slurmd keeps it COMPLETING for minutes
         _, _, run, number = live.comment.split(":")
@@ -173,11 +256,8 @@ def await_end(job: Job, submitted: SubmittedJob, stop: StopRequest) -> JobEnd:
     If `stop` is set, the job saves and leaves first. A job that waits in the queue for longer than
     `slurm.queue_minutes` is cancelled.
     """
-    config = job.config
-    queued_until = time.monotonic() + 60 * config.slurm.queue_minutes
-    kill_at: float | None = None
+    wait = JobWait(submitted.job_id, job.config)
     completing_since: float | None = None
-    expired = False
     shown = ""
     pause = _LOOK_SECONDS
     seen = SlurmJob(job_id=submitted.job_id, state="PENDING")
@@ -198,40 +278,31 @@ def await_end(job: Job, submitted: SubmittedJob, stop: StopRequest) -> JobEnd:
             results = _has_results(job, submitted)
             if results and time.monotonic() - completing_since > _COMPLETING_SECONDS:
                 break
-        if stop.received and kill_at is None:
-            kill_at = time.monotonic() + config.checkpoint.stop_seconds + _LEAVE_SECONDS
-            _ask_to_leave(seen)
-        if seen.waits and seen.restarts:
-            _try_cancel(submitted.job_id)  # another Slurm job continues, from the last commit
-        elif seen.waits and time.monotonic() > queued_until and not expired:
-            expired = True
-            _try_cancel(submitted.job_id)
-        if kill_at is not None and time.monotonic() > kill_at:
-            _try_cancel(submitted.job_id)
+        wait.act(seen, stop)
         _sleep(pause, stop)
         pause = min(1.5 * pause, _LOOK_SECONDS if stop.received else _LONGEST_LOOK_SECONDS)
     return JobEnd(
         slurm=seen,
         result=_read_result(job, submitted),
         asked=stop.received,
-        queue_expired=expired,
+        queue_expired=wait.expired,
+        drained=wait.drained,
     )
 
 
-def make_batch_script(
-    job: Job, spec: GangSpec, partition: PartitionConfig | None, key: str, comment: str
-) -> BatchScript:
+def make_batch_script(job: Job, attempt: NextAttempt, key: str, comment: str) -> BatchScript:
     """Build the script of one Slurm job, whose tasks are the nodes' agents."""
+    spec = attempt.spec
     config = spec.config
     slurm = config.slurm
     options = [
         f"--job-name={job.name}",
         f"--comment={comment}",
-        *partition_options(partition),
+        *partition_options(attempt.choice.partition, most_minutes=attempt.most_minutes),
         f"--nodes={spec.nodes}",
         "--ntasks-per-node=1",
         "--no-requeue",
-        f"--signal=B:USR1@{warning_seconds(config)}",
+        f"--signal=B:USR1@{attempt.warning_seconds}",
         f"--output={str(log_folder(job)).replace('%', '%%')}/%j.log",
         "--open-mode=append",
         *slurm.options,
@@ -253,6 +324,14 @@ def ended_jobs(events: Sequence[Event], run: str) -> list[SlurmJobPayload]:
     ]
 
 
+def count_submitted_jobs(events: Sequence[Event], run: str) -> int:
+    """Return how many Slurm jobs a run has submitted."""
+    return sum(
+        event.run == run and event.payload.does == "submitted"
+        for event in select_events(events, SlurmJobPayload)
+    )
+
+
 def log_folder(job: Job) -> Path:
     """Return the folder of the Slurm jobs' output, which must be on a disk that the nodes share."""
     shared = job.store.local_path("slurm")
@@ -261,42 +340,106 @@ def log_folder(job: Job) -> Path:
     return folder
 
 
-def _submit_order(job: Job, spec: GangSpec, number: int) -> SubmittedJob:
+def _prepare(job: Job, spec: GangSpec) -> NextAttempt:
+    """Choose partition, cost terms and time limit of the next attempt.
+
+    Raises:
+        InfraError: Slurm or the store does not answer.
+    """
+    config = spec.config
+    events = read_events(job.store)
+    progress = read_progress(events, run=job.run)
+    now = ClockReading.of(job.store).utc
+    hours_left = None
+    if config.cost.deadline_hours is not None:
+        hours_left = config.cost.deadline_hours - (now - (progress.started_utc or now)) / 3600
+    terms = make_partition_terms(
+        config, None, events, processes_per_node=spec.processes_per_node, started_utc=now
+    )
+    usd_left = None
+    if config.cost.budget_usd is not None and is_priced(config):
+        usd_left = config.cost.budget_usd - terms.spent_usd
+    choice = choose_partition(
+        config,
+        ended_jobs(events, job.run),
+        JobOutlook(
+            hours_needed=measure_hours_needed(events, config.training.max_steps),
+            hours_left=hours_left,
+            usd_left=usd_left,
+        ),
+    )
+    terms = make_partition_terms(
+        config,
+        choice.partition,
+        events,
+        processes_per_node=spec.processes_per_node,
+        started_utc=progress.started_utc or now,
+    )
+    used = count_used_node_hours(events)
+    return NextAttempt(
+        spec=replace(spec, terms=terms),
+        choice=choice,
+        hours_left=hours_left,
+        node_hours_used=used,
+        most_minutes=_limit_minutes(config, choice.partition, used),
+        warning_seconds=warning_seconds(config, measure_save_seconds(events)),
+    )
+
+
+def _limit_minutes(config: RunConfig, partition: PartitionConfig | None, used: float) -> int | None:
+    if config.slurm.budget_node_hours is None:
+        return None
+    known = read_partitions()
+    if partition is None:
+        fields = next((shown for shown in known.values() if shown.get("Default") == "YES"), {})
+    else:
+        fields = known.get(partition.name, {})
+    usual = usual_minutes(partition, fields)
+    return limit_minutes(config, node_hours_used=used, usual_minutes=usual)
+
+
+def _find_exceeded_limit(attempt: NextAttempt) -> tuple[Outcome, str] | None:
+    """Return the limit of the job that forbids another attempt, and a message; None if none does."""
+    config = attempt.spec.config
+    left = attempt.hours_left
+    if left is not None and left <= 0:
+        late = f"the deadline passed {-left:.1f} h ago (cost.deadline_hours)"
+        return Outcome.DEADLINE, late
+    minutes = attempt.most_minutes
+    if minutes is not None and 60 * minutes < 1.5 * attempt.warning_seconds:
+        budget = config.slurm.budget_node_hours
+        return Outcome.BUDGET, (
+            f"budget: {attempt.node_hours_used:.4g} of {budget:g} node-hours are used, and the "
+            f"{minutes} min that are left for {attempt.spec.nodes} nodes are too short: saving begins "
+            f"{attempt.warning_seconds} s before the end; fix: a larger slurm.budget_node_hours"
+        )
+    terms = attempt.spec.terms
+    spent = "" if terms is None else terms.out_of_money()
+    return (Outcome.BUDGET, spent) if spent else None
+
+
+def _submit_order(job: Job, attempt: NextAttempt, number: int) -> SubmittedJob:
     """Write the order into the store, then submit the Slurm job that follows it."""
     key = order_key(job.run, number)
-    choice = _choose(job)
+    spec = attempt.spec
+    choice = attempt.choice
     partition = choice.partition
     order = SlurmOrder(
         gang=spec.to_json(), partition=None if partition is None else partition.name, round=number
     )
     job.store.put(key, order.model_dump_json().encode())
     comment = f"{_PREFIX}:{_token(job)}:{job.run}:{number}"
-    script = make_batch_script(job, spec, partition, key, comment).render()
+    script = make_batch_script(job, attempt, key, comment).render()
     job_id = _submit_once(script, comment)
     submitted = SubmittedJob(job_id=job_id, key=key, order=order)
     where = "the default partition" if partition is None else f"partition {partition.name}"
-    say(f"slurm: attempt {number} is job {job_id} in {where} ({choice.reason}), {spec.nodes} nodes")
+    limit = "" if attempt.most_minutes is None else f", {attempt.most_minutes} min at most"
+    say(
+        f"slurm: attempt {number} is job {job_id} in {where} ({choice.reason}), {spec.nodes} "
+        f"nodes{limit}"
+    )
     _record(job, submitted, does="submitted")
     return submitted
-
-
-def _choose(job: Job) -> PartitionChoice:
-    events = read_events(job.store)
-    return choose_partition(
-        job.config,
-        ended_jobs(events, job.run),
-        hours_left=_hours_left(job, events),
-        hours_needed=measure_hours_needed(events, job.config.training.max_steps),
-    )
-
-
-def _hours_left(job: Job, events: Sequence[Event]) -> float | None:
-    """Return the hours until the job's deadline, negative after it; None without a deadline."""
-    deadline = job.config.cost.deadline_hours
-    started = read_progress(events, run=job.run).started_utc
-    if deadline is None or started is None:
-        return deadline
-    return deadline - (ClockReading.of(job.store).utc - started) / 3600
 
 
 def _submit_once(script: str, comment: str) -> str:
@@ -325,51 +468,49 @@ def _submit_once(script: str, comment: str) -> str:
                 return live.job_id
 
 
-def _judge(
-    flow: TrainArtifacts, job: Job, submitted: SubmittedJob, end: JobEnd
-) -> tuple[dict, str]:
-    """Record how the Slurm job ended, and return the outcome and the flow's next branch."""
+def _judge(job: Job, submitted: SubmittedJob, end: JobEnd) -> AttemptEnd:
+    """Record how the Slurm job ended, and decide how the training goes on."""
     _record(job, submitted, does="ended", end=end)
     result = end.result
-    told = f"Slurm job {submitted.job_id} ended: {end.slurm.describe()}"
+    told = f"Slurm job {submitted.job_id} ended: {end.describe()}"
     if result is not None and not result.error and result.outcome is not Outcome.INTERRUPTED:
-        values = {"step": result.step, "weights_sha256": result.weights_sha256}
-        return _outcome(result.outcome) | values, "done"
+        return AttemptEnd(
+            outcome=result.outcome, step=result.step, weights_sha256=result.weights_sha256
+        )
     if end.asked:
-        raise StepFailed(Outcome.INTERRUPTED, told)
+        return AttemptEnd(outcome=Outcome.INTERRUPTED, was_asked=True, told=told)
     if result is not None and result.error and not result.curable:
-        return _outcome(result.outcome), "done"  # node 0 has recorded it
-    return _follow_up(flow, job, submitted, end)
+        return AttemptEnd(outcome=result.outcome, told=result.error)  # node 0 has recorded it
+    return _follow_up(job, submitted, end)
 
 
-def _follow_up(
-    flow: TrainArtifacts, job: Job, submitted: SubmittedJob, end: JobEnd
-) -> tuple[dict, str]:
+def _follow_up(job: Job, submitted: SubmittedJob, end: JobEnd) -> AttemptEnd:
     """Decide whether another attempt follows a Slurm job that did not complete the training."""
-    told = f"Slurm job {submitted.job_id} ended: {end.slurm.describe()}"
+    told = f"Slurm job {submitted.job_id} ended: {end.describe()}"
     events = read_events(job.store)
     ends = ended_jobs(events, job.run)
     if end.queue_expired:
         refused = refused_partitions(ends)
         if len(refused) < len(job.config.slurm.partitions):
             say(f"slurm: {told}; another partition follows")
-            return _outcome(Outcome.INTERRUPTED), "again"
+            return AttemptEnd(outcome=Outcome.INTERRUPTED, goes_on=True)
         message = (
             f"{told}: {' and '.join(refused)} did not grant {submitted.order.spec().nodes} nodes "
             f"within {job.config.slurm.queue_minutes:g} min; fix: raise slurm.queue_minutes, or "
             "name another partition"
         )
-        return _stop(flow, Outcome.NO_CAPACITY, message)
+        return _stop(Outcome.NO_CAPACITY, message)
     if end.cause is Cause.CANCELLED:
         again = f"{own_command()} run --with slurm --job {job.name}"
-        return _stop(flow, Outcome.INTERRUPTED, f"{told}; to go on: {again} and its configuration")
+        return _stop(Outcome.INTERRUPTED, f"{told}; to go on: {again} and its configuration")
     reason = _give_up_reason(ends, commits=sum(event.name == COMMIT for event in events))
     if reason:
-        return _stop(flow, Outcome.FAILED, f"{reason}; output: {log_folder(job)}")
+        output = log_folder(job) / f"{submitted.job_id}.log"
+        return _stop(Outcome.FAILED, f"{reason}; output: {output}{_quote_last_line(output)}")
     result = end.result
     saved = "" if result is None or result.step is None else f", saved at step {result.step}"
     say(f"slurm: {told}{saved} ({end.cause}); another attempt follows")
-    return _outcome(Outcome.INTERRUPTED), "again"
+    return AttemptEnd(outcome=Outcome.INTERRUPTED, goes_on=True)
 
 
 def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
@@ -386,27 +527,37 @@ def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
     return f"{len(vain)} Slurm jobs in a row ended without a commit ({causes}){last}"
 
 
-def _stop(flow: TrainArtifacts, outcome: Outcome, message: str) -> tuple[dict, str]:
+def _quote_last_line(output: Path) -> str:
+    """Return the last line of a Slurm job's output, to be appended to a message; "" without one."""
+    try:
+        lines = output.read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f", which ends with: {one_line(last)[:_LONGEST_QUOTE]}" if last else ""
+
+
+def _stop(outcome: Outcome, message: str) -> AttemptEnd:
     say(f"slurm: {message}")
-    record_outcome(flow, outcome, message)
-    return _outcome(outcome), "done"
-
-
-def _outcome(outcome: Outcome) -> dict:
-    return {"outcome": outcome.value, "step": None, "weights_sha256": None}
+    return AttemptEnd(outcome=outcome, message=message)
 
 
 def _record(job: Job, submitted: SubmittedJob, *, does: str, end: JobEnd | None = None) -> None:
     spec = submitted.order.spec()
+    partition = _find_partition(submitted.order)
     with job.events(f"slurm-{submitted.job_id}-{does}") as log:
         log.origin = replace(log.origin, attempt=spec.attempt)
         if end is None:
+            link_slurm_job(job.folder, submitted.job_id)
             log.emit(
                 SLURM_JOB,
                 does=does,
                 job_id=submitted.job_id,
                 partition=submitted.order.partition,
                 nodes=spec.nodes,
+                processes_per_node=spec.processes_per_node,
+                preemptible=partition.preemptible,
+                usd_per_node_hour=partition.usd_per_node_hour,
             )
             return
         log.emit(
@@ -415,9 +566,12 @@ def _record(job: Job, submitted: SubmittedJob, *, does: str, end: JobEnd | None 
             job_id=submitted.job_id,
             partition=end.slurm.partition or submitted.order.partition,
             nodes=spec.nodes,
+            processes_per_node=spec.processes_per_node,
+            preemptible=partition.preemptible,
+            usd_per_node_hour=partition.usd_per_node_hour,
             state=end.slurm.state,
             cause=end.cause.value,
-            reason=end.result.error if end.result and end.result.error else end.slurm.describe(),
+            reason=end.result.error if end.result and end.result.error else end.describe(),
             started_utc=end.slurm.started_utc,
             stopped_utc=end.slurm.ended_utc,
             commits=sum(event.name == COMMIT for event in read_events(job.store)),
@@ -439,6 +593,49 @@ def _find_jobs(comment: str) -> list[LiveJob]:
                 raise
             say(f"slurm: {error}; trying again")
         time.sleep(_LOOK_SECONDS)
+
+
+def _find_partition(order: SlurmOrder) -> PartitionConfig:
+    """Return the partition of an order; one without a price if it is the cluster's default."""
+    for partition in order.spec().config.slurm.partitions:
+        if partition.name == order.partition:
+            return partition
+    return PartitionConfig(name=order.partition or "")
+
+
+def _settle_left_behind(job: Job, known: set[str]) -> None:
+    """Record the end of each Slurm job that ended after its launcher had been killed.
+
+    Args:
+        known: ids of the jobs that are live or whose end is recorded.
+    """
+    for event in select_events(read_events(job.store), SlurmJobPayload):
+        payload = event.payload
+        if payload.does != "submitted" or payload.job_id in known:
+            continue
+        known.add(payload.job_id)
+        key = order_key(event.run, int(event.attempt or 0) + 1)
+        order = _read_order(job, key)
+        if order is None:
+            continue
+        submitted = SubmittedJob(job_id=payload.job_id, key=key, order=order)
+        seen = look_up(payload.job_id)
+        end = JobEnd(slurm=seen, result=_read_result(job, submitted), asked=False)
+        say(f"slurm: job {payload.job_id} of run {event.run} ended: {end.describe()}")
+        _record(job, submitted, does="ended", end=end)
+
+
+def _find_drained_node(nodes: str) -> str:
+    """Return a node that an operator drains, with the reason given, such as "n1 drained (new fan)";
+    "" if there is none, or no answer.
+    """
+    try:
+        drained = find_drained_nodes(nodes)
+    except (SlurmUnavailable, SlurmRejected):
+        return ""
+    for node, reason in drained.items():
+        return f"{node} drained ({reason})" if reason else f"{node} drained"
+    return ""
 
 
 def _find_ended(job: Job) -> set[str]:
@@ -491,7 +688,11 @@ def _try_cancel(job_id: str, *, signal_name: str | None = None) -> None:
 def _describe_progress(seen: SlurmJob) -> str:
     if seen.waits:
         reason = f" ({seen.reason})" if seen.reason else ""
-        return f"waits in the queue{reason}"
+        start = seen.expected_start_utc
+        if start is None or not 0 < start - time.time() < FAR_SECONDS:
+            return f"waits in the queue{reason}"
+        at = time.strftime("%d %b %H:%M", time.localtime(start))
+        return f"waits in the queue{reason}; Slurm expects its start on {at}"
     if seen.state == "RUNNING":
         return f"runs on {seen.nodes}"
     if seen.state == "COMPLETING":

@@ -26,9 +26,14 @@ from ebbflow.infra.slurm.script import (
 
 _AGAIN = f"""code=$?
 # The job has saved and left, and nobody has cancelled it: the next start continues it.
-if [ "$code" = {Outcome.INTERRUPTED.exit_code} ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
+# A controller that restarts or is busy is asked again.
+for try in 1 2 3 4 5 6; do
+    [ "$code" = {Outcome.INTERRUPTED.exit_code} ] || break
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T)
+    [ "$state" = RUNNING ] && scontrol requeue "$SLURM_JOB_ID" && break
+    [ -z "$state" ] || [ "$state" = RUNNING ] || break
+    sleep 10
+done
 exit "$code\""""
 
 

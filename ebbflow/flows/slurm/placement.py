@@ -1,19 +1,20 @@
-"""Choice of the partition for the next attempt on Slurm.
+"""Choice of the partition and of the time limit for the next attempt on Slurm.
 
-The rule is that of AWS Batch without prices: the preferred partition while it is safe, then the
-first one whose jobs are not preempted. Waiting in a queue is free, and a partition that has not
-granted its nodes within `slurm.queue_minutes` is left for the next one.
+The rule is that of AWS Batch: the preferred partition, also if it is preemptible, while deadline and
+budget leave enough to finish in the first one that is not. Waiting in a queue is free, and a
+partition that has not granted its nodes within `slurm.queue_minutes` is left for the next one.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbflow.core.config.schema import PartitionConfig, RunConfig
 from ebbflow.core.event_payloads import SlurmJobPayload
-from ebbflow.core.events import STEP, Event
+from ebbflow.cost.plan.partitions import gang_nodes, is_priced, order_partitions
 from ebbflow.infra.slurm.commands import Cause
 
 # Preemptions in a row without a commit between them, after which a job leaves a partition
@@ -32,44 +33,43 @@ class PartitionChoice:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobOutlook:
+    """What is left of a job and of its limits."""
+
+    hours_needed: float | None = (
+        None  # of the remaining steps, measured; None before the first ones
+    )
+    hours_left: float | None = None  # until the deadline; None without one
+    usd_left: float | None = None  # of the budget; None without one, or without prices
+
+
 def choose_partition(
-    config: RunConfig,
-    ends: Sequence[SlurmJobPayload],
-    *,
-    hours_left: float | None,
-    hours_needed: float | None,
+    config: RunConfig, ends: Sequence[SlurmJobPayload], outlook: JobOutlook
 ) -> PartitionChoice:
     """Choose the partition for the next attempt.
 
     Args:
         ends: the ended Slurm jobs of this run, oldest first.
-        hours_left: hours until the deadline; None without one.
-        hours_needed: measured hours of the remaining steps; None before the first steps.
     """
-    partitions = config.slurm.partitions
+    partitions = order_partitions(config)
     if not partitions:
         return PartitionChoice(partition=None, reason="the cluster's default")
     refused = refused_partitions(ends)
     # A partition that was tried again later can grant its nodes now
     open_ones = [partition for partition in partitions if partition.name not in refused]
     preferred = (open_ones or partitions)[0]
+    safe = next((partition for partition in open_ones if not partition.preemptible), None)
+    if preferred.preemptible and safe is not None:
+        danger = _find_danger(config, ends, preferred, safe, outlook)
+        if danger:
+            return PartitionChoice(partition=safe, reason=danger)
     if refused:
         reason = f"{', '.join(refused)} granted no nodes within {config.slurm.queue_minutes:g} min"
+    elif is_priced(config):
+        reason = f"the cheapest, ${preferred.usd_per_node_hour:g} per node and hour"
     else:
         reason = "preferred"
-    safe = next((partition for partition in open_ones if not partition.preemptible), None)
-    if not preferred.preemptible or safe is None:
-        return PartitionChoice(partition=preferred, reason=reason)
-    vain = count_vain_preemptions(ends)
-    if vain >= _MOST_PREEMPTIONS:
-        why = f"{preferred.name} preempted {vain} attempts in a row before a commit"
-        return PartitionChoice(partition=safe, reason=why)
-    if hours_left is not None and hours_needed is not None:
-        start = config.cluster.expected_start_seconds / 3600
-        wanted = hours_needed * (1 + _SLACK) + _MOVES * start
-        if hours_left < wanted:
-            why = f"{hours_left:.2f} h to the deadline, and {wanted:.2f} h needed with a preemption"
-            return PartitionChoice(partition=safe, reason=why)
     return PartitionChoice(partition=preferred, reason=reason)
 
 
@@ -93,18 +93,51 @@ def count_vain_preemptions(ends: Sequence[SlurmJobPayload]) -> int:
     return count
 
 
-def measure_hours_needed(events: Sequence[Event], max_steps: int) -> float | None:
-    """Return the hours of the remaining steps at the speed of the newest generation; None before it
-    has taken two steps.
+def limit_minutes(
+    config: RunConfig, *, node_hours_used: float, usual_minutes: float | None
+) -> int | None:
+    """Return the time limit that `slurm.budget_node_hours` leaves for the next Slurm job, in whole
+    minutes and at least 0; None if the budget is not the tighter limit.
+
+    Args:
+        node_hours_used: by the job's former Slurm jobs.
+        usual_minutes: the limit without a budget; None: unlimited.
     """
-    steps = [event for event in events if event.name == STEP and event.step is not None]
-    if not steps:
+    budget = config.slurm.budget_node_hours
+    if budget is None:
         return None
-    newest = max(event.generation for event in steps)
-    times = {event.step or 0: event.t_wall for event in steps if event.generation == newest}
-    first = min(times)
-    last = max(times)
-    if first == last:
+    left = math.floor(60 * (budget - node_hours_used) / gang_nodes(config))
+    if usual_minutes is not None and usual_minutes <= left:
         return None
-    seconds_per_step = (times[last] - times[first]) / (last - first)
-    return max(0, max_steps - last) * seconds_per_step / 3600
+    return max(0, left)
+
+
+def _find_danger(
+    config: RunConfig,
+    ends: Sequence[SlurmJobPayload],
+    preferred: PartitionConfig,
+    safe: PartitionConfig,
+    outlook: JobOutlook,
+) -> str:
+    """Return why an attempt in a preemptible partition would endanger the job, or ""."""
+    vain = count_vain_preemptions(ends)
+    if vain >= _MOST_PREEMPTIONS:
+        return f"{preferred.name} preempted {vain} attempts in a row before a commit"
+    if outlook.hours_needed is None:
+        return ""
+    moves = _MOVES * config.cluster.expected_start_seconds / 3600
+    wanted = outlook.hours_needed * (1 + _SLACK) + moves
+    if outlook.hours_left is not None and outlook.hours_left < wanted:
+        return f"{outlook.hours_left:.2f} h to the deadline, and {wanted:.2f} h needed with a preemption"
+    if outlook.usd_left is None or not is_priced(config):
+        return ""
+    nodes = gang_nodes(config)
+    finish = outlook.hours_needed * nodes * (safe.usd_per_node_hour or 0.0)
+    lost = moves * nodes * (preferred.usd_per_node_hour or 0.0)
+    # If the safe one is beyond the budget, only the preemptible one can finish the job
+    if finish <= outlook.usd_left < finish * (1 + _SLACK) + lost:
+        return (
+            f"${outlook.usd_left:.4f} of the budget is left, and finishing in {safe.name} after a "
+            f"preemption may take ${finish * (1 + _SLACK) + lost:.4f}"
+        )
+    return ""

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
+import shlex
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ebbflow.core.config.schema import PartitionConfig, RunConfig
+from ebbflow.core.errors import StoreError
+from ebbflow.core.events import read_events
+from ebbflow.core.layout import job_prefix
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
-from ebbflow.infra.slurm.commands import SlurmRejected, SlurmUnavailable, call_slurm
-from ebbflow.infra.slurm.script import partition_options, warning_seconds
+from ebbflow.core.process import AGENT_PORTS, OwnProgram
+from ebbflow.core.program import PROJECT_ROOT, python_path
+from ebbflow.core.store import Store
+from ebbflow.infra.slurm.commands import (
+    SlurmRejected,
+    SlurmUnavailable,
+    call_slurm,
+    parse_minutes,
+    read_partitions,
+    usual_minutes,
+)
+from ebbflow.infra.slurm.probe import NodeProbe, read_probes
+from ebbflow.infra.slurm.script import (
+    activation_lines,
+    measure_save_seconds,
+    partition_options,
+    warning_seconds,
+)
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 _SECONDS = 35.0
-_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "(null)", "")
 # Kinds of file systems that several hosts usually share (statfs, /proc/mounts)
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "wekafs", "orangefs", "pvfs", "9p")
+# Of the job of `slurm.probe`: its time limit, and how long it is waited for
+_PROBE_MINUTES = 2
+_GRANT_SECONDS = 10
+_PROBE_SECONDS = 150.0
+_CLOCKS_APART_SECONDS = 5.0
 _CONTROLLER_FIX = "scontrol ping; start the command on a login node, and check munge and SLURM_CONF"
 
 
@@ -55,7 +83,7 @@ def check_partitions(context: PreflightContext) -> CheckFinding:
     config = context.config
     if config.cluster.nodes == "auto":
         return failed("cluster.nodes is auto, and Slurm needs a number", "--set cluster.nodes=N")
-    known = _read_partitions()
+    known = read_partitions()
     problems = []
     for partition in config.slurm.partitions:
         problem = _find_partition_problem(config, partition, known)
@@ -109,13 +137,13 @@ def check_time(context: PreflightContext) -> CheckFinding:
     deadline.
     """
     config = context.config
-    known = _read_partitions()
+    known = read_partitions()
     warning = warning_seconds(config) / 60
     notes = []
     for name, partition in _named_partitions(config, known):
         fields = known.get(name, {})
-        most = _minutes(fields.get("MaxTime", ""))
-        limit = _limit_minutes(partition, fields)
+        most = parse_minutes(fields.get("MaxTime", ""))
+        limit = usual_minutes(partition, fields)
         if limit is not None and most is not None and limit > most:
             return failed(
                 f"{name}: max_hours is {limit / 60:.4g}, and MaxTime {most / 60:.4g} h: its jobs "
@@ -141,11 +169,12 @@ def check_time(context: PreflightContext) -> CheckFinding:
 @_for_slurm
 def check_grace(context: PreflightContext) -> CheckFinding:
     """Check that a preempted job has time to save: GraceTime of a preemptible partition against
-    `checkpoint.stop_seconds`.
+    `checkpoint.stop_seconds` and the job's measured saves.
     """
     config = context.config
-    known = _read_partitions()
+    known = read_partitions()
     stop = config.checkpoint.stop_seconds
+    saved = _measure_save(context)
     notes = []
     for name, partition in _named_partitions(config, known):
         if partition is not None and not partition.preemptible:
@@ -154,6 +183,12 @@ def check_grace(context: PreflightContext) -> CheckFinding:
         if fields.get("PreemptMode", "OFF").startswith("OFF"):
             continue
         grace = float(fields.get("GraceTime", "0"))
+        if saved is not None and saved > grace:
+            return failed(
+                f"{name}: GraceTime is {grace:g} s, and the job's longest save took {saved:.1f} s: a "
+                "preemption loses the steps since the last commit",
+                "a partition with a larger GraceTime, or a smaller checkpoint.interval_steps",
+            )
         if grace < stop:
             return failed(
                 f"{name}: GraceTime is {grace:g} s, checkpoint.stop_seconds {stop:g} s: Slurm "
@@ -163,7 +198,8 @@ def check_grace(context: PreflightContext) -> CheckFinding:
         notes.append(f"{name}: GraceTime {grace:g} s")
     if not notes:
         return skipped("no partition is preemptible")
-    return passed(f"{'; '.join(notes)}; checkpoint.stop_seconds {stop:g} s")
+    measured = "" if saved is None else f", the longest save took {saved:.1f} s"
+    return passed(f"{'; '.join(notes)}; checkpoint.stop_seconds {stop:g} s{measured}")
 
 
 @_for_slurm
@@ -179,6 +215,93 @@ def check_store_is_shared(context: PreflightContext) -> CheckFinding:
         f"{store} is on {mount} ({kind}), which is probably this host's own disk",
         "a folder that all nodes mount, or a bucket; ignore this if the nodes see the folder",
     )
+
+
+@_for_slurm
+def check_nodes(context: PreflightContext) -> CheckFinding:
+    """Check on the nodes themselves, with `slurm.probe`, that they share the store, reach each other's
+    agent port, and have equal clocks.
+    """
+    config = context.config
+    nodes = config.cluster.nodes
+    if not config.slurm.probe or not isinstance(nodes, int):
+        return skipped("slurm.probe is false")
+    partition = config.slurm.partitions[0] if config.slurm.partitions else None
+    key = job_prefix(f".preflight-{secrets.token_hex(8)}")
+    store = Store.open(config.store)
+    python = "python" if config.slurm.activate or config.slurm.container_image else sys.executable
+    words = [python, "-m", OwnProgram.SLURM_PROBE.value, config.store, key]
+    line = " && ".join([*activation_lines(config.slurm), f"exec {shlex.join(words)}"])
+    options = [
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        f"--immediate={_GRANT_SECONDS}",
+        *partition_options(partition, most_minutes=_PROBE_MINUTES),
+        *config.slurm.options,
+    ]
+    if config.slurm.container_image is not None:
+        options.append(f"--container-image={config.slurm.container_image}")
+    own = {"PYTHONPATH": python_path(), "EBBFLOW_PROJECT": str(PROJECT_ROOT)}
+    environment = {**os.environ, **own}
+    try:
+        output = call_slurm(
+            ["srun", *options, "bash", "-c", line], environment=environment, seconds=_PROBE_SECONDS
+        )
+    except SlurmRejected as error:
+        if "Unable to allocate resources" in str(error) or "Immediate" in str(error):
+            return skipped(f"no {nodes} nodes were free within {_GRANT_SECONDS} s: {error}")
+        raise
+    finally:
+        store.delete(f"{key}/address")
+        folder = store.local_path(key)
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    return judge_probes(config, read_probes(output))
+
+
+def judge_probes(config: RunConfig, probes: Sequence[NodeProbe]) -> CheckFinding:
+    """Judge what the nodes found out about themselves and each other."""
+    if len(probes) != config.cluster.nodes:
+        return failed(
+            f"{len(probes)} of {config.cluster.nodes} nodes answered: "
+            f"{', '.join(probe.name for probe in probes) or 'none'}",
+            "the environment of slurm.activate on the nodes; srun --nodes=N python -m ebbflow --help",
+        )
+    problems = [f"{probe.name}: {probe.problem}" for probe in probes if probe.problem]
+    if problems:
+        return failed(
+            "; ".join(problems),
+            f"a store that all nodes share, and TCP ports {AGENT_PORTS.start} to "
+            f"{AGENT_PORTS.stop - 1} open between the nodes",
+        )
+    apart = [
+        f"{probe.name} {probe.clock_seconds:+.1f} s"
+        for probe in probes
+        if abs(probe.clock_seconds) > _CLOCKS_APART_SECONDS + probe.clock_error_seconds
+    ]
+    if apart:
+        return failed(
+            f"clocks differ from that of {probes[0].name}: {', '.join(apart)}",
+            "chronyc tracking on the nodes; munge refuses credentials when clocks differ by minutes",
+        )
+    widest = max((abs(probe.clock_seconds) for probe in probes), default=0.0)
+    return passed(
+        f"{', '.join(probe.name for probe in probes)}: share the store, reach each other, clocks "
+        f"within {widest:.2f} s"
+    )
+
+
+def _measure_save(context: PreflightContext) -> float | None:
+    """Return the longest of the job's last saves in seconds; None for a job without one."""
+    if context.job is None:
+        return None
+    try:
+        return measure_save_seconds(
+            read_events(Store.open(context.config.store).sub(job_prefix(context.job)))
+        )
+    except StoreError:
+        return None
 
 
 def _named_partitions(
@@ -221,34 +344,6 @@ def _find_device_problem(config: RunConfig, partition: PartitionConfig) -> str:
     if not any(kind in text for text in offered):
         return f"{name} has {' and '.join(offered) or 'no devices'}, and no {partition.gres}"
     return ""
-
-
-def _read_partitions() -> dict[str, dict[str, str]]:
-    """Return the fields of all partitions by name, from `scontrol`."""
-    partitions = {}
-    for line in call_slurm(["scontrol", "show", "partition", "-o"]).splitlines():
-        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if "PartitionName" in fields:
-            partitions[fields["PartitionName"]] = fields
-    return partitions
-
-
-def _limit_minutes(partition: PartitionConfig | None, fields: dict[str, str]) -> float | None:
-    """Return the time limit of a job in minutes; None without one."""
-    if partition is not None and partition.max_hours is not None:
-        return partition.max_hours * 60
-    default = _minutes(fields.get("DefaultTime", ""))
-    return _minutes(fields.get("MaxTime", "")) if default is None else default
-
-
-def _minutes(text: str) -> float | None:
-    """Return the minutes of a time such as 1-12:00:00; None if it is unlimited."""
-    if text in _UNLIMITED:
-        return None
-    days, separator, clock = text.rpartition("-")
-    hours, minutes, seconds = ([0.0] * 3 + [float(part) for part in clock.split(":")])[-3:]
-    whole_days = float(days) if separator else 0.0
-    return whole_days * 1440 + hours * 60 + minutes + seconds / 60
 
 
 def _find_mount(folder: Path) -> tuple[str, str]:
@@ -311,6 +406,15 @@ CHECKS: list[Check] = [
         _SECONDS,
         ("I01",),
         check_grace,
+    ),
+    Check(
+        "slurm-nodes",
+        "nodes share store, network and time",
+        "error",
+        "full",
+        _PROBE_SECONDS + 10,
+        ("A18", "H10"),
+        check_nodes,
     ),
     Check(
         "slurm-store",

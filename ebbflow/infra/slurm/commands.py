@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
+from ebbflow.core.config.schema import PartitionConfig
 from ebbflow.core.errors import InfraError, Outcome
 
+# A start as far ahead is no estimate: Slurm takes jobs without a time limit to last a year
+FAR_SECONDS = 300 * 86400.0
 _SECONDS = 30.0  # for a controller under load; its own timeout of a message is 10 s
 _COMMENT = "%i|%T|%k"
-_NONE = ("", "None", "N/A", "(null)", "Unknown")
+_ACCOUNTED = "State,Reason,Partition,NodeList,Start,End"
+_NONE = ("", "None", "none", "N/A", "(null)", "Unknown")
+_UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "(null)", "")
+_TEST_ONLY = re.compile(r"to start at (\S+)")
+
 # Words of errors that pass when the controller is back
 _PASSING = re.compile(
     r"contact slurm controller|Connection (refused|timed out)|Socket timed out|try again|"
@@ -41,6 +49,7 @@ class Cause(StrEnum):
     TIME_LIMIT = "time limit"
     CANCELLED = "cancelled"
     NODE_FAILED = "node failed"
+    NODE_DRAINED = "node drained"  # the launcher let the job leave a node that an operator drains
     OUT_OF_MEMORY = "out of memory"
     FAILED = "failed"
     REQUEUED = "requeued"  # by an administrator, although the launcher continues the job itself
@@ -75,6 +84,8 @@ class SlurmJob:
     # Unix seconds; None before the start or the end
     started_utc: float | None = None
     ended_utc: float | None = None
+    # Unix seconds; Slurm's estimate for a job that waits; None if it has none
+    expected_start_utc: float | None = None
     cancelled_by: str = ""  # uid of the user who cancelled it; "" if nobody did, or if unknown
 
     @property
@@ -132,7 +143,13 @@ def submit(script: str, environment: Mapping[str, str]) -> str:
         SlurmRejected: Slurm refused the job.
         SlurmUnavailable: no answer; the job may exist.
     """
-    answer = call_slurm(["sbatch", "--parsable"], script=script, environment=environment)
+    try:
+        answer = call_slurm(["sbatch", "--parsable"], script=script, environment=environment)
+    except SlurmRejected as error:
+        raise SlurmRejected(
+            f"Slurm refused the job: {error}; fix: slurm.partitions (gres, constraint, account, qos, "
+            "max_hours), slurm.options or cluster.nodes; `ebbflow preflight` asks for each partition"
+        ) from error
     return answer.strip().partition(";")[0]  # a cluster's name may follow
 
 
@@ -174,13 +191,20 @@ def look_up(job_id: str) -> SlurmJob:
 
 def look_up_in_accounting(job_id: str) -> SlurmJob | None:
     """Return a job's record in Slurm's accounting; None without one, as where slurmdbd is missing."""
-    fields = "State,Reason,Partition,NodeList,Start,End"
+    words = ["sacct", "-n", "-P", "-X", "-j", job_id, "-o", _ACCOUNTED]
     try:
-        shown = call_slurm(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", fields])
+        return parse_accounting(job_id, call_slurm(words))
     except (SlurmRejected, SlurmUnavailable):
         return None
+
+
+def parse_accounting(job_id: str, shown: str) -> SlurmJob | None:
+    """Parse the lines of `sacct -n -P -X -o` with the fields of `_ACCOUNTED`; None without a record.
+
+    The last line is the job's newest record: a requeued job has several.
+    """
     lines = shown.splitlines()
-    if not lines or lines[-1].count("|") != fields.count(","):
+    if not lines or lines[-1].count("|") != _ACCOUNTED.count(","):
         return None
     state, reason, partition, nodes, started, ended = lines[-1].split("|")
     name, _, canceller = state.partition(" by ")
@@ -206,18 +230,54 @@ def parse_job(job_id: str, shown: str) -> SlurmJob:
             fields.setdefault(name, value)
     reason = fields.get("Reason", "")
     nodes = fields.get("NodeList", "")
+    state = fields.get("JobState", "")
+    start = _time(fields.get("StartTime", ""))
     return SlurmJob(
         job_id=job_id,
-        state=fields.get("JobState", ""),
+        state=state,
         reason="" if reason in _NONE else reason,
         partition=fields.get("Partition", ""),
         nodes="" if nodes in _NONE else nodes,
         restarts=int(fields.get("Restarts", "0")),
-        preempted=fields.get("JobState") == "PREEMPTED"
-        or fields.get("PreemptTime", "None") not in _NONE,
-        started_utc=_time(fields.get("StartTime", "")),
-        ended_utc=_time(fields.get("EndTime", "")),
+        preempted=state == "PREEMPTED" or fields.get("PreemptTime", "None") not in _NONE,
+        started_utc=None if state == "PENDING" else start,
+        ended_utc=None if state == "PENDING" else _time(fields.get("EndTime", "")),
+        expected_start_utc=start if state == "PENDING" else None,
     )
+
+
+def read_partitions() -> dict[str, dict[str, str]]:
+    """Return the fields of all partitions by name, from `scontrol`.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    partitions = {}
+    for line in call_slurm(["scontrol", "show", "partition", "-o"]).splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "PartitionName" in fields:
+            partitions[fields["PartitionName"]] = fields
+    return partitions
+
+
+def parse_minutes(text: str) -> float | None:
+    """Return the minutes of a time such as 1-12:00:00; None if it is unlimited."""
+    if text in _UNLIMITED:
+        return None
+    days, separator, clock = text.rpartition("-")
+    hours, minutes, seconds = ([0.0] * 3 + [float(part) for part in clock.split(":")])[-3:]
+    whole_days = float(days) if separator else 0.0
+    return whole_days * 1440 + hours * 60 + minutes + seconds / 60
+
+
+def usual_minutes(partition: PartitionConfig | None, fields: Mapping[str, str]) -> float | None:
+    """Return the time limit of a job in minutes, by the configuration or the partition's fields
+    (`read_partitions`); None without one.
+    """
+    if partition is not None and partition.max_hours is not None:
+        return partition.max_hours * 60
+    default = parse_minutes(fields.get("DefaultTime", ""))
+    return parse_minutes(fields.get("MaxTime", "")) if default is None else default
 
 
 def cancel(job_id: str, *, signal_name: str | None = None) -> None:
@@ -235,24 +295,90 @@ def cancel(job_id: str, *, signal_name: str | None = None) -> None:
         return
 
 
+def estimate_start(options: Sequence[str]) -> float | None:
+    """Return the Unix time at which Slurm would start a job that was submitted now; None if it tells
+    none, or a year ahead, as it does behind jobs without a time limit.
+
+    Args:
+        options: options of sbatch, such as --nodes=2.
+
+    Raises:
+        SlurmRejected: Slurm would refuse the job.
+        SlurmUnavailable: no answer.
+    """
+    done = _run(["sbatch", "--test-only", *options, "--wrap=true"])
+    told = _TEST_ONLY.search(done.stderr)
+    start = None if told is None else _time(told[1])
+    if start is None or start - time.time() > FAR_SECONDS:
+        return None
+    return start
+
+
+def count_nodes(partition: str) -> dict[str, int]:
+    """Return the number of a partition's nodes by state, such as idle and allocated.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    counts: dict[str, int] = {}
+    for line in call_slurm(["sinfo", "-h", f"--partition={partition}", "-o", "%D|%T"]).splitlines():
+        number, _, state = line.partition("|")
+        name = state.rstrip("*~#!%$@+^-")
+        counts[name] = counts.get(name, 0) + int(number)
+    return counts
+
+
+def find_drained_nodes(nodes: str) -> dict[str, str]:
+    """Return the nodes of a node list that an operator drains, with the reason given.
+
+    Raises:
+        SlurmUnavailable: no answer.
+    """
+    drained = {}
+    shown = call_slurm(["sinfo", "-h", "--Node", f"--nodes={nodes}", "-o", "%N|%T|%E"])
+    for line in shown.splitlines():
+        name, state, reason = line.split("|", 2)
+        if state.startswith("drain"):
+            drained[name] = "" if reason in _NONE else reason.strip()
+    return drained
+
+
 def call_slurm(
     words: Sequence[str],
     *,
     script: str | None = None,
     environment: Mapping[str, str] | None = None,
+    seconds: float = _SECONDS,
 ) -> str:
     """Run a command of Slurm, and return its output.
 
     Args:
         script: standard input; None: none.
         environment: variables; None: those of this process.
+        seconds: deadline for the answer.
 
     Raises:
         SlurmRejected: the command is missing, or Slurm refused the request.
         SlurmUnavailable: no answer. A later call may succeed.
     """
+    return _run(words, script=script, environment=environment, seconds=seconds).stdout
+
+
+def _run(
+    words: Sequence[str],
+    *,
+    script: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = _SECONDS,
+) -> subprocess.CompletedProcess[str]:
     variables = dict(os.environ if environment is None else environment)
     variables["SLURM_TIME_FORMAT"] = "%Y-%m-%dT%H:%M:%S"
+    configuration = variables.get("SLURM_CONF")
+    if configuration and not os.path.exists(configuration):  # Slurm would look for it for a minute
+        raise SlurmRejected(
+            f"{words[0]}: SLURM_CONF is {configuration}, and there is no such file; fix: unset "
+            "SLURM_CONF, or name the cluster's slurm.conf"
+        )
     try:
         done = subprocess.run(
             list(words),
@@ -260,7 +386,7 @@ def call_slurm(
             env=variables,
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=seconds,
             check=False,
             start_new_session=True,  # Ctrl-C is for the launcher
             stdin=subprocess.DEVNULL if script is None else None,
@@ -270,11 +396,11 @@ def call_slurm(
             f"{words[0]} is not on PATH; fix: start the command on a login node of the cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmUnavailable(f"{words[0]} did not answer within {_SECONDS:g} s") from error
+        raise SlurmUnavailable(f"{words[0]} did not answer within {seconds:g} s") from error
     if done.returncode == 0:
-        return done.stdout
+        return done
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    text = lines[-1] if lines else f"exit code {done.returncode}"
+    text = lines[-1].removeprefix(f"{words[0]}: ") if lines else f"exit code {done.returncode}"
     whole = " ".join(lines)
     if _NO_MUNGE.search(whole):
         raise SlurmUnavailable(

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbflow.core.config.schema import PartitionConfig, RunConfig, SlurmConfig
+from ebbflow.core.event_payloads import CommitPayload
+from ebbflow.core.events import Event, select_events
 
 # Between the end of the last save and the time limit: Slurm looks at limits twice a minute, and
 # processes need time to end.
 _LIMIT_MARGIN_SECONDS = 30.0
+# Saves that must fit between the warning and the margin
+_SAVES_BEFORE_LIMIT = 3
+_MEASURED_SAVES = 10
 # After the end of the first agent; the others upload their logs for up to 5 s
 _STRAY_AGENT_SECONDS = 30
 _GPUS = re.compile(r"(?:gres/)?gpu(?::[\w.-]+?)?[:=](\d+)")
@@ -30,18 +35,38 @@ class BatchScript:
         return "\n".join(["#!/bin/bash", *options, "", *self.lines, ""])
 
 
-def warning_seconds(config: RunConfig) -> int:
+def warning_seconds(config: RunConfig, save_seconds: float | None = None) -> int:
     """Return how long before the time limit Slurm must warn the job, so that it can save.
 
-    A drain takes at most `checkpoint.stop_seconds`.
+    Args:
+        save_seconds: the longest save that was measured; None: none was, and the drain may take all
+            of `checkpoint.stop_seconds`, which it never exceeds.
     """
-    return math.ceil(config.checkpoint.stop_seconds + _LIMIT_MARGIN_SECONDS)
+    drain = config.checkpoint.stop_seconds
+    if save_seconds is not None:
+        # Another save may be under way, and a slower disk must not matter
+        drain = min(drain, _SAVES_BEFORE_LIMIT * save_seconds)
+    return math.ceil(drain + _LIMIT_MARGIN_SECONDS)
 
 
-def partition_options(partition: PartitionConfig | None) -> list[str]:
-    """Return the options of `sbatch` that place a job in a partition; None is the cluster's default."""
+def measure_save_seconds(events: Sequence[Event]) -> float | None:
+    """Return the longest duration of the job's last saves; None if it has made none."""
+    saves = select_events(events, CommitPayload)
+    seconds = [event.payload.seconds for event in saves if event.payload.seconds is not None]
+    return max(seconds[-_MEASURED_SAVES:], default=None)
+
+
+def partition_options(
+    partition: PartitionConfig | None, *, most_minutes: int | None = None
+) -> list[str]:
+    """Return the options of `sbatch` that place a job in a partition; None is the cluster's default.
+
+    Args:
+        most_minutes: a time limit below the usual one; None: the usual one.
+    """
+    limit = [] if most_minutes is None else [f"--time={most_minutes}"]
     if partition is None:
-        return []
+        return limit
     options = [f"--partition={partition.name}"]
     named = {
         "gres": partition.gres,
@@ -50,9 +75,9 @@ def partition_options(partition: PartitionConfig | None) -> list[str]:
         "account": partition.account,
     }
     options += [f"--{name}={value}" for name, value in named.items() if value is not None]
-    if partition.max_hours is not None:
-        options.append(f"--time={max(1, math.floor(partition.max_hours * 60))}")
-    return options
+    if most_minutes is None and partition.max_hours is not None:
+        limit = [f"--time={max(1, math.floor(partition.max_hours * 60))}"]
+    return [*options, *limit]
 
 
 def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str] = ()) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 from ebbflow.core.errors import InfraError, ObjectNotFound, Outcome
 from ebbflow.core.json_values import Json
 from ebbflow.core.layout import secret_key
-from ebbflow.core.process import AwakeClock
+from ebbflow.core.process import AGENT_PORTS, AwakeClock
 from ebbflow.core.store import Store
 from ebbflow.training.errors import GangError, TrainingError
 
@@ -42,11 +42,6 @@ COORDINATOR = "node 0"
 FOLLOWER = "follower"
 _NONCE_BYTES = 32
 _LONGEST_REFUSAL = 4096
-
-# Ports below Linux's default ephemeral range (32768-60999), so that no outgoing connection uses one
-# of them.
-_FIRST = 20_000
-_COUNT = 12_000
 
 Message = dict[str, Any]
 PING_SECONDS = 1.0
@@ -428,7 +423,8 @@ def control_ports(run: str, attempt: int) -> list[int]:
     They depend only on `run` and `attempt`, so all nodes get the same ports.
     """
     digest = hashlib.sha256(f"{run}/{attempt}".encode()).digest()
-    return [_FIRST + int.from_bytes(digest[2 * i : 2 * i + 2], "big") % _COUNT for i in range(8)]
+    numbers = [int.from_bytes(digest[2 * i : 2 * i + 2], "big") for i in range(8)]
+    return [AGENT_PORTS[number % len(AGENT_PORTS)] for number in numbers]
 
 
 def rendezvous_port(address: str, run: str, attempt: int) -> int:
