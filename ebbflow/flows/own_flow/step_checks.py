@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from metaflow.graph import FlowGraph
 
 REMOTE = ("batch", "kubernetes")  # decorators that send a step to another machine
+NO_SHARED_ATTACH = (
+    "budget_of_all needs the cost of a trial before it starts, which is unknown for a loop in the "
+    "step; fix: move the loop into a script, for current.ebbflow.run, or use budget="
+)
 STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
 _PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
@@ -46,12 +50,16 @@ class FinalError(OwnFlowError):
     """Error: a training has ended, and a new attempt of the step would end alike."""
 
 
+class BudgetReached(FinalError):
+    """Error: a training has reached its budget, or cannot finish within it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingCall:
-    """A call of `current.ebbflow.run` or `.train` in a step's source, whose file is a plain text."""
+    """A call of `current.ebbflow` in a step's source; for run and train one with a plain text."""
 
-    kind: str  # run or train
-    file: str
+    kind: str  # run, train or attach
+    file: str  # "" for attach
     line: int
     arguments: tuple[str, ...]  # names of the keyword arguments
     # the argument `set` of a training, such as {"training.max_steps": 400}; None if it is computed
@@ -103,9 +111,12 @@ def check_step(
             "store='s3://bucket/prefix'"
         )
     _check_names(graph, step_name, options, where)
+    _check_shared_budget(graph, step_name, options, calls, where)
     add_requirements(decorators, where)
     files = tuple(
-        _check_call(call, folder, f"{file.name}:{call.line}", is_remote=is_remote) for call in calls
+        _check_call(call, folder, f"{file.name}:{call.line}", is_remote=is_remote)
+        for call in calls
+        if call.kind != "attach"
     )
     if options.config is not None:
         config = _find_file(options.config, folder)
@@ -234,6 +245,25 @@ def _check_names(graph: FlowGraph, step_name: str, options: StepOptions, where: 
                 )
 
 
+def _check_shared_budget(
+    graph: FlowGraph,
+    step_name: str,
+    options: StepOptions,
+    calls: Sequence[TrainingCall],
+    where: str,
+) -> None:
+    if options.budget_of_all is None:
+        return
+    parents = [graph[name] for name in graph[step_name].split_parents]
+    if not any(parent.type == "foreach" and not parent.parallel_foreach for parent in parents):
+        raise OwnFlowError(
+            f"{where}: budget_of_all is for the trials of a foreach, and the step is in none; fix: "
+            f"budget={options.budget_of_all:g}"
+        )
+    if any(call.kind == "attach" for call in calls):
+        raise OwnFlowError(f"{where}: {NO_SHARED_ATTACH}")
+
+
 def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool) -> Path:
     """Return the file that a call names. Raises OwnFlowError."""
     path = _find_file(call.file, folder)
@@ -278,7 +308,7 @@ def _find_file(name: str, folder: Path) -> Path | None:
 
 
 def _find_calls(function: object) -> Iterator[TrainingCall]:
-    """Yield the calls in a step's source whose first argument is a plain text."""
+    """Yield the calls of `current.ebbflow` in a step's source."""
     try:
         lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -291,6 +321,10 @@ def _find_calls(function: object) -> Iterator[TrainingCall]:
         if not found or not before.endswith("current."):
             continue  # a function of the user's
         file = node.args[0]
+        if kind == "attach":
+            yield TrainingCall(
+                kind=kind, file="", line=first + node.lineno - 1, arguments=(), overrides=None
+            )
         if kind in ("run", "train") and isinstance(file, ast.Constant):
             names = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
             yield TrainingCall(
