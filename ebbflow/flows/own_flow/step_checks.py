@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from metaflow.exception import MetaflowException
 
 from ebbflow.core.errors import InfraError
 from ebbflow.core.program import IMPORT_ROOT
-from ebbflow.core.requirements import REQUIREMENTS
+from ebbflow.core.requirements import FLOW_EXTRA, REQUIREMENTS
 from ebbflow.core.store_address import resolve_address
 from ebbflow.flows.own_flow.script_arguments import ScriptOptions
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
@@ -100,6 +101,7 @@ def check_step(
     file = Path(inspect.getfile(type(flow)))
     place = f"{file.name}:{node.func_lineno}"
     where = f"{place}: @ebbflow of step {step_name}"
+    _check_packages(where)
     options = _parse_options(attributes, where)
     folder = file.resolve().parent
     calls = tuple(_find_calls(getattr(type(flow), step_name)))
@@ -189,6 +191,18 @@ def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
             relative = path.relative_to(step.flow_folder)
             packed.append((str(path), str(Path(_PACKED_FOLDER, relative))))
     return packed
+
+
+def _check_packages(where: str) -> None:
+    missing = [
+        requirement.name
+        for requirement in REQUIREMENTS
+        if requirement.extra == FLOW_EXTRA and find_spec(requirement.module) is None
+    ]
+    if missing:
+        raise OwnFlowError(
+            f"{where}: not installed: {', '.join(missing)}; fix: pip install 'ebbflow[flow]'"
+        )
 
 
 def _parse_options(attributes: Mapping[str, object], where: str) -> StepOptions:
