@@ -28,6 +28,7 @@
 <store>/workloads/<module and name>/...                prepared data of a user's workload
 <store>/scripts/<sha256>.tar                           folder of a user's script
 <store>/experience/<day>-<job>.json                    job history: pools and throughput
+<store>/shared-budgets/<sweep>/<number>.json           dollars that each trial of a sweep holds; the highest number counts
 """
 
 import contextlib
@@ -43,7 +44,18 @@ from ebbflow.core.errors import LayoutError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Names that runs/<job> cannot have.
-_TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest", "slurm-jobs"})
+_TAKEN = frozenset(
+    {
+        "jobs",
+        "tokens",
+        "workloads",
+        "scripts",
+        "experience",
+        "shared-budgets",
+        "slurm-jobs",
+        "latest",
+    }
+)
 JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
 MARKERS_PREFIX = "_store"  # no job has this name, since jobs' names begin with a letter or digit
@@ -257,6 +269,19 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
         _GENERATION_LIMIT - int(inverted_generation),
         name[: -len(".json")],
     )
+
+
+def shared_budget_prefix(sweep: str) -> str:
+    return f"shared-budgets/{sweep}"
+
+
+def shared_budget_key(sweep: str, number: int) -> str:
+    return f"{shared_budget_prefix(sweep)}/{number:06d}.json"
+
+
+def parse_shared_budget_key(key: str) -> int:
+    """Return the number of a record. Raises ValueError for other keys."""
+    return int(key.rpartition("/")[2].removesuffix(".json"))
 
 
 def launcher_key(number: int) -> str:

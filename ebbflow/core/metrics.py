@@ -10,6 +10,8 @@ this group when training ends there. The group remains if the whole machine is l
 cannot be reached.
 """
 
+from __future__ import annotations
+
 import bisect
 import errno
 import math
@@ -20,23 +22,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,  # text format 0.0.4
-    CollectorRegistry,
-    delete_from_gateway,
-    generate_latest,
-    push_to_gateway,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import CommitPayload, StepPayload
 from ebbflow.core.events import COMMIT_FAILED, Event, select_events
 from ebbflow.core.retry import call_within
+
+# prometheus_client is part of the extra `flow`, so it is imported where it is used
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric as Family
 
 # Upper bounds in seconds, from a laptop's model to a large one, about a factor of two apart.
 STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
@@ -49,6 +46,7 @@ TIMEOUT_SECONDS = 3.0
 
 PORTS_TRIED = 16
 _REQUEST_SECONDS = 10.0
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 _LOOK_SECONDS = 0.1  # interval at which the server checks whether it was closed
 
 
@@ -71,7 +69,7 @@ class Metric:
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram
 
 
-class MetricBoard(Collector):
+class MetricBoard:
     """Current values of a set of metrics, which another thread may read safely.
 
     Values are rendered as a page only on request. The counters of the client library are not used,
@@ -128,12 +126,16 @@ class MetricBoard(Collector):
 
     def page(self) -> bytes:
         """Render all values in Prometheus' text format (version 0.0.4)."""
+        from prometheus_client import generate_latest
+
         return generate_latest(self.registry())
 
     def registry(self) -> CollectorRegistry:
         """Return a registry that contains only this board, for the client library's functions."""
+        from prometheus_client import CollectorRegistry
+
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
+        registry.register(self)  # type: ignore[arg-type] # it calls `collect` alone
         return registry
 
     def collect(self) -> Iterator[Family]:
@@ -149,6 +151,8 @@ class MetricBoard(Collector):
                 yield self._family(metric, numbers[name])
 
     def _family(self, metric: Metric, series: Mapping[tuple[str, ...], float]) -> Family:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         if metric.kind is MetricKind.COUNTER:
             make = CounterMetricFamily
         else:
@@ -163,6 +167,8 @@ class MetricBoard(Collector):
         return family
 
     def _histogram_family(self, metric: Metric, counts: list[int], total: float) -> Family:
+        from prometheus_client.core import HistogramMetricFamily
+
         family = HistogramMetricFamily(metric.name, metric.help, labels=list(self._constant))
         buckets = []
         seen = 0
@@ -213,6 +219,8 @@ class Pusher:
         self._thread.join(TIMEOUT_SECONDS + 1)
 
     def _push_forever(self) -> None:
+        from prometheus_client import push_to_gateway
+
         group = self._group
         key = {"node": str(self._group.node)}
         away = False
@@ -253,6 +261,11 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_REQUEST_SECONDS)
+
+
+def has_client() -> bool:
+    """Return whether prometheus_client is installed, without which no metrics are written."""
+    return find_spec("prometheus_client") is not None
 
 
 def render_job_metrics(report: Mapping[str, Any], events: Sequence[Event]) -> bytes:
@@ -355,6 +368,8 @@ def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
 
     Never raises; a missing group is not an error.
     """
+    from prometheus_client import delete_from_gateway
+
     key = {"node": str(group.node)}
     late = TimeoutError(f"no answer within {TIMEOUT_SECONDS + 1:g} s")
     try:  # an absent name server delays a request beyond its time-out
@@ -651,7 +666,7 @@ def _handler(page: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
             else:
                 content = b"metrics are at /metrics\n"
             self.send_response(200 if found else 404)
-            self.send_header("Content-Type", CONTENT_TYPE_LATEST if found else "text/plain")
+            self.send_header("Content-Type", _TEXT_FORMAT if found else "text/plain")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

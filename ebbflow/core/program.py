@@ -19,7 +19,11 @@ IMPORT_ROOT = PACKAGE_ROOT.parent  # on sys.path, `import ebbflow` works
 INSTALLED = IMPORT_ROOT.name in {"site-packages", "dist-packages"}
 _PROJECT_VARIABLE = "EBBFLOW_PROJECT"
 # Modules that a required package installs besides its own
-_PART_OF = {"pydantic_core": "pydantic", "typing_extensions": "pydantic"}
+_PART_OF = {
+    "pydantic_core": "pydantic",
+    "typing_extensions": "pydantic",
+    "botocore": "boto3",
+}
 
 
 def _find_configs() -> Path:
@@ -197,7 +201,8 @@ def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def
     if not issubclass(kind, ModuleNotFoundError) or module not in _needed_modules():
         sys.__excepthook__(kind, error, trace)
         return
-    code = _refuse(f"{module} is not installed for {sys.executable}; fix: {_right_command()}")
+    fix = _right_command(_extra_of(module))
+    code = _refuse(f"{module} is not installed for {sys.executable}; fix: {fix}")
     sys.stderr.flush()
     os._exit(code)  # after an excepthook Python exits with 1, the code of a failed job
 
@@ -208,10 +213,19 @@ def _needed_modules():  # type: ignore[no-untyped-def]
     return {requirement.module for requirement in REQUIREMENTS}
 
 
-def _right_command() -> str:
+def _extra_of(module):  # type: ignore[no-untyped-def]
+    from ebbflow.core.requirements import REQUIREMENTS
+
+    extras = [requirement.extra for requirement in REQUIREMENTS if requirement.module == module]
+    return extras[0]
+
+
+def _right_command(extra: str = "") -> str:
     """Return how to fix a missing package: use the project's .venv interpreter, or install the
-    packages.
+    packages, of an extra of Ebbflow if it names one.
     """
+    if INSTALLED and extra:
+        return f"{sys.executable} -m pip install 'ebbflow[{extra}]'"
     if INSTALLED:
         return f"{sys.executable} -m pip install ebbflow"
     python = IMPORT_ROOT / ".venv" / "bin" / "python"

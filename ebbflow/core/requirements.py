@@ -25,6 +25,7 @@ class Requirement:
     below: tuple[int, ...]  # first version after the range
     tested: tuple[int, ...] = ()  # first numbers of the tested version; empty: any in the range
     strict: bool = False  # whether other versions are refused
+    extra: str = ""  # extra of our distribution that has it; "": every installation has it
 
     def __str__(self) -> str:
         return f"{self.name}>={_dotted(self.least)},<{_dotted(self.below)}"
@@ -50,20 +51,21 @@ class Requirement:
         return self.is_supported(version) and _numbers(version)[: len(self.tested)] == self.tested
 
 
+FLOW_EXTRA = "flow"
 REQUIREMENTS = (
     Requirement("torch", "torch", (2, 7), (2, 14), tested=(2, 13), strict=True),
-    Requirement("numpy", "numpy", (2, 2), (3,)),
-    Requirement("metaflow", "metaflow", (2, 19), (3,), tested=(2, 19)),
-    Requirement("boto3", "boto3", (1, 38), (2,)),
-    Requirement("prometheus-client", "prometheus_client", (0, 26), (1,)),
-    Requirement("pandas", "pandas", (2, 2), (4,)),
+    Requirement("numpy", "numpy", (1, 26), (3,)),
     Requirement("pyyaml", "yaml", (6,), (7,)),
-    Requirement("ruamel.yaml", "ruamel", (0, 19), (0, 20)),
-    Requirement("pydantic", "pydantic", (2, 11), (3,)),
-    Requirement("obstore", "obstore", (0, 12), (0, 13)),
-    Requirement("awscrt", "awscrt", (0, 38), (1,)),
-    Requirement("safetensors", "safetensors", (0, 8), (1,)),
-    Requirement("rich", "rich", (14,), (16,)),
+    Requirement("ruamel.yaml", "ruamel", (0, 18, 6), (0, 20)),
+    Requirement("pydantic", "pydantic", (2, 9), (3,)),
+    Requirement("obstore", "obstore", (0, 11), (0, 13)),
+    Requirement("awscrt", "awscrt", (0, 31), (1,)),
+    Requirement("safetensors", "safetensors", (0, 4, 5), (1,)),
+    Requirement("rich", "rich", (13, 9), (16,)),
+    Requirement("metaflow", "metaflow", (2, 19), (3,), tested=(2, 19), extra=FLOW_EXTRA),
+    Requirement("boto3", "boto3", (1, 35), (2,), extra=FLOW_EXTRA),
+    Requirement("pandas", "pandas", (2, 2), (4,), extra=FLOW_EXTRA),
+    Requirement("prometheus-client", "prometheus_client", (0, 20), (1,), extra=FLOW_EXTRA),
 )
 
 

@@ -32,8 +32,8 @@ _PARENT_VARIABLE = "EBBFLOW_PARENT_PID"
 _RECORDS_VARIABLE = "METAFLOW_DATASTORE_SYSROOT_LOCAL"
 _NO_SCHEDULER = (
     "{name} cannot run this flow, whose training repeats a step, branches and starts nodes while "
-    "it runs; fix: schedule a launcher: infra/kubernetes/cronjob.yaml, or in AWS the head job "
-    "(docs/aws.md, Schedule)"
+    "it runs; fix: flows/scheduled_flow.py, whose one step supervises it, or in AWS the head job "
+    "(docs/metaflow.md, Schedules)"
 )
 _SCHEDULERS = {
     "argo-workflows": "Argo Workflows",

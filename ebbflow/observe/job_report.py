@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ebbflow.core.events import Event, read_log
 from ebbflow.core.layout import write_atomically
-from ebbflow.core.metrics import render_job_metrics
+from ebbflow.core.metrics import has_client, render_job_metrics
 from ebbflow.core.observer_process import LIVE_PAGE
 from ebbflow.core.rank_logs import read_logs
 from ebbflow.core.store import Store
@@ -35,8 +35,9 @@ def write_report_files(job: str, job_store: Store, folder: Path) -> tuple[RunRep
     files = {
         "report.json": json.dumps(report.to_json(), indent=1, allow_nan=False).encode(),
         "report.html": page.encode(errors="backslashreplace"),
-        "metrics.prom": render_job_metrics(report.to_json(), log.events),
     }
+    if has_client():
+        files["metrics.prom"] = render_job_metrics(report.to_json(), log.events)
     for name, content in files.items():
         in_store = job_store.local_path(name)
         here = folder / name

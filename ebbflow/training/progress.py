@@ -33,6 +33,7 @@ from ebbflow.core.metrics import (
     Pusher,
     PushGroup,
     delete_group,
+    has_client,
 )
 from ebbflow.core.process import available_bytes
 from ebbflow.core.terms import Terms
@@ -342,6 +343,13 @@ def live_metrics(spec: WorkerSpec, *, rank: int, world_size: int, emit: Emit) ->
     if int(os.environ.get("LOCAL_RANK", "0")) != 0 or (
         metrics.port is None and metrics.push_url is None
     ):
+        yield emit
+        return
+    if not has_client():
+        _say(
+            "metrics: WARNING: prometheus-client is not installed, so that there are none; fix: pip "
+            "install 'ebbflow[flow]'"
+        )
         yield emit
         return
     node = NodeMetrics(spec, config, rank=rank, world_size=world_size)

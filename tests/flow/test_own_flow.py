@@ -141,6 +141,28 @@ def test_each_trial_of_a_nested_foreach_is_a_job_and_a_killed_one_continues(
     assert min(trial.usd for trial in trials) > 0
 
 
+def test_trials_share_a_budget_and_an_interrupted_one_continues_within_its_part(
+    tmp_path: Path,
+) -> None:
+    flow = OwnFlow(tmp_path, "sweep", STEP_SECONDS=SLOW)
+    launcher = flow.start("run", "--max-workers", "1")
+    flow.await_commit(4, job="-train-0")
+    flow.kill_launcher(launcher)
+    done = flow.succeed("resume", "--max-workers", "2")
+    [[ranking]] = flow.artifacts(done, "choose", "ranking")
+    [first, *others] = ranking.trials
+    assert (first.model.outcome, first.model.steps, first.model.interruptions) == (
+        "completed",
+        24,
+        1,
+    )
+    assert [(trial.model.outcome, trial.model.steps) for trial in others] == [("budget", 0)] * 2
+    assert 0 < first.model.usd == ranking.usd <= 10.2
+    assert "of $10.2000 are left to it" in done.output
+    assert "3 trials, $" in done.output
+    assert "<h1>3 trials" in flow.cards("choose")["ranking"]
+
+
 def test_a_config_an_environment_and_two_trainings_in_one_step_with_live_cards(
     tmp_path: Path,
 ) -> None:

@@ -126,6 +126,19 @@ def test_a_step_with_ebbflow_passes_metaflows_check_alone_and_with_num_parallel(
             {"training": 'current.ebbflow.train("job.yaml", sets={})'},
             r"flow.py:12: train\('job.yaml'\): no such file",
         ),
+        (
+            {"decorators": "@ebbflow(budget_of_all=40)"},
+            r"flow.py:11: .*budget_of_all is for the trials of a foreach.*; fix: budget=40",
+        ),
+        (
+            {
+                "decorators": "@ebbflow(budget_of_all=40)",
+                "called_with": ', foreach="rates"',
+                "inputs": ", inputs",
+                "training": "current.ebbflow.attach(1)",
+            },
+            r"budget_of_all needs the cost of a trial .*; fix: move the loop into a script",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_place_and_fix(

@@ -196,7 +196,13 @@ def open_bucket(bucket: str, seconds: float) -> S3Store:
 
 
 def _from_chain(seconds: float) -> Callable[[], dict]:
-    from botocore.session import Session
+    try:
+        from botocore.session import Session
+    except ModuleNotFoundError as error:
+        raise StoreMisconfigured(
+            "AWS profiles and roles are read by boto3, which is not installed; fix: pip install "
+            "'ebbflow[flow]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from error
 
     try:
         credentials = Session().get_credentials()

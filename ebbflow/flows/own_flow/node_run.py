@@ -19,11 +19,22 @@ from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.flows.gang import set_network_interface
 from ebbflow.flows.job import RUNS, Job
 from ebbflow.flows.own_flow.gang_exchange import GangExchange, GangMessage
+from ebbflow.flows.own_flow.shared_budget import SharedBudget
 from ebbflow.flows.own_flow.step_card import StepCard, show_live, show_report
-from ebbflow.flows.own_flow.step_checks import CheckedStep, FinalError, OwnFlowError
-from ebbflow.flows.own_flow.task_name import TaskName
+from ebbflow.flows.own_flow.step_checks import (
+    BudgetReached,
+    CheckedStep,
+    FinalError,
+    OwnFlowError,
+)
+from ebbflow.flows.own_flow.task_name import TaskName, sweep_name
 from ebbflow.flows.own_flow.trained_model import TrainedModel, describe_training
-from ebbflow.flows.own_flow.training_plan import PROCESS, describe_script, prepare_training
+from ebbflow.flows.own_flow.training_plan import (
+    PROCESS,
+    describe_script,
+    extend_terms,
+    prepare_training,
+)
 from ebbflow.flows.own_flow.training_settings import TrainingSettings
 from ebbflow.flows.remote import in_container
 from ebbflow.training.errors import TrainingError
@@ -78,8 +89,17 @@ class NodeRun:
         return Job(name=self.job, run=self.task.run, config=self.settings.config)
 
     @property
+    def _shared_budget(self) -> SharedBudget | None:
+        limit = self.step.options.budget_of_all
+        if limit is None:
+            return None
+        name = sweep_name(self.task, label=self.step.options.name)
+        return SharedBudget(store=self.metaflow_job.root_store, name=name, limit_usd=limit)
+
+    @property
     def _card(self) -> StepCard:
-        return StepCard(task=self.task, datastore=self.step.datastore, call=self.call)
+        name = "training" if self.call == 1 else f"training{self.call}"
+        return StepCard(task=self.task, datastore=self.step.datastore, name=name)
 
     @property
     def _exchange(self) -> GangExchange:
@@ -102,7 +122,7 @@ class NodeRun:
             raise
         os.environ[RUN_CLAIM_VARIABLE] = claim.launcher.id
         try:
-            model = self._run_job()
+            model = self._run_trial()
             self._tell_end(GangMessage(model=asdict(model)))
         except (EbbflowError, OwnFlowError) as error:
             self._tell_end(GangMessage(problem=str(error)))
@@ -122,6 +142,28 @@ class NodeRun:
         if message.problem:
             self._exchange.publish_start(message)
 
+    def _run_trial(self) -> TrainedModel:
+        """Run the job and, of a shared budget, leave to the other trials what it did not spend.
+
+        A trial whose part is spent, or too small to begin, ends with the outcome budget instead of
+        an error, so that the flow goes on to the step that ranks the trials.
+        """
+        shared = self._shared_budget
+        if shared is None:
+            return self._run_job()
+        try:
+            model = self._run_job()
+        except BudgetReached as error:
+            print(f"job {self.job}: {error}", flush=True)
+            if self.place.nodes > 1:
+                self._exchange.publish_start(GangMessage())  # if the gang has not started
+            model = self._report()
+        except FinalError:
+            shared.settle(self.job, self._report().usd)
+            raise
+        shared.settle(self.job, model.usd)
+        return model
+
     def _run_job(self) -> TrainedModel:
         job = self.metaflow_job
         job.remember()
@@ -131,7 +173,9 @@ class NodeRun:
                 self._exchange.publish_start(GangMessage())
             return complete
         print(f"job {self.job}, store {job.store.uri}", flush=True)
-        prepared, terms = prepare_training(job, self.settings, self.step.options)
+        prepared, terms = prepare_training(
+            job, self.settings, self.step.options, self._shared_budget
+        )
         spec = GangSpec(
             job=self.job,
             run=self.task.run,
@@ -152,11 +196,33 @@ class NodeRun:
             self._exchange.publish_start(GangMessage(spec=replace(spec, terms=None).to_json()))
         try:
             with show_live(job, self._card):
-                self._run_gang(spec)
+                self._run_within_budget(spec)
         except OwnFlowError:
             self.try_report()
             raise
         return self._report()
+
+    def _run_within_budget(self, spec: GangSpec) -> None:
+        """Run this node's ranks, again from their last commit as long as a shared budget gives more.
+
+        The other nodes of a gang could not follow, so a gang has what it holds at first.
+        """
+        while True:
+            try:
+                self._run_gang(spec)
+                return
+            except BudgetReached:
+                shared = self._shared_budget
+                if shared is None or spec.terms is None or spec.nodes > 1:
+                    raise
+                terms = extend_terms(self.metaflow_job, spec.terms, shared)
+                if terms is None:
+                    raise
+            print(
+                f"job {self.job}: continues with ${terms.budget_usd:.4f} of budget_of_all",
+                flush=True,
+            )
+            spec = replace(spec, terms=terms)
 
     def _follow(self) -> TrainedModel:
         message = self._exchange.await_start()
@@ -165,15 +231,18 @@ class NodeRun:
             prepared = spec.prepared
             if self.settings.config.script is not None:
                 prepared = describe_script(self.settings.config)  # with this node's path
-            self._run_gang(
-                replace(
-                    spec,
-                    node=self.place.node,
-                    main_address=self.place.main_address,
-                    log_folder=str(self.metaflow_job.folder / "logs"),
-                    prepared=prepared,
-                )
+            own_spec = replace(
+                spec,
+                node=self.place.node,
+                main_address=self.place.main_address,
+                log_folder=str(self.metaflow_job.folder / "logs"),
+                prepared=prepared,
             )
+            try:
+                self._run_gang(own_spec)
+            except BudgetReached:
+                if self.step.options.budget_of_all is None:
+                    raise
         end = self._exchange.await_end()
         assert end.model is not None
         return TrainedModel.from_json(end.model)
@@ -191,11 +260,14 @@ class NodeRun:
                 _record_outcome(self.metaflow_job, error.outcome, str(error))
             if is_curable:
                 raise OwnFlowError(f"{error.outcome}: {error}") from error
-            raise FinalError(f"{error.outcome}: {error}") from error
+            final = BudgetReached if error.outcome is Outcome.BUDGET else FinalError
+            raise final(f"{error.outcome}: {error}") from error
         if ending.goes_on or ending.outcome == Outcome.COMPLETED:
             return
         if ending.outcome == Outcome.INTERRUPTED:
             raise OwnFlowError(_describe_stop(self.job, ending))
+        if ending.outcome == Outcome.BUDGET:
+            raise BudgetReached(_describe_stop(self.job, ending))
         raise FinalError(_describe_stop(self.job, ending))
 
     def _run_on_slurm(self, spec: GangSpec) -> None:

@@ -37,16 +37,24 @@ class StepCard:
 
     task: TaskName
     datastore: str  # type of the flow's datastore, such as local or s3
-    call: int  # number of the training in its step, 1 for the first
+    name: str  # id of the card in its task
 
     def save(self, html: str) -> None:
         """Store the page, in place of the one before. Raises what Metaflow's storages raise."""
         [storage] = [found for found in DATASTORES if self.datastore == found.TYPE]
         root = CardDatastore.get_storage_root(self.datastore)
         known = SimpleNamespace(_storage_impl=storage(root), flow_name=self.task.flow)
-        name = "training" if self.call == 1 else f"training{self.call}"
         cards = CardDatastore(known, pathspec=self.task.pathspec)
-        cards.save_card(_HASH, _CARD_TYPE, html, card_id=name)
+        cards.save_card(_HASH, _CARD_TYPE, html, card_id=self.name)
+
+    def try_save(self, html: str) -> bool:
+        """Store the page. Return False, and print why, if this failed."""
+        try:
+            self.save(html)
+        except Exception as error:  # Metaflow's storages raise many kinds of errors
+            print(f"no card: {type(error).__name__}: {error}", flush=True)
+            return False
+        return True
 
 
 @contextlib.contextmanager
@@ -77,20 +85,10 @@ def show_live(job: Job, card: StepCard) -> Iterator[None]:
 def show_report(job: Job, card: StepCard) -> None:
     """Show the job's report as the step's card. A failure to store it is printed."""
     replace_live_page(job.folder)
-    _save_file(job.folder / _REPORT, card)
+    card.try_save((job.folder / _REPORT).read_text())
 
 
 def _copy_page(page: Path, card: StepCard, ending: threading.Event) -> None:
     while not ending.wait(_CARD_SECONDS):
-        if page.is_file() and not _save_file(page, card):
+        if page.is_file() and not card.try_save(page.read_text()):
             return
-
-
-def _save_file(page: Path, card: StepCard) -> bool:
-    """Store a page as the card. Return False, and print why, if this failed."""
-    try:
-        card.save(page.read_text())
-    except Exception as error:  # Metaflow's storages raise many kinds of errors
-        print(f"no card: {type(error).__name__}: {error}", flush=True)
-        return False
-    return True

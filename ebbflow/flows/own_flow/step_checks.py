@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from metaflow.exception import MetaflowException
 
 from ebbflow.core.errors import InfraError
 from ebbflow.core.program import IMPORT_ROOT
-from ebbflow.core.requirements import REQUIREMENTS
+from ebbflow.core.requirements import FLOW_EXTRA, REQUIREMENTS
 from ebbflow.core.store_address import resolve_address
 from ebbflow.flows.own_flow.script_arguments import ScriptOptions
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from metaflow.graph import FlowGraph
 
 REMOTE = ("batch", "kubernetes")  # decorators that send a step to another machine
+NO_SHARED_ATTACH = (
+    "budget_of_all needs the cost of a trial before it starts, which is unknown for a loop in the "
+    "step; fix: move the loop into a script, for current.ebbflow.run, or use budget="
+)
 STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
 _PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
@@ -46,12 +51,16 @@ class FinalError(OwnFlowError):
     """Error: a training has ended, and a new attempt of the step would end alike."""
 
 
+class BudgetReached(FinalError):
+    """Error: a training has reached its budget, or cannot finish within it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingCall:
-    """A call of `current.ebbflow.run` or `.train` in a step's source, whose file is a plain text."""
+    """A call of `current.ebbflow` in a step's source; for run and train one with a plain text."""
 
-    kind: str  # run or train
-    file: str
+    kind: str  # run, train or attach
+    file: str  # "" for attach
     line: int
     arguments: tuple[str, ...]  # names of the keyword arguments
     # the argument `set` of a training, such as {"training.max_steps": 400}; None if it is computed
@@ -92,6 +101,7 @@ def check_step(
     file = Path(inspect.getfile(type(flow)))
     place = f"{file.name}:{node.func_lineno}"
     where = f"{place}: @ebbflow of step {step_name}"
+    _check_packages(where)
     options = _parse_options(attributes, where)
     folder = file.resolve().parent
     calls = tuple(_find_calls(getattr(type(flow), step_name)))
@@ -103,9 +113,12 @@ def check_step(
             "store='s3://bucket/prefix'"
         )
     _check_names(graph, step_name, options, where)
+    _check_shared_budget(graph, step_name, options, calls, where)
     add_requirements(decorators, where)
     files = tuple(
-        _check_call(call, folder, f"{file.name}:{call.line}", is_remote=is_remote) for call in calls
+        _check_call(call, folder, f"{file.name}:{call.line}", is_remote=is_remote)
+        for call in calls
+        if call.kind != "attach"
     )
     if options.config is not None:
         config = _find_file(options.config, folder)
@@ -180,6 +193,18 @@ def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
     return packed
 
 
+def _check_packages(where: str) -> None:
+    missing = [
+        requirement.name
+        for requirement in REQUIREMENTS
+        if requirement.extra == FLOW_EXTRA and find_spec(requirement.module) is None
+    ]
+    if missing:
+        raise OwnFlowError(
+            f"{where}: not installed: {', '.join(missing)}; fix: pip install 'ebbflow[flow]'"
+        )
+
+
 def _parse_options(attributes: Mapping[str, object], where: str) -> StepOptions:
     given = attributes.get("options") or {}
     values = attributes.get("values") or []
@@ -234,6 +259,25 @@ def _check_names(graph: FlowGraph, step_name: str, options: StepOptions, where: 
                 )
 
 
+def _check_shared_budget(
+    graph: FlowGraph,
+    step_name: str,
+    options: StepOptions,
+    calls: Sequence[TrainingCall],
+    where: str,
+) -> None:
+    if options.budget_of_all is None:
+        return
+    parents = [graph[name] for name in graph[step_name].split_parents]
+    if not any(parent.type == "foreach" and not parent.parallel_foreach for parent in parents):
+        raise OwnFlowError(
+            f"{where}: budget_of_all is for the trials of a foreach, and the step is in none; fix: "
+            f"budget={options.budget_of_all:g}"
+        )
+    if any(call.kind == "attach" for call in calls):
+        raise OwnFlowError(f"{where}: {NO_SHARED_ATTACH}")
+
+
 def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool) -> Path:
     """Return the file that a call names. Raises OwnFlowError."""
     path = _find_file(call.file, folder)
@@ -278,7 +322,7 @@ def _find_file(name: str, folder: Path) -> Path | None:
 
 
 def _find_calls(function: object) -> Iterator[TrainingCall]:
-    """Yield the calls in a step's source whose first argument is a plain text."""
+    """Yield the calls of `current.ebbflow` in a step's source."""
     try:
         lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
         tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -291,6 +335,10 @@ def _find_calls(function: object) -> Iterator[TrainingCall]:
         if not found or not before.endswith("current."):
             continue  # a function of the user's
         file = node.args[0]
+        if kind == "attach":
+            yield TrainingCall(
+                kind=kind, file="", line=first + node.lineno - 1, arguments=(), overrides=None
+            )
         if kind in ("run", "train") and isinstance(file, ast.Constant):
             names = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
             yield TrainingCall(

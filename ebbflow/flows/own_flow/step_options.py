@@ -22,6 +22,7 @@ class StepOptions:
 
     Attributes:
         budget: Dollars that a training may cost. None: no limit.
+        budget_of_all: Dollars that all trials of the foreach around the step may cost together.
         deadline: Hours from the first attempt to the end; in the source also "90m", "8h" or "2d".
         ranks: Processes on each node. None: one per GPU, or one without GPUs.
         store: Folder or s3://bucket/prefix. None: a folder beside the flow's datastore.
@@ -31,6 +32,7 @@ class StepOptions:
     """
 
     budget: float | None = None
+    budget_of_all: float | None = None
     deadline: float | None = None
     ranks: int | None = None
     store: str | None = None
@@ -49,6 +51,7 @@ class StepOptions:
                 )
         return cls(
             budget=_parse_amount("budget", given.get("budget"), "25 for $25"),
+            budget_of_all=_parse_amount("budget_of_all", given.get("budget_of_all"), "40 for $40"),
             deadline=_parse_hours(given.get("deadline")),
             ranks=_parse_ranks(given.get("ranks")),
             store=_parse_text("store", given.get("store"), "s3://bucket/prefix"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,12 @@ from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY
 from ebbflow.core.errors import EbbflowError, Outcome
 from ebbflow.core.process import die_with_parent
 from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
-from ebbflow.flows.own_flow.step_checks import CheckedStep, FinalError, OwnFlowError
+from ebbflow.flows.own_flow.step_checks import (
+    NO_SHARED_ATTACH,
+    CheckedStep,
+    FinalError,
+    OwnFlowError,
+)
 from ebbflow.flows.own_flow.task_name import TaskName, job_name
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 from ebbflow.flows.remote import in_container
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ebbflow.flows.own_flow.node_run import NodeRun
+    from ebbflow.flows.own_flow.ranking import Ranking
     from ebbflow.flows.own_flow.training_settings import TrainingSettings
     from ebbflow.training.attach.job import AttachedJob
 
@@ -113,6 +119,8 @@ class TaskJob:
         """
         from ebbflow.flows.own_flow.step_attach import attach_in_step
 
+        if self._step.options.budget_of_all is not None:
+            raise OwnFlowError(f"{self._step.place}: {NO_SHARED_ATTACH}")
         run = self._make_run(self._make_settings())
         self._attached = attach_in_step(run, model, optimizer, states)
         self._run = run  # whose report the step writes from here on
@@ -136,6 +144,38 @@ class TaskJob:
         _end_live_page()
         self._run = None
         return run.share_result()
+
+    def rank(
+        self, inputs: Iterable[FlowSpec], *, metric: str | None = None, mode: str | None = None
+    ) -> Ranking:
+        """Rank the trials of a sweep by their metric per dollar, in the step that joins them.
+
+        The table is printed and becomes a card of the step. Each trained model that is an artifact
+        of an input is a trial.
+
+        Args:
+            inputs: The inputs of the join.
+            metric: Name of a metric that the trials have logged, such as "accuracy". None: the
+                held-out loss if a trial has it, else the training loss.
+            mode: "max" or "min": which value is the best. None: "min" for these losses.
+
+        Raises:
+            OwnFlowError: The trials cannot be ranked.
+        """
+        from ebbflow.flows.own_flow.ranking import RankingError, rank_trials
+        from ebbflow.flows.own_flow.step_card import StepCard
+
+        trials: list[tuple[str, TrainedModel]] = []
+        for joined in inputs:
+            trials += _list_trials(joined)
+        try:
+            ranking = rank_trials(trials, metric=metric, mode=mode)
+        except RankingError as error:
+            raise OwnFlowError(f"{self._step.place}: {error}") from error
+        print(ranking.to_text(), flush=True)
+        card = StepCard(task=self._task, datastore=self._step.datastore, name="ranking")
+        card.try_save(ranking.to_html())
+        return ranking
 
     def begin_step(self) -> None:
         """Prepare this process as a node of its step's gang.
@@ -256,6 +296,18 @@ def _exits_as_errors() -> Iterator[None]:
         if outcome in (None, Outcome.FAILED, Outcome.INTERRUPTED):
             raise OwnFlowError(text) from end
         raise FinalError(f"{outcome}: {text}, as printed above") from end
+
+
+def _list_trials(joined: FlowSpec) -> Iterator[tuple[str, TrainedModel]]:
+    """Yield label and model of each trained model among the artifacts of a join's input."""
+    datastore = joined._datastore
+    assert datastore is not None
+    for name, stored in sorted(datastore._info.items()):
+        # Other artifacts, which may be large, are not read
+        if TrainedModel.__name__ not in stored["type"]:
+            continue
+        model = getattr(joined, name)
+        yield str(joined.input) if joined.input is not None else model.job, model
 
 
 def _find_place() -> NodePlace:

@@ -64,6 +64,13 @@ class TaskName:
         return run
 
 
+def sweep_name(task: TaskName, *, label: str | None) -> str:
+    """Return the name of what the trials of a step share, equal in resumed runs."""
+    return plain_name(
+        "-".join([task.flow.lstrip("_") or "flow", task.first_run, label or task.step])
+    )
+
+
 def job_name(task: TaskName, flow: FlowSpec, *, label: str | None, is_gang: bool, call: int) -> str:
     """Return the job's name: one path segment, equal in each attempt and in resumed runs.
 

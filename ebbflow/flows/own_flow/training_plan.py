@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from ebbflow.cost.prices.quote import PriceSource, Quote
 from ebbflow.cost.prices.reservations import open_evidence
 from ebbflow.cost.prices.source import open_prices
 from ebbflow.flows.job import ClockReading, Job, read_job_history
-from ebbflow.flows.own_flow.step_checks import FinalError
+from ebbflow.flows.own_flow.shared_budget import SharedBudget
+from ebbflow.flows.own_flow.step_checks import BudgetReached, FinalError
 from ebbflow.flows.own_flow.step_options import StepOptions
 from ebbflow.flows.own_flow.training_settings import TrainingSettings
 from ebbflow.flows.remote import in_container
@@ -41,6 +42,11 @@ from ebbflow.tryout.examine import examine, examine_script, script_shape
 
 PROCESS = "own-step"  # writer of a step's events, beside the steps of `TrainFlow`
 _GIVEN = "usd_per_node_hour of @ebbflow"
+# A trial first holds this much more than the plan expects it to cost
+_FIRST_MARGIN = 1.25
+# A trial that has used up its part of a shared budget gets at least, and at most, this multiple
+_LEAST_GROWTH = 1.1
+_MOST_GROWTH = 2.0
 
 Prepared = dict[str, Any]  # description of the data, from the workload's `prepare`
 
@@ -85,7 +91,10 @@ class GivenPrice:
 
 
 def prepare_training(
-    job: Job, settings: TrainingSettings, options: StepOptions
+    job: Job,
+    settings: TrainingSettings,
+    options: StepOptions,
+    shared: SharedBudget | None = None,
 ) -> tuple[Prepared, Terms | None]:
     """Record a training's configuration, data and plan.
 
@@ -93,13 +102,16 @@ def prepare_training(
 
     A later attempt in the same Metaflow run has the plan and the data of the first.
 
+    Args:
+        shared: The budget that the training shares with the other trials of its step.
+
     Raises:
-        FinalError: budget or deadline do not allow the training.
+        BudgetReached: the training cannot finish within its budget.
+        FinalError: the deadline does not allow the training, or it has no price for its budget.
         TrainingError: the workload cannot be trained.
     """
     config = settings.config
     former = [event for event in read_events(job.store) if event.run == job.run]
-    job.store.put("config.json", json.dumps(settings.document, indent=1, sort_keys=True).encode())
     plan = _find_plan(former)
     prepared = _find_prepared(former)
     is_new = plan is None or prepared is None
@@ -108,7 +120,19 @@ def prepare_training(
         plan = _make_plan(job, config, options, shape)
         job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
         plan = plan.brief()
+    problem = ""
+    if shared is not None:
+        plan = _let_continue(job, plan, shared)
+    if shared is not None and plan.refusal is None:
+        granted = _hold_share(job, plan, shared)
+        if granted is None:
+            problem = _describe_lack(job, plan, shared)
+        else:
+            is_new = is_new or granted != plan.budget_usd
+            plan = replace(plan, budget_usd=granted)
+            settings = settings.with_budget(granted)
     document = settings.document
+    job.store.put("config.json", json.dumps(document, indent=1, sort_keys=True).encode())
     with job.events(PROCESS) as events:
         events.emit(
             CONFIGURED, settings=values_with_sources(document["config"], document["sources"])
@@ -117,7 +141,20 @@ def prepare_training(
         if is_new:
             events.emit(PLAN, **plan.to_json())
     _check_refusal(job, plan)
+    if problem:
+        _record_refusal(job, Outcome.BUDGET, problem)
+        raise BudgetReached(f"{Outcome.BUDGET}: {problem}")
     return prepared, _make_terms(job, plan)
+
+
+def extend_terms(job: Job, terms: Terms, shared: SharedBudget) -> Terms | None:
+    """Return terms with more dollars of a shared budget; None if it has none left for the job."""
+    spent = _read_spent_usd(job)
+    granted = _extend_hold(job, spent + terms.reserve_usd, shared)
+    if granted is None:
+        return None
+    threshold = last_notified_threshold(read_events(job.store), granted)
+    return replace(terms, budget_usd=granted, spent_usd=spent, last_notified_threshold=threshold)
 
 
 def describe_script(config: RunConfig) -> Prepared:
@@ -229,21 +266,89 @@ def _check_refusal(job: Job, plan: Plan) -> None:
     if is_unpriced and job.config.cost.budget_usd is None:
         print(f"no price: {refusal.message}; fix: usd_per_node_hour=", flush=True)
         return
+    _record_refusal(job, refusal.outcome, refusal.message)
+    text = f"{refusal.outcome}: {refusal.message} ({refusal.hint})"
+    if refusal.outcome is Outcome.BUDGET:
+        raise BudgetReached(text)
+    raise FinalError(text)
+
+
+def _record_refusal(job: Job, outcome: Outcome, message: str) -> None:
     with job.events(PROCESS) as events:
-        events.emit(OUTCOME, outcome=refusal.outcome.value, message=refusal.message)
-    raise FinalError(f"{refusal.outcome}: {refusal.message} ({refusal.hint})")
+        events.emit(OUTCOME, outcome=outcome.value, message=message)
+
+
+def _let_continue(job: Job, plan: Plan, shared: SharedBudget) -> Plan:
+    """Return the plan without a refusal for its budget if the job was interrupted and holds dollars.
+
+    The other trials cannot have them, and what it has spent would be lost.
+    """
+    refusal = plan.refusal
+    if refusal is None or refusal.outcome is not Outcome.BUDGET:
+        return plan
+    held = shared.find_hold(job.name)
+    if held is None or held.has_ended or held.usd <= _read_spent_usd(job) + plan.reserve_usd:
+        return plan
+    return replace(plan, refusal=None)
+
+
+def _hold_share(job: Job, plan: Plan, shared: SharedBudget) -> float | None:
+    """Return the dollars of a shared budget that the job may spend; None if it cannot finish."""
+    assert plan.chosen is not None
+    spent = _read_spent_usd(job)
+    held = shared.find_hold(job.name)
+    if held is not None and not held.has_ended:
+        if held.usd > spent + plan.reserve_usd:
+            return held.usd
+        return _extend_hold(job, spent + plan.reserve_usd, shared)
+    return shared.hold(
+        job.name,
+        needed_usd=_find_need(plan, spent),
+        wanted_usd=_limit_to_own(job, _find_need(plan, spent, margin=_FIRST_MARGIN)),
+    )
+
+
+def _extend_hold(job: Job, used_usd: float, shared: SharedBudget) -> float | None:
+    held = shared.find_hold(job.name)
+    before = used_usd if held is None else max(used_usd, held.usd)
+    needed = before * _LEAST_GROWTH
+    if needed > _limit_to_own(job, needed):
+        return None
+    return shared.hold(
+        job.name, needed_usd=needed, wanted_usd=_limit_to_own(job, before * _MOST_GROWTH)
+    )
+
+
+def _find_need(plan: Plan, spent: float, *, margin: float = 1.0) -> float:
+    """Return the dollars that the job needs to finish, with those that it has spent."""
+    assert plan.chosen is not None
+    return spent + plan.chosen.expected_usd * margin + plan.reserve_usd
+
+
+def _limit_to_own(job: Job, usd: float) -> float:
+    own = job.config.cost.budget_usd
+    return usd if own is None else min(usd, own)
+
+
+def _describe_lack(job: Job, plan: Plan, shared: SharedBudget) -> str:
+    needed = _find_need(plan, _read_spent_usd(job))
+    return (
+        f"the trial needs ${needed:.4f}, and {shared.describe(job.name)}, so it does not start; "
+        "fix: a larger budget_of_all, then resume this step"
+    )
+
+
+def _read_spent_usd(job: Job) -> float:
+    try:
+        return compute_spent_usd(read_events(job.store))
+    except CostError as error:
+        # A ledger error must not stop the training.
+        print(f"costs so far are unknown and count as $0 of the budget: {error}", flush=True)
+        return 0.0
 
 
 def _make_terms(job: Job, plan: Plan) -> Terms | None:
     if plan.chosen is None:
         return None
-    events = read_events(job.store)
-    try:
-        spent = compute_spent_usd(events)
-    except CostError as error:
-        # A ledger error must not stop the training.
-        print(f"costs so far are unknown and count as $0 of the budget: {error}", flush=True)
-        spent = 0.0
-    return plan.terms(
-        spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
-    )
+    threshold = last_notified_threshold(read_events(job.store), plan.budget_usd)
+    return plan.terms(spent_usd=_read_spent_usd(job), last_notified_threshold=threshold)

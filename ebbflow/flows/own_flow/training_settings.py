@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.infra.slurm.script import gpus_per_node
 
 _SOURCE = "@ebbflow"
+_BUDGET = "cost.budget_usd"
 GivenValues = dict[str, tuple[object, str]]  # (value, source) by key
 # Settings that decide which weights a training ends with
 _DECISIVE = (
@@ -45,6 +46,17 @@ class TrainingSettings:
     config: RunConfig
     document: dict[str, Any]
     is_own_loop: bool
+
+    def with_budget(self, usd: float) -> TrainingSettings:
+        """Return the settings of a trial that holds these dollars of a shared budget."""
+        cost = {**self.document["config"]["cost"], "budget_usd": usd}
+        config = {**self.document["config"], "cost": cost}
+        sources = {**self.document["sources"], _BUDGET: f"{_SOURCE}(budget_of_all)"}
+        return replace(
+            self,
+            config=RunConfig.model_validate_json(json.dumps(config)),
+            document={**self.document, "config": config, "sources": sources},
+        )
 
     def find_changes(self, former: dict[str, Any]) -> list[str]:
         """Return the settings that differ from a former config.json and may change the weights."""
@@ -96,7 +108,9 @@ def make_settings(
     elif _value(given, "cluster.processes_per_node", "auto") == "auto":
         own["cluster.processes_per_node"] = str(_fit_ranks(given, nodes, is_own_loop=is_own_loop))
     if step.options.budget is not None:
-        own["cost.budget_usd"] = repr(step.options.budget)
+        own[_BUDGET] = repr(step.options.budget)
+    elif step.options.budget_of_all is not None and _value(given, _BUDGET, None) is None:
+        own[_BUDGET] = repr(step.options.budget_of_all)  # until the trial holds a part of it
     if step.options.deadline is not None:
         own["cost.deadline_hours"] = repr(step.options.deadline)
     if script is not None:
@@ -187,7 +201,7 @@ def _check_contradictions(step: CheckedStep, given: GivenValues, nodes: int) -> 
             f"{step.place}: step {step.name} runs on {nodes} nodes (num_parallel), and {source} "
             f"has {key} {value}; fix: num_parallel={value} before the step, or leave out {key}"
         )
-    _check_equal(step, given, "cost.budget_usd", "budget", step.options.budget)
+    _check_equal(step, given, _BUDGET, "budget", step.options.budget)
     _check_equal(step, given, "cost.deadline_hours", "deadline", step.options.deadline)
     _check_equal(step, given, "cluster.processes_per_node", "ranks", step.options.ranks)
 
