@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ebbflow.core.config.device_settings import settle_for_device
 from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import RunConfig, TrainingConfig
 from ebbflow.core.errors import InfraError, Outcome, StoreError
@@ -237,6 +238,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
     Events are flushed even if training fails.
     """
     nodes = gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    spec = replace(spec, config=settle_for_device(spec.config, gang.capability))
     with open_reporter(spec, gang) as (reporter, log):
         if spec.control_path:
             record = OrderRecord(Path(spec.control_path))

@@ -32,6 +32,7 @@ from ebbflow.cost.plan.candidates import (
     judge_pools,
 )
 from ebbflow.cost.plan.forecast import Outlook
+from ebbflow.cost.plan.key_savings import KeySaving, find_key_savings
 from ebbflow.cost.plan.live_forecast import DRAWS, Forecaster, chance_in_time
 from ebbflow.cost.plan.pools import Candidate, Rejection, short_queue_name
 from ebbflow.cost.plan.refusal import (
@@ -130,6 +131,7 @@ class Plan:
     blocks: tuple[Candidate, ...] = ()
     reserve_seconds: float = 0.0
     cheapest_on_demand: OnDemandChoice | None = None
+    key_savings: tuple[KeySaving, ...] = ()  # other values of keys that would save more than 5 %
 
     @property
     def chosen(self) -> Candidate | None:
@@ -226,11 +228,12 @@ class Plan:
             )
         refusal = data["refusal"]
         # Missing in plans of earlier versions
-        late = ("on_demand", "blocks", "reserve_seconds", "cheapest_on_demand")
+        late = ("on_demand", "blocks", "reserve_seconds", "cheapest_on_demand", "key_savings")
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
         choice = data.get("cheapest_on_demand")
         fields["cheapest_on_demand"] = choice and OnDemandChoice(**choice)
+        fields["key_savings"] = tuple(KeySaving(**found) for found in data.get("key_savings", ()))
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         if fields["ranked"]:
@@ -407,6 +410,7 @@ def make_plan(  # noqa: PLR0913
         or refuse_unlikely(config, sources, ranked),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
         cheapest_on_demand=_cheapest_on_demand(judged),
+        key_savings=find_key_savings(config, sources),
         blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
 
