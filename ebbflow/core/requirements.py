@@ -11,6 +11,7 @@ from pathlib import Path
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
 TESTED_PYTHON = (3, 11)
+TESTED_TORCH = (2, 13)  # newer releases are accepted if they have the names of `torch_names`
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -51,7 +52,7 @@ class Requirement:
 
 
 REQUIREMENTS = (
-    Requirement("torch", "torch", (2, 7), (2, 14), tested=(2, 13), strict=True),
+    Requirement("torch", "torch", (2, 7), (3,), tested=TESTED_TORCH, strict=True),
     Requirement("numpy", "numpy", (2, 2), (3,)),
     Requirement("metaflow", "metaflow", (2, 19), (3,), tested=(2, 19)),
     Requirement("boto3", "boto3", (1, 38), (2,)),

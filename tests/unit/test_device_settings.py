@@ -192,6 +192,11 @@ def test_a_plan_prints_each_key_that_would_save_more_than_a_twentieth_with_its_d
         saving.key for saving in at_defaults.key_savings
     }
     assert type(made).from_json(made.to_json()) == made
+    strict = make_plan(slow.changed("training", deterministic="strict"), now_utc=NOW)
+    assert set(strict.notes) - set(made.notes) == {
+        "speed: as with training.deterministic auto, but strict slows down attention's backward "
+        "pass on GPUs, by how much was not measured"
+    }
 
 
 def test_a_refusal_for_memory_names_keys_with_values_that_suffice() -> None:

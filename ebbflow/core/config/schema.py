@@ -638,8 +638,8 @@ class GuardsConfig(Section):
     )
     memory_history: int = key(
         20_000,
-        "on a GPU, newest allocations in the snapshot that is kept when memory runs out; 0: no "
-        "snapshot",
+        "on a GPU, newest allocations that are recorded once memory has run out, for the next "
+        "snapshot; 0: no snapshot",
         ge=0,
     )
     memory_growth: Literal["renew", "off"] = key(

@@ -289,6 +289,11 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
             lines.append(
                 f"transfer with {', '.join(away)}: no price on record, so it counts as nothing"
             )
+    if config.training.deterministic == "strict":
+        lines.append(
+            "speed: as with training.deterministic auto, but strict slows down attention's backward "
+            "pass on GPUs, by how much was not measured"
+        )
     if sources.queues is not None:
         names = ", ".join(map(short_queue_name, sources.queues))
         lines.append(f"only pools that one of these queues takes: {names}")
