@@ -220,7 +220,6 @@ KINDS: dict[str, type[Fact]] = {
         ProcessEnd,
         StateKeys,
         SizeMismatch,
-        NcclError,
         Address,
         ReducedScale,
         Timeouts,
