@@ -10,6 +10,11 @@ from itertools import product
 
 import pytest
 
+from benchmarks.training.published import (
+    judge_foundry_run,
+    read_foundry_runs,
+    summarise_foundry,
+)
 from ebbflow.core.config.device_settings import LOSS_BYTES, choose_loss_chunk, settle_for_device
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.footprint import causal_lm_shape, rank_bytes
@@ -17,7 +22,13 @@ from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.plan_text import render_plan
-from ebbflow.cost.plan.throughput import FLOAT8_SPEEDUP, MFU_PRIOR, estimate_throughput
+from ebbflow.cost.plan.throughput import (
+    CONTEXT_BYTES,
+    FLOAT8_SPEEDUP,
+    MFU_PRIOR,
+    estimate_throughput,
+    memory_fit,
+)
 from ebbflow.cost.prices.quote import StaticPrices
 from ebbflow.training.launch.devices import VisibleGpus, assign_gpus
 
@@ -170,6 +181,54 @@ def test_speed_counts_tf32_fp8_and_the_loss_that_is_computed_again() -> None:
     chunked = step(fsdp={"use_mixed_precision": True}, training={"loss_chunk_tokens": 1024})
     head = 2.0 * 50368 * 4096 * 2048 / shape.flops_per_sample
     assert chunked / plain == pytest.approx(1 + head) and 0.005 < head < 0.02
+
+
+def test_efa_counts_as_far_as_the_job_requests_it_and_is_proposed_where_it_pays() -> None:
+    kind = load_catalogue()["p5.48xlarge"]
+    config = JOBS["70B on H200"].changed("cluster", instance_types=["p5.48xlarge"])
+
+    def tokens(interfaces: int, plan_for: str = "batch") -> float:
+        asked = settle_for_device(config, 9.0).changed("batch", efa_interfaces=interfaces)
+        asked = asked.changed("cluster", plan_for=plan_for)
+        speed = estimate_throughput(asked, causal_lm_shape(config.model), kind, 8, 8)
+        assert speed is not None
+        return speed.tokens_per_second
+
+    assert tokens(32) == tokens(64) == tokens(0, "slurm"), "no type has more than 32"
+    assert tokens(0) <= tokens(1) < tokens(32) and tokens(32) / tokens(0) > 1.5
+    two = JOBS["13B on H100"].changed("cluster", nodes=2)
+    savings = {saving.key: saving for saving in make_plan(two, now_utc=NOW).key_savings}
+    assert savings["batch.efa_interfaces"].value == "32"
+    assert savings["batch.efa_interfaces"].usd == pytest.approx(
+        cheapest_usd(two.changed("batch", efa_interfaces=32))
+    )
+
+
+def test_logits_that_are_freed_leave_a_block_that_no_float32_tensor_fits() -> None:
+    config = settle_for_device(JOBS["7B on H100"], 9.0)
+    shape = causal_lm_shape(config.model)
+
+    def allowance(**training: object) -> tuple[int, int]:
+        fit = memory_fit(config.changed("training", **training), 8, shape)
+        return fit.allowance - CONTEXT_BYTES - (fit.total - fit.allowance) // 10, fit.logits
+
+    freed, logits = allowance(loss_chunk_tokens=None)
+    assert freed == pytest.approx(logits / 6, abs=2) and logits == 4 * 12 * 2048 * 50368
+    assert allowance(loss_chunk_tokens=1024)[0] == pytest.approx(0, abs=2)
+
+
+def test_the_plan_refuses_hardly_any_run_that_was_published() -> None:
+    judged = [judge_foundry_run(run) for run in read_foundry_runs()]
+    found = summarise_foundry(judged)
+    assert found["runs"] == 209 and len(found["refused"]) <= 5
+    assert found["fitted"]["runs"] + found["held_out"]["runs"] == 209
+    assert abs(found["held_out"]["bias"]) < 0.15 and found["held_out"]["spread"] < 0.2
+    whole_logits = [
+        entry
+        for entry in judged
+        if entry.has_bytes - entry.needed_bytes < 12 * 50368 * entry.run.length * entry.run.samples
+    ]
+    assert len(whole_logits) > 50, "without chunks, many did not fit"
 
 
 def test_a_plan_prints_each_key_that_would_save_more_than_a_twentieth_with_its_dollars() -> None:

@@ -12,6 +12,7 @@ from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
 # A smaller saving is within the errors of the estimates.
 _LEAST_SHARE = 0.05
 _LEAST_USD = 0.01
+_MOST_EFA = 32  # as many as its type has, for each node
 _ACCUMULATIONS = (1, 2, 4, 8, 16)
 
 
@@ -62,6 +63,8 @@ def _other_values(config: RunConfig) -> Iterator[tuple[str, object]]:
         "parallel.mode": ("ddp", "fsdp2"),
         "parallel.recompute": ("none", "selective", "full"),
     }
+    if config.cluster.nodes != 1 and config.cluster.plan_for != "slurm":
+        values["batch.efa_interfaces"] = (_MOST_EFA,)
     if config.user_code is None:
         values["training.loss_chunk_tokens"] = (choose_loss_chunk(config.model.vocab_size), None)
     for key, offered in values.items():

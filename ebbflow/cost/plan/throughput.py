@@ -72,6 +72,11 @@ DOUBLING_EFFICIENCY = 0.99
 UNMEASURED_LOG_DEVIATION = 0.32
 # Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
 NO_EFA_FACTOR = 0.6
+# Bandwidth of one network card, which TCP uses if no EFA interfaces are requested (p4d: 4 cards for
+# 400 Gbit/s; p5: 32 cards, of which the first has 100 Gbit/s for TCP).
+TCP_GBPS = 100.0
+# Float32 tensors of the size of the logits at the peak of the loss, as `footprint` counts them.
+_LOSS_COPIES = 3
 # Share of the listed bandwidth that collectives reach.
 NETWORK_EFFICIENCY = 0.7
 # About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
@@ -173,9 +178,8 @@ def memory_fit(
     found = footprint.rank_bytes(
         config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node
     )
-    return MemoryFit(
-        **asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total)
-    )
+    reserved = int(FRAGMENTATION_SHARE * found.total) + _freed_logits_bytes(config, shape, found)
+    return MemoryFit(**asdict(found), allowance=CONTEXT_BYTES + reserved)
 
 
 def why_host_too_small(
@@ -246,7 +250,7 @@ def estimate_throughput(
         received += _tensor_bytes(config, shape, ranks)
     seconds = {
         "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),
-        "network": received / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
+        "network": received / (_network_gbps(config, kind) * 1e9 / 8 * NETWORK_EFFICIENCY),
         "host": _host_bytes(config, shape, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "pcie": _pcie_bytes(config, shape, kind, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "launch": again * LAUNCH_SECONDS_PER_BLOCK * shape.units * _micro_steps(config),
@@ -369,9 +373,44 @@ def _mfu_prior(config: RunConfig, kind: InstanceType, nodes: int) -> float:
         prior = MFU_PRIOR
     else:
         prior = UNTUNED_SHARE * published
-    if nodes > 1 and not kind.efa:
+    if nodes > 1 and not _efa_interfaces(config, kind):
         prior *= NO_EFA_FACTOR
     return prior * DOUBLING_EFFICIENCY ** math.log2(nodes)
+
+
+def _freed_logits_bytes(
+    config: RunConfig, shape: footprint.ModelShape, found: footprint.RankBytes
+) -> int:
+    """Return the bytes of the logits in half precision, which are freed once they are float32.
+
+    No float32 tensor of the loss, twice their size, fits into the block that they leave in the
+    allocator. Chunks of a loss use it again, and selective recomputation keeps these logits.
+    """
+    at_once = config.training.loss_chunk is None and config.parallel.recompute != "selective"
+    if not config.fsdp.mixes_precision or not at_once or shape.kind != "computed":
+        return 0
+    share = footprint.BFLOAT16_BYTES / (_LOSS_COPIES * footprint.FLOAT32_BYTES)
+    return int(share * found.logits)
+
+
+def _efa_interfaces(config: RunConfig, kind: InstanceType) -> int:
+    """Return the EFA interfaces that a node of a gang will have: those that the job requests."""
+    if config.cluster.plan_for == "slurm":  # the nodes' own
+        return kind.efa
+    return min(kind.efa, config.batch.efa_interfaces)
+
+
+def _network_gbps(config: RunConfig, kind: InstanceType) -> float:
+    """Return the bandwidth of a node, in Gbit/s, over the interfaces that the job requests.
+
+    A type with EFA has one network card per interface. Without EFA, TCP uses the first card alone.
+    """
+    if not kind.efa:
+        return kind.network_gbps
+    used = _efa_interfaces(config, kind)
+    if not used:
+        return min(kind.network_gbps, TCP_GBPS)
+    return kind.network_gbps * used / kind.efa
 
 
 def _compute_factor(
