@@ -48,7 +48,7 @@ coverage: $(VENV)/dev.stamp  ## run all tests and say which share of the product
 mutants: $(VENV)/dev.stamp  ## change lines of decisive code and say which changes no test notices (ARGS="--seed 3 --count 200")
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-compat: $(VENV)/dev.stamp  ## a short job on the oldest and the newest supported torch and Python that can be had
+compat: $(VENV)/dev.stamp  ## a short job on the oldest, the tested and the newest torch that can be had
 	$(BIN)/python -m tests.compat $(ARGS)
 
 docs: $(VENV)/dev.stamp  ## build the documentation site in docs/_build; a warning, such as a broken link, fails

@@ -1,5 +1,5 @@
-"""`make compat`: a short gang job on the oldest and on the newest supported pair of torch and
-Python.
+"""`make compat`: a short gang job on the oldest and the tested torch, and on the newest that
+can be had.
 
 Each pair trains a small job twice: once uninterrupted, and once with a rank killed after a commit,
 so that the job resumes. Losses, samples and weights of the two must be equal, bit for bit
@@ -19,7 +19,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-PAIRS = (("3.11", "2.7.0"), ("3.13", "2.13.0"))  # of Python and torch
+# Of Python and torch: the oldest, the tested one, and the newest that can be had
+NEWEST = "newest"
+PAIRS = (("3.11", "2.7.0"), ("3.13", "2.13.0"), ("3.11", NEWEST))
 _ROOT = Path(__file__).resolve().parents[1]
 _INSTALL_SECONDS = 3600.0
 _JOB_SECONDS = 900.0
@@ -80,7 +82,7 @@ def make_environment(folder: Path, python: str, torch: str) -> str:
         "pip",
         "install",
         "--quiet",
-        f"torch=={torch}",
+        "torch" if torch == NEWEST else f"torch=={torch}",
         *others,
     ]
     for command in ([found, "-m", "venv", str(folder)], install):

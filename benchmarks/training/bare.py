@@ -36,7 +36,7 @@ class BareLoop:
 
     tuned: the options that the engine gives DDP and FSDP2, instead of torch's defaults. Of the
     configuration's other options it has parallel.compile (of each block) and, for a rank alone,
-    fsdp.use_mixed_precision (by autocast).
+    fsdp.mixes_precision (by autocast).
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class BareLoop:
         self._windows = windows
         self._model, module = _spread(config, gang, tuned=tuned)
         self._optimizer = make_optimizer(module, config.training)
-        mixed = config.fsdp.use_mixed_precision
-        dtype = DTYPES[config.fsdp.param_dtype]
+        mixed = config.fsdp.mixes_precision
+        dtype = DTYPES[config.fsdp.compute_dtype]
         if mixed:
             self._precision = torch.autocast(gang.device.type, dtype)
         else:

@@ -10,13 +10,16 @@ that many products.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.training.tables import table
+from ebbflow.core.config.device_settings import settle_for_device
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.footprint import causal_lm_shape
 from ebbflow.cost.catalogue import load_catalogue
@@ -41,6 +44,10 @@ _SOURCES = {
         "OLMo-core, README of release 1.4.0 on PyPI: H100; the number of GPUs and the batch are "
         "not stated: one node and two samples were taken"
     ),
+    "T4": (
+        "torchtitan, the same page, table 2, context parallel 1: sequences of 32,768, compiled, fp8; "
+        "memory alone"
+    ),
     "I": (
         "PyTorch blog, Maximizing training throughput using PyTorch FSDP, 2024-03-13: Llama 2 7B "
         "on 128 A100; nothing recomputed, since MFU and HFU are equal; two samples of 4,096 were "
@@ -51,6 +58,8 @@ _SOURCES = {
 _A40 = "p4d.24xlarge"
 _A80 = "p4de.24xlarge"
 _H100 = "p5.48xlarge"
+_FOUNDRY = Path(__file__).with_name("llm_foundry.csv")
+_FOUNDRY_TYPES = {"a100-40g": _A40, "a100-80g": _A80, "h100-80g": _H100}
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,40 @@ class PublishedRun:
     compiled: bool = False
     tokens_per_second: float | None = None  # per GPU; None: not published
     gib: float | None = None  # per GPU; None: not published
+
+
+@dataclass(frozen=True)
+class FoundryRun:
+    """A run of LLM-Foundry's table."""
+
+    model: str
+    length: int
+    gpus: int
+    gpu: str
+    samples: int
+    micro_batches: int
+    recompute: str
+    tokens_per_second: float
+
+    @property
+    def was_fitted(self) -> bool:
+        """Whether the plan's MFU was taken from this run and others (gpus.csv)."""
+        fitted = ("MPT 760M", "MPT 1.3B", "MPT 3B", "MPT 7B", "MPT 13B", "MPT 30B")
+        return self.gpus == 8 and self.model in fitted and self.length <= 8192
+
+
+@dataclass(frozen=True)
+class JudgedRun:
+    """A run of LLM-Foundry, and what the plan at default settings says of it."""
+
+    run: FoundryRun
+    log_error: float  # of the estimated speed: log(estimated / published)
+    needed_bytes: int
+    has_bytes: int
+
+    @property
+    def is_refused(self) -> bool:
+        return self.needed_bytes > self.has_bytes
 
 
 RUNS = [
@@ -91,6 +134,7 @@ RUNS = [
     PublishedRun("T2", "Llama 3 8B", _H100, 16, 8192, 2, 1, "selective", False, 5605, 67.0),
     PublishedRun("T2", "Llama 3 8B", _H100, 16, 8192, 2, 1, "selective", True, 6514, 62.0),
     PublishedRun("T3", "Llama 3 8B", _H100, 1, 8192, 1, 1, "selective", True, None, 47.65),
+    PublishedRun("T4", "Llama 3 8B", _H100, 1, 32768, 1, 1, "full", True, None, 83.9),
     PublishedRun("O", "OLMo 2 7B", _H100, 1, 4096, 2, 1, "none", True, 10000),
     PublishedRun("O", "OLMo 2 13B", _H100, 1, 4096, 2, 1, "none", True, 4600),
     PublishedRun("I", "Llama 2 7B", _A80, 16, 4096, 2, 1, "none", False, 3700),
@@ -105,11 +149,91 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     compared = [compare(run) for run in RUNS]
     errors = {kind: summarise(compared, kind) for kind in ("tokens_per_second", "gib")}
+    foundry = [judge_foundry_run(run) for run in read_foundry_runs()]
+    held_out = summarise_foundry(foundry)
     print(render(compared, errors))
+    print(render_foundry(held_out))
     if given.json is not None:
-        found = {"kind": "estimated", "compared": compared, "errors": errors}
+        found = {
+            "kind": "estimated",
+            "compared": compared,
+            "errors": errors,
+            "llm_foundry": held_out,
+        }
         given.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def read_foundry_runs() -> list[FoundryRun]:
+    with _FOUNDRY.open() as file:
+        rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        return [
+            FoundryRun(
+                model=row["model"],
+                length=int(row["length"]),
+                gpus=int(row["gpus"]),
+                gpu=row["gpu"],
+                samples=int(row["samples"]),
+                micro_batches=int(row["micro_batches"]),
+                recompute=row["recompute"],
+                tokens_per_second=float(row["tokens_per_second"]),
+            )
+            for row in rows
+        ]
+
+
+def judge_foundry_run(run: FoundryRun) -> JudgedRun:
+    """Estimate a run with the defaults: the precision and the chunks of the loss are automatic."""
+    kind = load_catalogue()[_FOUNDRY_TYPES[run.gpu]]
+    written = configure(
+        _MODELS[run.model],
+        ranks=run.gpus,
+        length=run.length,
+        samples=run.samples,
+        parts=run.micro_batches,
+        recompute=run.recompute,
+    )
+    config = settle_for_device(written, kind.gpu.compute_capability)
+    shape = causal_lm_shape(config.model)
+    speed = estimate_throughput(config, shape, kind, run.gpus // 8, 8)
+    assert speed is not None
+    return JudgedRun(
+        run=run,
+        log_error=math.log(speed.tokens_per_second / run.gpus / run.tokens_per_second),
+        needed_bytes=memory_fit(config, run.gpus, shape).total,
+        has_bytes=kind.gpu_memory_bytes,
+    )
+
+
+def summarise_foundry(judged: list[JudgedRun]) -> dict[str, Any]:
+    """Return the refused runs, and bias and spread of the speed of the fitted and the other runs."""
+    parts: dict[str, Any] = {}
+    for name, wanted in (("fitted", True), ("held_out", False)):
+        errors = [entry.log_error for entry in judged if entry.run.was_fitted is wanted]
+        parts[name] = {
+            "runs": len(errors),
+            "bias": math.exp(statistics.mean(errors)) - 1,
+            "spread": math.exp(statistics.stdev(errors)) - 1,
+        }
+    refused = [
+        f"{entry.run.model}, {entry.run.gpus} {entry.run.gpu}, {entry.run.samples} × "
+        f"{entry.run.length}: needs {entry.needed_bytes / GIB:.1f} of {entry.has_bytes / GIB:.1f} GiB"
+        for entry in judged
+        if entry.is_refused
+    ]
+    return {"runs": len(judged), "refused": refused, **parts}
+
+
+def render_foundry(found: dict[str, Any]) -> str:
+    lines = [f"\nLLM-Foundry, {found['runs']} runs at default settings:"]
+    for name, label in (("fitted", "fitted"), ("held_out", "held out")):
+        part = found[name]
+        lines.append(
+            f"{label}: {part['runs']} runs, bias of the speed {part['bias']:+.1%}, spread "
+            f"{part['spread']:.1%}"
+        )
+    lines.append(f"refused for memory, though they ran: {len(found['refused'])}")
+    return "\n".join([*lines, *(f"  {run}" for run in found["refused"])])
 
 
 def configure(
@@ -123,7 +247,7 @@ def configure(
                 "gradient_accumulation_steps": parts,
             },
             "parallel": {"mode": "fsdp2", "recompute": recompute},
-            "fsdp": {"use_mixed_precision": True},
+            "batch": {"efa_interfaces": 32},  # the sources have RDMA between their nodes
         }
     )
 
@@ -140,6 +264,8 @@ def compare(run: PublishedRun) -> dict[str, Any]:
         parts=run.micro_batches,
         recompute=run.recompute,
     )
+    config = settle_for_device(config, kind.gpu.compute_capability)
+    config = config.changed("training", loss_chunk_tokens=None)  # the sources keep all logits
     shape = causal_lm_shape(config.model)
     if run.recompute == "selective":
         model = config.model
@@ -231,6 +357,10 @@ def _llama(
 
 _MODELS = {
     "MPT 125M": _gpt(768, 12, 12),
+    "MPT 350M": _gpt(1024, 24, 16),
+    "MPT 760M": _gpt(1536, 24, 12),
+    "MPT 3B": _gpt(2560, 32, 20),
+    "MPT 30B": _gpt(7168, 48, 56),
     "MPT 1.3B": _gpt(2048, 24, 16),
     "MPT 7B": _gpt(4096, 32, 32),
     "MPT 13B": _gpt(5120, 40, 40),

@@ -248,7 +248,7 @@ def reduced_bytes_per_parameter(config: RunConfig) -> int:
     """Return the bytes per gradient element in a sharded mode's reduce-scatter: 4, or 2 with
     bfloat16.
     """
-    halves = config.fsdp.use_mixed_precision and config.fsdp.reduce_dtype == "bfloat16"
+    halves = config.fsdp.mixes_precision and config.fsdp.reduce_dtype == "bfloat16"
     if halves:
         return BFLOAT16_BYTES
     return FLOAT32_BYTES
@@ -264,10 +264,10 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
     """
     fsdp = config.fsdp
     if config.parallel.mode == "ddp" or (
-        ranks == 1 and not fsdp.use_mixed_precision and not fsdp.cpu_offload
+        ranks == 1 and not fsdp.mixes_precision and not fsdp.cpu_offload
     ):
         return 0
-    if fsdp.use_mixed_precision:
+    if fsdp.mixes_precision:
         compute_bytes = BFLOAT16_BYTES
     else:
         compute_bytes = FLOAT32_BYTES
@@ -330,7 +330,7 @@ def rank_bytes(  # noqa: C901, PLR0912, PLR0915 - one sum whose terms a reader c
     if mode == "ddp":
         # With gradient_as_bucket_view gradients are views of the buckets that are all-reduced.
         apart = buckets and not config.ddp.gradient_as_bucket_view
-        if config.fsdp.use_mixed_precision:
+        if config.fsdp.mixes_precision:
             copies = BFLOAT16_BYTES
         else:
             copies = 0
@@ -350,7 +350,7 @@ def rank_bytes(  # noqa: C901, PLR0912, PLR0915 - one sum whose terms a reader c
         # The inputs of the head and of the recomputed block
         kept += block_bytes * STREAM_FLOATS / shape.block_floats
     logits = shape.logits_bytes_per_sample
-    chunk = config.training.loss_chunk_tokens
+    chunk = config.training.loss_chunk
     first = early
     if chunk is not None:
         if parts == 1:  # the gradient of the output layer grows from the first chunk on
@@ -467,7 +467,7 @@ def size_text(size: float) -> str:
 
 
 def _compute_share(config: RunConfig) -> float:
-    if config.fsdp.use_mixed_precision:
+    if config.fsdp.mixes_precision:
         return BFLOAT16_BYTES / FLOAT32_BYTES
     return 1.0
 
@@ -479,7 +479,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape, *, fused_norms: bool
     residual stream stays float32. A norm that is not fused also keeps its normalized input and,
     with bfloat16, a float32 copy of its input.
     """
-    mixed = config.fsdp.use_mixed_precision
+    mixed = config.fsdp.mixes_precision
     if mixed:
         narrow = BFLOAT16_BYTES
     else:

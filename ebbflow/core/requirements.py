@@ -11,6 +11,7 @@ from pathlib import Path
 OLDEST_PYTHON = (3, 11)
 NEWEST_PYTHON = (3, 13)
 TESTED_PYTHON = (3, 11)
+TESTED_TORCH = (2, 13)  # newer releases are accepted if they have the names of `torch_names`
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
@@ -53,7 +54,7 @@ class Requirement:
 
 FLOW_EXTRA = "flow"
 REQUIREMENTS = (
-    Requirement("torch", "torch", (2, 7), (2, 14), tested=(2, 13), strict=True),
+    Requirement("torch", "torch", (2, 7), (3,), tested=TESTED_TORCH, strict=True),
     Requirement("numpy", "numpy", (1, 26), (3,)),
     Requirement("pyyaml", "yaml", (6,), (7,)),
     Requirement("ruamel.yaml", "ruamel", (0, 18, 6), (0, 20)),

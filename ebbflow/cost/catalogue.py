@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol, TypeVar, overload
 
+from ebbflow.core.config.device_settings import BFLOAT16_CAPABILITY
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.errors import CatalogueError
 
@@ -93,8 +94,18 @@ class Gpu:
     note: str
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the dense peak in FLOP/s for bfloat16, float16 or float32; None if unknown."""
+        """Return the dense peak in FLOP/s for bfloat16, float16, float32 or tf32; None if unknown.
+
+        TF32 has half the peak of bfloat16 in each data sheet that names both (A100, A10G, L4, L40S,
+        H100, H200, B200). A card without tensor cores for TF32 computes in float32. Where no sheet
+        names the peak of a card with bfloat16, that of float32 is a lower bound.
+        """
+        has_bfloat16 = self.compute_capability >= BFLOAT16_CAPABILITY
         if dtype == "float32":
+            tflops = self.fp32_tflops
+        elif dtype == "tf32" and self.bf16_tflops is not None:
+            tflops = self.bf16_tflops / 2
+        elif dtype == "tf32" or (self.bf16_tflops is None and has_bfloat16):
             tflops = self.fp32_tflops
         else:
             tflops = self.bf16_tflops

@@ -250,7 +250,6 @@ KINDS: dict[str, type[Fact]] = {
         PackageVersion,
         StateKeys,
         SizeMismatch,
-        NcclError,
         Address,
         ReducedScale,
         Timeouts,

@@ -10,8 +10,9 @@ from typing import Any
 
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.diagnose.evidence import Evidence
-from ebbflow.diagnose.facts import Fact, Timeouts
+from ebbflow.diagnose.facts import Fact, NcclError, Timeouts
 from ebbflow.diagnose.matching import Seen
+from ebbflow.diagnose.nccl_errors import find_nccl_cause
 from ebbflow.diagnose.reading import FileScan, LogText, rank_of_path
 from ebbflow.diagnose.rules import VALUES, SymptomRule, load_rules
 from ebbflow.diagnose.series import Series
@@ -287,7 +288,30 @@ def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen
                 if other is not None and not other.verdict and _are_near(other, proofs):
                     del judged[identifier]
             judged[rule.id] = symptom
-    return judged
+    return _judge_nccl_errors(facts, judged)
+
+
+def _judge_nccl_errors(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
+    """Return the symptoms with those that NCCL's last errors name."""
+    judged = dict(seen)
+    named = dict[str, Seen]()
+    for fact in facts:
+        row = find_nccl_cause(fact.detail) if isinstance(fact, NcclError) else None
+        rule = load_rules().find(row.symptom) if row is not None else None
+        if row is None or rule is None:
+            continue
+        for identifier in row.instead_of:
+            other = judged.get(identifier)
+            if identifier == rule.id or other is None or other.verdict:
+                continue
+            if _are_near(other, [fact]):
+                del judged[identifier]
+        symptom = named.get(rule.id)
+        if symptom is None:
+            changed = replace(rule, kind=row.kind or rule.kind, weight=row.weight or rule.weight)
+            symptom = named[rule.id] = Seen(changed, strong=True)
+        symptom.add(fact.line, fact.order)
+    return judged | named
 
 
 def _are_near(found: Seen, facts: Sequence[Fact]) -> bool:
@@ -302,6 +326,13 @@ def _are_near(found: Seen, facts: Sequence[Fact]) -> bool:
 def _add_detail(finding: Finding, facts: Sequence[Fact]) -> Finding:
     """Return a finding with the cause and fix that a fact in its lines adds."""
     numbers = {(line.file, line.number) for line in finding.evidence}
+    for fact in facts:
+        if isinstance(fact, NcclError) and (fact.line.file, fact.line.number) in numbers:
+            row = find_nccl_cause(fact.detail)
+            if row is not None and row.symptom == finding.rule.id:
+                rule = replace(finding.rule, fix=(row.fix, *finding.rule.fix))
+                note = "; ".join(filter(None, (finding.note, row.cause)))
+                return replace(finding, rule=rule, note=note)
     for test in finding.rule.details:
         for fact in facts:
             if (fact.line.file, fact.line.number) in numbers and test.holds(fact):

@@ -15,6 +15,7 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from ebbflow.core.config import LoadedConfig, load_config
+from ebbflow.core.config.rule_base import count_ranks
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, JobNotInStore, Outcome
 from ebbflow.core.events import read_events
@@ -29,6 +30,7 @@ from ebbflow.flows.command_line import RUN_OPTIONS, CommandLine, option_values
 from ebbflow.flows.job import RUNS
 from ebbflow.flows.job_names import new_job_name
 from ebbflow.flows.remote import requested_backend
+from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.training.attach.script_folder import pack_script
 from ebbflow.training.checkpoint.lineage import FROM_SCRATCH
 from ebbflow.training.checkpoint.rollback import add_permits, record_permits, requested_permits
@@ -216,10 +218,42 @@ def _load(known: argparse.Namespace, line: CommandLine) -> LoadedConfig:
     load = partial(load_config, known.config, project_root=PROJECT_ROOT, cwd=Path.cwd())
     loaded = load(known.overrides)
     backend = requested_backend(line.argv, loaded.config.cluster.plan_for)
-    if backend is None or loaded.config.cluster.plan_for == backend:
+    if backend is None:
+        fitted = _fit_to_local_gpus(loaded)
+        if not fitted:
+            return loaded
+        overrides = [f"{key}={value}" for key, value in fitted.items()]
+        print(f"{', '.join(overrides)}: one rank on each GPU of this machine", flush=True)
+        sources = dict.fromkeys(fitted, "the GPUs of this machine")
+        loaded = load([*known.overrides, *overrides])
+        return replace(loaded, sources=loaded.sources | sources)
+    if loaded.config.cluster.plan_for == backend:
         return loaded
     loaded = load([*known.overrides, f"cluster.plan_for={backend}"])
     return replace(loaded, sources={**loaded.sources, "cluster.plan_for": f"--with {backend}"})
+
+
+def _fit_to_local_gpus(loaded: LoadedConfig) -> dict[str, int]:
+    """Return nodes and ranks with which a local run uses the GPUs of this machine, where they are
+    too few for the ranks of a default; {} to keep the configuration.
+
+    Nodes that the user wrote are kept: the ranks then train on the CPU, with a note.
+    """
+    config = loaded.config
+    ranks = count_ranks(config)
+    gpus = visible_gpus()
+    source = loaded.sources.get("cluster.nodes", "default")
+    of_project = loaded.path.resolve() == DEFAULT_CONFIG.resolve() and ".yaml:" in source
+    if source != "default" and not of_project:
+        return {}
+    if config.cluster.device == "cpu" or ranks is None or not 0 < gpus < ranks or config.script:
+        return {}
+    parts = config.training.gradient_accumulation_steps
+    batch = config.training.batch_size
+    fitting = next((count for count in range(gpus, 0, -1) if batch % (parts * count) == 0), None)
+    if fitting is None or config.cluster.min_nodes is not None:
+        return {}
+    return {"cluster.nodes": 1, "cluster.processes_per_node": fitting}
 
 
 def _config_path(config: str | None) -> str:

@@ -367,6 +367,10 @@ def _remarks(config: RunConfig) -> list[str]:
         found.append(f"{tensor} consecutive ranks compute each layer together (never run on GPUs)")
     if config.parallel.recompute != "none":
         found.append(f"recompute {config.parallel.recompute}")
+    if config.fsdp.use_mixed_precision == "auto" and config.script is None:
+        found.append(
+            "precision auto: bfloat16 on GPUs, float16 on those without it, float32 on a CPU"
+        )
     if config.fsdp.compute_dtype == "float16":
         found.append(
             "float16 with loss scaling: steps that overflow are skipped; on a CPU it is very slow"

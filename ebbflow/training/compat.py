@@ -1,4 +1,4 @@
-"""Offer one interface to torch 2.7 to 2.13 where these releases differ.
+"""Offer one interface to torch from 2.7 on where releases differ.
 
 Import the classes of torch's key-value stores from this module: only torch's private module has
 type information for them.

@@ -156,6 +156,12 @@ class DeviceUnavailable(
     """The ranks cannot use GPUs that this machine should have."""
 
 
+class UnsupportedTorch(
+    TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
+):
+    """This release of torch lacks names that Ebbflow needs."""
+
+
 class NodesDiffer(
     TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
 ):

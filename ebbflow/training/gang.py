@@ -55,7 +55,9 @@ class Gang:
     collective_seconds: float | None = None  # the timeout of each collective; None: torch's default
     # What the probe of the network found (`training.network_probe`)
     network: JsonObject | None = None
-    device_note: str = ""  # a message if GPUs of this machine remain unused, else ""
+    device_note: str = ""  # a message if GPUs remain unused or differ, else ""
+    # Lowest compute capability of all ranks' GPUs, such as 8.0; None: the CPU
+    capability: float | None = None
 
     @property
     def alone(self) -> bool:
@@ -209,6 +211,7 @@ def connect(
         collective_seconds=collective_seconds,
         network=network,
         device_note=assigned.note,
+        capability=assigned.capability,
     )
 
 

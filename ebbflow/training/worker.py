@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ebbflow.core.config.device_settings import settle_for_device
 from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import RunConfig, TrainingConfig
 from ebbflow.core.errors import InfraError, Outcome, StoreError
@@ -28,6 +29,7 @@ from ebbflow.core.events import NETWORK, NOTICE, PROMISE, describe_network
 from ebbflow.core.layout import check_job_name, generation_name, job_prefix
 from ebbflow.core.process import tie_forked_children
 from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.requirements import TESTED_TORCH
 from ebbflow.core.store import Store
 from ebbflow.infra.slurm.environment import adopt_slurm_environment
 from ebbflow.training.attach import standalone
@@ -37,12 +39,13 @@ from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.engine.guards.overrides import read_overrides, rewind_parent
 from ebbflow.training.engine.loop import train
 from ebbflow.training.engine.trainer_setup import build_trainer, restore
-from ebbflow.training.errors import TrainingError, WorkloadError
+from ebbflow.training.errors import TrainingError, UnsupportedTorch, WorkloadError
 from ebbflow.training.gang import Gang, connect, disconnect, leave
 from ebbflow.training.launch.heartbeat import WatchHooks
 from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.limits import PREPARE_SECONDS, LoopResult
 from ebbflow.training.session import open_reporter, open_saver
+from ebbflow.training.torch_names import describe_release
 from ebbflow.training.workload import WorkloadContext
 from ebbflow.training.workload_loader import prepare_data, workload_context
 
@@ -231,12 +234,24 @@ def flush_before_end(log: EventLog, record: OrderRecord) -> None:
         log.flush()
 
 
+def accept_release(version: str) -> str:
+    """Return a note if this release of torch is newer than the tested one, else "".
+
+    Raises UnsupportedTorch if it lacks a name that training needs.
+    """
+    try:
+        return describe_release(version, TESTED_TORCH)
+    except ImportError as error:
+        raise UnsupportedTorch(str(error)) from error
+
+
 def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
     """Train, write the result file, and return the result.
 
     Events are flushed even if training fails.
     """
     nodes = gang.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    spec = replace(spec, config=settle_for_device(spec.config, gang.capability))
     with open_reporter(spec, gang) as (reporter, log):
         if spec.control_path:
             record = OrderRecord(Path(spec.control_path))
@@ -322,6 +337,7 @@ def _train(task: WorkerSpec | Request, try_workload: TryWorkload | None) -> Loop
         config = RunConfig.model_validate(task.config)
     use_signing_key(config.checkpoint.signing_key_env)
     signer()  # raises at once if this node lacks the key
+    note = accept_release(torch.__version__)
     # This rank's share of the cores. The number of threads decides the order in which sums are
     # computed.
     if spec:
@@ -349,8 +365,9 @@ def _train(task: WorkerSpec | Request, try_workload: TryWorkload | None) -> Loop
         keys_path=Path(spec.keys_path) if spec and spec.keys_path else None,
     )
     arrange_arithmetic(config.training, gang.device)
-    if gang.device_note and gang.rank == 0:
-        print(gang.device_note, flush=True)
+    for text in filter(None, (note, gang.device_note)):
+        if gang.rank == 0:
+            print(text, flush=True)
     if isinstance(task, Request):
         task = share_spec(replace(task, try_workload=try_workload), gang)
     ending = run_rank(task, gang)

@@ -129,7 +129,9 @@ KINDS = {
         "ddp: {static_graph: true}", 2, ("bad.yaml:1:21", "no effect with parallel", "to ddp")
     ),
     "option without its condition": Kind(
-        "fsdp: {reduce_dtype: bfloat16}", 2, ("without fsdp.use_mixed_precision",)
+        "fsdp: {reduce_dtype: bfloat16, use_mixed_precision: false}",
+        2,
+        ("with fsdp.use_mixed_precision false",),
     ),
     "redundant promise": Kind(
         "parallel: {mode: ddp}\nddp: {static_graph: true, find_unused_parameters: true}",

@@ -35,7 +35,8 @@ ebbflow.training.gang.dist.init_process_group = lambda backend, **kwargs: print(
 ebbflow.training.gang.open_wire = lambda *args, **kwargs: None
 gangs = []
 for number, gpus in enumerate(json.loads(sys.argv[1])):
-    own = VisibleGpus(gpus=tuple(gpus[int(os.environ["RANK"])]))
+    mine = tuple(gpus[int(os.environ["RANK"])])
+    own = VisibleGpus(gpus=mine, models=(("A100", 8.0),) * len(mine))
     ebbflow.training.gang.detect_gpus = lambda choice, promised=0: own
     gangs.append(ebbflow.training.gang.connect(start_seconds=60, collective_seconds=60, generation=f"test-{number}"))
     print("device", gangs[-1].device, gangs[-1].device_note)
@@ -43,7 +44,8 @@ for number, gpus in enumerate(json.loads(sys.argv[1])):
 
 
 def visible(*gpus: str, promised: int = 0, trouble: str = "") -> VisibleGpus:
-    return VisibleGpus(gpus=gpus, promised=promised, trouble=trouble)
+    models = (("A100", 8.0),) * len(gpus)
+    return VisibleGpus(gpus=gpus, promised=promised, trouble=trouble, models=models)
 
 
 def test_two_local_nodes_take_two_gpus() -> None:
@@ -114,7 +116,10 @@ def test_working_gpus_are_known_by_their_uuids(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-    assert detect_gpus("auto").gpus == ("b1d6-00",)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A10G")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 6))
+    seen = detect_gpus("auto")
+    assert (seen.gpus, seen.models) == (("b1d6-00",), (("NVIDIA A10G", 8.6),))
     monkeypatch.delattr(Properties, "uuid")  # torch before 2.6
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert detect_gpus("auto").gpus[0].endswith("/3")

@@ -506,10 +506,11 @@ def test_memory_that_runs_out_in_the_optimizer_splits_the_batch(gpu: FakeGpu, me
     assert [data["accumulation"] for name, data in events if name == "guard"] == [2]
 
 
-@pytest.mark.parametrize("response", ["split", "stop"])
+@pytest.mark.parametrize(("response", "again"), [("split", False), ("stop", True)])
 def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
-    gpu: FakeGpu, tmp_path: Path, response: str
+    gpu: FakeGpu, tmp_path: Path, response: str, again: bool
 ) -> None:
+    """Allocations are recorded from the job's first such error on."""
     trainer, events = make_trainer(
         make_config(steps=4, every=100, out_of_memory=response, memory_history=500)
     )
@@ -524,12 +525,14 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
         config=RunConfig(),
         store_uri=str(tmp_path),
         prepared={},
+        overrides={"gradient_accumulation_steps": 2} if again else {},
     )
+    recorded = (500, "python") if again else None
     session = trainer.session
     keep = record_memory(spec, trainer.config, session.gang, session.reporter)
     guards = replace(session.guards, keep_snapshot=keep)
     trainer = replace(trainer, session=replace(session, guards=guards))
-    assert gpu.recorded == (500, "python")
+    assert gpu.recorded == recorded
 
     def step() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -542,7 +545,7 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
         kept.relative_to(tmp_path).as_posix()
         == "jobs/one/profiles/000003-abc/rank-0-memory-step-1.pickle"
     )
-    assert pickle.loads(kept.read_bytes())["recorded"] == (500, "python")
+    assert pickle.loads(kept.read_bytes())["recorded"] == recorded
     said = [data["message"] for name, data in events if name == "notice"]
     assert said == [f"rank 0, step 1: out of memory; open {kept} in pytorch.org/memory_viz"]
     place: dict[str, Any] = {

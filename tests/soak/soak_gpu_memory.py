@@ -66,7 +66,7 @@ def test_the_plan_has_room_for_the_peak(
     sharded = config.parallel.mode != "ddp"
     if sharded:
         mesh = spread.make_mesh(gang, shard=_RANKS)
-    mixed = not sharded and config.fsdp.use_mixed_precision
+    mixed = not sharded and config.fsdp.mixes_precision
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         materialise(model, "cpu")

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from ebbflow.diagnose.reading import LogText
 from ebbflow.training.launch.blame import blame, detect_stall, settle_seconds
-from ebbflow.training.launch.evidence import WorkerFailure
+from ebbflow.training.launch.evidence import WorkerFailure, is_peer_loss_error
+from tests.support.diagnosing import diagnose_lines
 from tests.support.rank_evidence import EXCHANGE_PLACE, USER_PLACE, calls, failed, hung, seen
 
 Evidence = Sequence[WorkerFailure]
@@ -19,6 +21,7 @@ FAULT = "a GPU of its node has a hardware fault"
 FIRST = "it ended first"
 STOPPED = "its process is stopped"
 DIFFER = "flight recorders differ"
+SILENT = "its flight recorder does not answer, and the others' do"
 OUTSIDE = "it stands outside of any collective"
 DEVICE = "its GPU has not started a collective in which the others' GPUs wait"
 LEFT = "it left while the others went on"
@@ -37,6 +40,39 @@ FIRST_TIME = calls(*"gggggggggu")
 
 FROM_NEWEST = "from the newest commit"
 NEWEST = f"restart {FROM_NEWEST}"
+# NCCL's last error; the rule of its cause; words of the fix; whether its own machine is at fault
+LAST_ERRORS = [
+    (
+        "Error while creating shared memory segment /dev/shm/nccl-q8jUQw (size 33030528), error: No "
+        "space left on device (28)",
+        "C09",
+        "--shm-size=16g",
+        True,
+    ),
+    ("Bootstrap : no socket interface found", "A14", "ip -br addr", True),
+    (
+        "NCCL_SOCKET_IFNAME was set to eth7 but no matching interface was found",
+        "A14",
+        "unset",
+        True,
+    ),
+    ("NET/OFI Couldn't find any optimal provider: fi_getinfo returned -61", "A28", "fi_info", True),
+    ("Call to ibv_create_cq failed with error Cannot allocate memory", "A29", "ulimit -l", True),
+    ("Call to socket failed : Too many open files", "E08", "ulimit -n", True),
+    ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1c0", "A09", "one rank", True),
+    ("Cuda failure 2 'out of memory'", "C01", "NCCL_BUFFSIZE", True),
+    ("Cuda failure 217 'peer access is not supported between these two'", "B08", "P2P", True),
+    ("Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2", "B08", "NVLS_ENABLE=0", True),
+    ("Could not find real path of /sys/class/pci_bus/0000:07", "A16", "mount /sys", True),
+    (
+        "socketStartConnect: Connect to 10.0.3.4<41231> failed : Connection refused",
+        "A11",
+        "nc",
+        False,
+    ),
+    ("Message truncated : received 1024 bytes instead of 256", "D04", "equal shapes", False),
+    ("socketProgress: Connection closed by remote peer ip-10-0-0-2<44212>", "D06", "", False),
+]
 
 
 def late(rank: int, **known: Any) -> WorkerFailure:
@@ -59,6 +95,30 @@ def on_device(rank: int, state: str, **known: Any) -> WorkerFailure:
 
 
 CASES: dict[str, tuple[Evidence, int, str]] = {
+    "the only recorder that does not answer": (
+        [late(0), hung(1, where=SYNC, recorder_silent=True), late(2)],
+        1,
+        SILENT,
+    ),
+    "a silent recorder, though another rank is outside of collectives": (
+        [late(0), hung(1, where=SYNC, recorder_silent=True), ahead(2, waiting=False)],
+        1,
+        SILENT,
+    ),
+    "two silent recorders are no evidence": (
+        [
+            late(0),
+            hung(1, where=SYNC, recorder_silent=True),
+            hung(2, where=SYNC, recorder_silent=True),
+        ],
+        1,
+        FURTHEST,
+    ),
+    "a silent recorder where another rank has none": (
+        [late(0), hung(1, where=SYNC, step=9, recorder_silent=True), hung(2, where=SYNC, step=9)],
+        0,
+        ALIKE,
+    ),
     "the first GPU fault, though another rank died before": (
         [
             failed(0, killed_by="SIGKILL"),
@@ -597,18 +657,37 @@ def test_evidence_settles_after_the_time_that_its_kind_takes(
     assert settle_seconds(failures, all_heard=True) == all_heard
 
 
-@pytest.mark.parametrize(
-    ("detail", "fix"),
-    [
-        ("Bootstrap : no socket interface found", "ip -br addr"),
-        ("NET/OFI Couldn't find any optimal provider: fi_getinfo returned empty list", "fi_info"),
-    ],
-)
-def test_a_start_up_error_of_nccl_is_no_hang(detail: str, fix: str) -> None:
+@pytest.mark.parametrize(("detail", "symptom", "fix", "local"), LAST_ERRORS)
+def test_nccls_last_error_is_a_cascade_only_if_a_peer_is_at_fault(
+    detail: str, symptom: str, fix: str, local: bool
+) -> None:
+    """All ranks die of it: the verdict and the diagnosis name its cause and fix."""
     message = (
-        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, internal error\n"
-        f"ncclInternalError: Internal check failed.\nLast error:\n{detail}"
+        "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled system error\n"
+        f"ncclSystemError: System call failed.\nLast error:\n{detail}"
     )
+    assert is_peer_loss_error(message) is not local
+    evidence = [
+        failed(rank, message=message, cascade=is_peer_loss_error(message), timestamp=1.0 + rank)
+        for rank in range(4)
+    ]
+    culprit = blame(evidence)
+    assert (culprit.because == FIRST) is local and culprit.rank == 0
+    lines = [LogText("log", number, text) for number, text in enumerate(message.splitlines(), 1)]
+    root = diagnose_lines(lines).findings[0]
+    assert root.rule.id == symptom
+    if fix:
+        assert fix in culprit.message and fix in root.rule.fix[0]
+        assert "for a hang" not in culprit.message
+    dead = failed(3, killed_by="SIGKILL", timestamp=0.5)
+    if not local:
+        assert blame([*evidence[:3], dead]).rank == 3, "a peer died first"
+
+
+@pytest.mark.parametrize("unknown", ["", "a new word of a later release"])
+def test_a_system_error_without_known_words_asks_for_nccls_own_log(unknown: str) -> None:
+    message = f"ncclSystemError: System call failed.\nLast error:\n{unknown}"
     evidence = [broken(rank, message=message) for rank in range(2)]
     said = blame(evidence).message
-    assert fix in said and "for a hang" not in said
+    assert "NCCL_DEBUG=INFO" in said and "for a hang" not in said
+    assert blame([*evidence, failed(2, killed_by="SIGKILL")]).rank == 2

@@ -221,11 +221,11 @@ BREACHES = {
         "set ddp.static_graph to false, or ddp.find_unused_parameters to false, the default",
     ),
     "a dtype of the reduction without mixed precision": (
-        "fsdp: {reduce_dtype: bfloat16}",
+        "fsdp: {reduce_dtype: bfloat16, use_mixed_precision: false}",
         "fsdp.reduce_dtype fsdp.use_mixed_precision",
-        "fsdp.reduce_dtype has no effect without fsdp.use_mixed_precision: gradients of float32 "
+        "fsdp.reduce_dtype has no effect with fsdp.use_mixed_precision false: gradients of float32 "
         "parameters are added up in float32",
-        "set fsdp.use_mixed_precision to true, or fsdp.reduce_dtype to float32, the default",
+        "set fsdp.use_mixed_precision to auto or true, or fsdp.reduce_dtype to float32, the default",
     ),
     "a dtype of the sharded reduction": (
         "{parallel: {mode: ddp}, fsdp: {reduce_dtype: bfloat16, use_mixed_precision: true}}",

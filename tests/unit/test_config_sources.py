@@ -18,6 +18,8 @@ from ebbflow.core.program import DEFAULT_CONFIG
 from ebbflow.cost.report.render_html import render as render_html
 from ebbflow.cost.report.render_text import render as render_text
 from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows import options
+from ebbflow.flows.command_line import CommandLine
 from tests.support.timelines import event
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -294,3 +296,28 @@ def test_a_merge_key_and_names_of_other_tools_get_a_sentence(tmp_path: Path) -> 
         "write the keys of the anchor here"
     )
     assert hints["unknown key training.lr"] == "did you mean training.learning_rate?"
+
+
+def test_a_local_run_of_a_default_takes_the_gpus_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The laptop's two nodes become one with a rank on each GPU, unless the user wrote otherwise."""
+
+    def ranks_of(*words: str, gpus: int) -> tuple[object, object]:
+        files = [f"/dev/nvidia{number}" for number in range(gpus)]
+        monkeypatch.setattr("ebbflow.infra.checks.gpu.gpu_files", lambda: files)
+        line = CommandLine.parse(["train_flow.py", "run", *words])
+        known, _ = options._parse_run_options(line.arguments)
+        cluster = options._load(known, line).config.cluster
+        return cluster.nodes, cluster.processes_per_node
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert ranks_of(gpus=0) == (2, 1)
+    assert capsys.readouterr().out == ""
+    assert ranks_of(gpus=1) == (1, 1)
+    told = "cluster.nodes=1, cluster.processes_per_node=1: one rank on each GPU of this machine\n"
+    assert capsys.readouterr().out == told
+    assert ranks_of(gpus=2) == (2, 1), "one GPU for each rank"
+    assert ranks_of("--set", "cluster.processes_per_node=4", gpus=5) == (1, 4), "16 samples"
+    for kept in ("cluster.nodes=2", "cluster.device=cpu"):
+        assert ranks_of("--set", kept, gpus=1) == (2, 1)

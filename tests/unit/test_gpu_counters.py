@@ -267,6 +267,16 @@ def test_the_kernel_log_shows_xids_of_this_nodes_gpus_alone(faulty: tuple) -> No
             )
         assert monitor.refresh(30)
         assert [fault.device for fault in monitor.faults] == [own] * (device == own)
+    known = len(monitor.faults)
+    for action, faults in (("0x0 (None)", 0), ("0x2 (Node Reboot Required)", 1)):
+        with log.open("a") as file:
+            file.write(
+                f"3,1,5,-;NVRM: Xid (PCI:{own}): 154, GPU recovery action changed from 0x1 (GPU "
+                f"Reset Required) to {action}\n"
+            )
+        assert monitor.refresh(30)
+        assert len(monitor.faults) == known + faults
+    assert monitor.fatal_fault is not None
     assert fault_from_xid(own, 43) is None
     contained = fault_from_xid(own, 94)
     assert contained is not None and not contained.fatal

@@ -241,8 +241,9 @@ def test_ranks_of_a_tensor_group_share_their_samples() -> None:
         more_micro_batches(config, 4, 4)
     assert str(caught.value) == (
         "training.batch_size 8 / 2 ranks = 4 samples per rank, in 4 micro-batches of one sample "
-        "each, which is the least there can be; fix: parallel.recompute full, parallel.mode "
-        "fsdp2, fsdp.use_mixed_precision, a shorter model.sequence_length, or more memory"
+        "each, which is the least there can be; fix: training.loss_chunk_tokens 262144, "
+        "parallel.recompute full, fsdp.use_mixed_precision true, fsdp.cpu_offload true, a shorter "
+        "model.sequence_length, or more memory"
     )
     with pytest.raises(BatchCannotBeSplit):
         more_micro_batches(config, 4, 5)

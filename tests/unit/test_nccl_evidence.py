@@ -8,6 +8,7 @@ No GPU was there to record them: the entries are written here, with every field 
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,12 @@ import pytest
 from torch._C import _distributed_c10d
 
 from ebbflow.training.launch.blame import blame
-from ebbflow.training.launch.evidence import WorkerFailure, is_peer_loss_error, parse_records
+from ebbflow.training.launch.evidence import (
+    WorkerFailure,
+    fetch_records,
+    is_peer_loss_error,
+    parse_records,
+)
 from ebbflow.training.launch.heartbeat import RECORDS, WatchHooks
 
 SYNC = "training/engine/trainer.py:210 in sync_step"
@@ -167,3 +173,14 @@ def test_nccls_errors_about_peers_are_no_failures_of_their_own(message: str) -> 
     assert not is_peer_loss_error(
         "ncclUnhandledCudaError: Call to CUDA function failed. uncorrectable ECC error"
     )
+
+
+def test_a_recorder_that_lets_its_limit_pass_is_told_from_one_that_is_missing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rank-0.recorder"
+    assert fetch_records(path) == (b"", False)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen(4)
+        assert fetch_records(path) == (b"", True)

@@ -223,7 +223,9 @@ def test_no_choice_of_the_frontier_is_beaten_in_both_hours_and_dollars() -> None
     }
     model = {"hidden_size": 2048, "num_layers": 12, "num_heads": 16}
     cost = {"budget_usd": 60.0, "deadline_hours": 4.0}
-    given = config(cluster=cluster, model=model, fsdp={"use_mixed_precision": True}, cost=cost)
+    batch = {"efa_interfaces": 32}
+    fsdp = {"use_mixed_precision": True}
+    given = config(cluster=cluster, model=model, fsdp=fsdp, cost=cost, batch=batch)
     sources = PlanInputs(
         catalogue=load_catalogue(),
         shape=causal_lm_shape(given.model),

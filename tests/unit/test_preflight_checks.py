@@ -73,10 +73,10 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed("packages")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [str(ROOT)])
-        assert "torch>=2.7,<2.14 is not installed" in failed("packages").detail
+        assert "torch>=2.7,<3 is not installed" in failed("packages").detail
     fake_distribution(tmp_path, "torch", "2.6.0+cpu")
     monkeypatch.syspath_prepend(tmp_path)
-    assert failed("packages").detail == "torch 2.6.0+cpu is installed, torch>=2.7,<2.14 is needed"
+    assert failed("packages").detail == "torch 2.6.0+cpu is installed, torch>=2.7,<3 is needed"
 
 
 def test_a_supported_torch_that_is_not_the_tested_one(

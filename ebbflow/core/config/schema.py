@@ -253,11 +253,10 @@ class TrainingConfig(Section):
         "fixed",
         "auto: the fewest micro-batches that fit into memory, at least gradient_accumulation_steps",
     )
-    loss_chunk_tokens: int | None = key(
-        None,
+    loss_chunk_tokens: Count | Literal["auto"] | None = key(
+        "auto",
         "language models: tokens whose logits exist at once, instead of those of a micro-batch; "
-        "null: all",
-        ge=1,
+        "auto: on a GPU as many as take 1 GiB, on a CPU all; null: all",
     )
     ema: float | None = key(
         None,
@@ -281,6 +280,13 @@ class TrainingConfig(Section):
     )
     profile_steps: int = key(6, "steps to profile, from profile_from on", ge=1)
     scheduler: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def loss_chunk(self) -> int | None:
+        """Tokens of a chunk of the loss; None: the loss is computed at once."""
+        if self.loss_chunk_tokens == "auto":
+            return None
+        return self.loss_chunk_tokens
 
 
 class DataConfig(Section):
@@ -348,11 +354,15 @@ class DdpConfig(Section):
 class FsdpConfig(Section):
     """Options of the sharded modes; mixed precision applies to ddp as well, through autocast."""
 
-    use_mixed_precision: bool = key(False, "compute in param_dtype; master weights stay float32")
-    param_dtype: Literal["bfloat16", "float16"] = key(
-        "bfloat16",
-        "dtype of the compute with mixed precision; float16, for GPUs without bfloat16, with "
-        "loss scaling",
+    use_mixed_precision: bool | Literal["auto"] = key(
+        "auto",
+        "compute in param_dtype; master weights stay float32. auto: on GPUs, not on a CPU; false: "
+        "float32",
+    )
+    param_dtype: Literal["auto", "bfloat16", "float16"] = key(
+        "auto",
+        "dtype of the compute with mixed precision. auto: bfloat16, on GPUs without it float16, "
+        "with loss scaling",
     )
     float8: Literal["off", "on", "emulate"] = key(
         "off",
@@ -365,10 +375,17 @@ class FsdpConfig(Section):
     cpu_offload: bool = key(False, "keep shards, gradients and optimizer state in host memory")
 
     @property
+    def mixes_precision(self) -> bool:
+        """Whether the compute is in half precision; "auto" counts as on a CPU."""
+        return self.use_mixed_precision is True
+
+    @property
     def compute_dtype(self) -> str:
-        if self.use_mixed_precision:
-            return self.param_dtype
-        return "float32"
+        if not self.mixes_precision:
+            return "float32"
+        if self.param_dtype == "auto":
+            return "bfloat16"
+        return self.param_dtype
 
 
 class ClusterConfig(Section):
@@ -633,8 +650,8 @@ class GuardsConfig(Section):
     )
     memory_history: int = key(
         20_000,
-        "on a GPU, newest allocations in the snapshot that is kept when memory runs out; 0: no "
-        "snapshot",
+        "on a GPU, newest allocations that are recorded once memory has run out, for the next "
+        "snapshot; 0: no snapshot",
         ge=0,
     )
     memory_growth: Literal["renew", "off"] = key(

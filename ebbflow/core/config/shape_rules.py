@@ -330,10 +330,7 @@ def _only_with(
         if selected in values or value == default:
             return None
         shown, given, *others = (_write(value) for value in (default, selected, *values))
-        if values == (True,):
-            condition = f"without {selector}"
-        else:
-            condition = f"with {selector} {given}"
+        condition = f"with {selector} {given}"
         message = (
             f"{key} has no effect {condition}: "
             f"{why or 'it is an option of ' + ' and '.join(others)}"
@@ -353,7 +350,7 @@ def _write(value: object) -> str:
 for _name, _field in DdpConfig.model_fields.items():
     _only_with(f"ddp.{_name}", _field.default, "parallel.mode", ("ddp",))
 _in_float32 = "gradients of float32 parameters are added up in float32"
-_only_with("fsdp.reduce_dtype", "float32", "fsdp.use_mixed_precision", (True,), _in_float32)
+_only_with("fsdp.reduce_dtype", "float32", "fsdp.use_mixed_precision", ("auto", True), _in_float32)
 _once = "torch finds them once, in the first step, and takes them to be the same in every step"
 _only_with("ddp.find_unused_parameters", False, "ddp.static_graph", (False,), _once)
 _only_with("parallel.shard_size", None, "parallel.mode", ("hsdp",))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from ebbflow.core.config.device_settings import BFLOAT16_CAPABILITY, settle_for_device
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.event_payloads import PlanPayload
 from ebbflow.core.events import STEP, Event, select_events
@@ -35,10 +36,12 @@ from ebbflow.cost.plan.forecast import (
 )
 from ebbflow.cost.plan.pools import Candidate, Pool, Rejection, why_no_queue
 from ebbflow.cost.plan.throughput import (
+    FLOAT8_CAPABILITY,
     NETWORK_EFFICIENCY,
     explain_batch,
     gib_text,
     known_throughput,
+    matmul_dtype,
     memory_fit,
     micro_batch,
     speed_fingerprint,
@@ -60,8 +63,6 @@ AUTO_NODES = (1, 2, 4, 8)
 # Oldest GPUs with kernels in torch's default wheels since CUDA 13 (pytorch/pytorch issues 172352
 # and 190385).
 OLDEST_COMPUTE_CAPABILITY = 7.5
-# Oldest GPUs that multiply fp8 numbers.
-OLDEST_FP8_CAPABILITY = 8.9
 
 # Kinds of rejections.
 ELSEWHERE = "outside cost.zones"
@@ -183,7 +184,10 @@ def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | 
     """
     fingerprint = speed_fingerprint(config)
     for pool, kind in _sizes(config, sources.catalogue):
-        flaw = _why_unable(config, pool, kind) or _why_too_large(config, sources.shape, pool, kind)
+        settled = settle_for_device(config, kind.gpu.compute_capability)
+        flaw = _why_unable(settled, pool, kind) or _why_too_large(
+            settled, sources.shape, pool, kind
+        )
         if flaw:
             yield _reject(pool, flaw)
             continue
@@ -195,11 +199,11 @@ def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | 
                 continue
         work = _estimate_work(config, sources, pool, kind, fingerprint)
         job = _SizedJob(
-            config=config,
+            config=settled,
             sources=sources,
             kind=kind,
             work=work,
-            run_at=cache(partial(expect_run, config, work)),
+            run_at=cache(partial(expect_run, settled, work)),
         )
         for region in config.cost.regions:
             yield from _judge_region(job, replace(pool, region=region))
@@ -467,16 +471,17 @@ def _why_unable(config: RunConfig, pool: Pool, kind: InstanceType) -> _Flaw | No
 
 def _why_gpu_unsuitable(config: RunConfig, kind: InstanceType) -> _Flaw | None:
     gpu = kind.gpu
-    dtype = config.fsdp.compute_dtype
+    dtype = matmul_dtype(config)
     has = f"{gpu.name} has capability {gpu.compute_capability}"
     if gpu.compute_capability < OLDEST_COMPUTE_CAPABILITY:
         return _Flaw(kind=GPU_TOO_OLD, reason=f"{has}; torch's default wheels begin at 7.5")
-    if config.fsdp.float8 == "on" and gpu.compute_capability < OLDEST_FP8_CAPABILITY:
+    if config.fsdp.float8 == "on" and gpu.compute_capability < FLOAT8_CAPABILITY:
         return _Flaw(kind=GPU_TOO_OLD, reason=f"{has}; fsdp.float8 needs 8.9")
+    if dtype == "bfloat16" and gpu.compute_capability < BFLOAT16_CAPABILITY:
+        fix = f"bfloat16 needs {BFLOAT16_CAPABILITY}; set fsdp.param_dtype to auto or float16"
+        return _Flaw(kind=GPU_TOO_OLD, reason=f"{has}; {fix}")
     if gpu.peak_flops(dtype) is None:
         why = gpu.note or "not published"
-        if dtype == "bfloat16" and gpu.fp16_tflops:
-            why += "; fsdp.param_dtype float16 has one"
         return _Flaw(kind=PEAK_UNKNOWN, reason=f"no {dtype} peak of {gpu.name}: {why}")
     return None
 
@@ -531,6 +536,7 @@ def _estimate_work(
 ) -> RemainingWork:
     shape = sources.shape
     progress = sources.progress
+    settled = settle_for_device(config, kind.gpu.compute_capability)
     speed = known_throughput(
         config,
         shape,
@@ -547,7 +553,7 @@ def _estimate_work(
     return RemainingWork(
         steps=steps,
         samples=samples,
-        fit=memory_fit(config, pool.ranks, shape, ranks_per_node=pool.processes_per_node),
+        fit=memory_fit(settled, pool.ranks, shape, ranks_per_node=pool.processes_per_node),
         speed=speed,
         save_seconds=save_seconds(config, shape, pool.ranks),
         carry_seconds=_carry_seconds(config, shape, kind, pool),

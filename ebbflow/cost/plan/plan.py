@@ -32,6 +32,7 @@ from ebbflow.cost.plan.candidates import (
     judge_pools,
 )
 from ebbflow.cost.plan.forecast import Outlook
+from ebbflow.cost.plan.key_savings import KeySaving, find_key_savings
 from ebbflow.cost.plan.live_forecast import DRAWS, Forecaster, chance_in_time
 from ebbflow.cost.plan.pools import (
     Candidate,
@@ -137,6 +138,7 @@ class Plan:
     cheapest_on_demand: OnDemandChoice | None = None
     # On Slurm, the partitions, the preferred one first; a plan on Slurm has no other pools
     partitions: tuple[PartitionOffer, ...] = ()
+    key_savings: tuple[KeySaving, ...] = ()  # other values of keys that would save more than 5 %
 
     @property
     def chosen(self) -> Candidate | None:
@@ -240,11 +242,19 @@ class Plan:
             )
         refusal = data["refusal"]
         # Missing in plans of earlier versions
-        late = ("on_demand", "blocks", "reserve_seconds", "cheapest_on_demand", "partitions")
+        late = (
+            "on_demand",
+            "blocks",
+            "reserve_seconds",
+            "cheapest_on_demand",
+            "partitions",
+            "key_savings",
+        )
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
         choice = data.get("cheapest_on_demand")
         fields["cheapest_on_demand"] = choice and OnDemandChoice(**choice)
+        fields["key_savings"] = tuple(KeySaving(**found) for found in data.get("key_savings", ()))
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         offers = data.get("partitions", ())
@@ -302,6 +312,11 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
             lines.append(
                 f"transfer with {', '.join(away)}: no price on record, so it counts as nothing"
             )
+    if config.training.deterministic == "strict":
+        lines.append(
+            "speed: as with training.deterministic auto, but strict slows down attention's backward "
+            "pass on GPUs, by how much was not measured"
+        )
     if sources.queues is not None:
         names = ", ".join(map(short_queue_name, sources.queues))
         lines.append(f"only pools that one of these queues takes: {names}")
@@ -432,6 +447,7 @@ def make_plan(  # noqa: PLR0913
         or refuse_unlikely(config, sources, ranked),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
         cheapest_on_demand=_cheapest_on_demand(judged),
+        key_savings=find_key_savings(config, sources),
         blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
 

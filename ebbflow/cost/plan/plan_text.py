@@ -40,6 +40,8 @@ def render_plan(plan: Plan) -> str:
         sections += [_chosen(plan, plan.chosen), _ranked(plan)]
     if plan.partitions:
         sections.append(_list_partitions(plan))
+    if plan.key_savings:
+        sections.append(_key_savings(plan))
     regions = _regions(plan)
     if regions:
         sections.append(regions)
@@ -101,6 +103,8 @@ def render_brief(plan: Plan, *, width: int = 80) -> list[str]:
         ]
         if names:
             lines += [f"next: {' · '.join(names)}".replace("_", "-")]
+    if plan.key_savings:
+        lines.append(_key_savings(plan)[0])
     rejected = {kind: count for kind, count in plan.counts.items() if kind != RANKED and count}
     if rejected:
         ordered = sorted(rejected, key=lambda kind: -rejected[kind])
@@ -335,6 +339,15 @@ def _ranked(plan: Plan) -> list[str]:
         f"estimated{folded}"
     )
     return [*_table(rows), *([f"… and {more} more pools"] if more > 0 else []), *_wrapped(legend)]
+
+
+def _key_savings(plan: Plan) -> list[str]:
+    """Return one line per key whose other value would save more than 5 %."""
+    lines = []
+    for saving in plan.key_savings:
+        dollars = f"{format_usd(saving.usd)}, {format_usd(saving.saved_usd)} less (e)"
+        lines += _wrapped(f"cheaper with {saving.key}: {saving.value} → {dollars}")
+    return lines
 
 
 def _regions(plan: Plan) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ebbflow.core.config.device_settings import choose_loss_chunk
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
@@ -30,6 +31,8 @@ from ebbflow.cost.prices.quote import refresh_command
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
 # Longer deadlines to try, relative to the configured one.
 _LONGER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+# Gradient accumulation to try, relative to the configured one.
+_ACCUMULATION_FACTORS = (2, 4, 8, 16)
 # Cheapest pools whose probability to meet a longer deadline is simulated.
 _TRIED_POOLS = 3
 
@@ -390,19 +393,16 @@ def _places(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     cluster = config.cluster
     accumulation = config.training.gradient_accumulation_steps
-    if config.parallel.mode == "ddp":
-        yield "set parallel.mode to fsdp2", config.changed("parallel", mode="fsdp2")
-    for factor in (2, 4, 8, 16):
-        steps = accumulation * factor
-        text = f"set training.gradient_accumulation_steps to {steps}"
-        yield text, config.changed("training", gradient_accumulation_steps=steps)
-    if not config.fsdp.use_mixed_precision:
-        yield (
-            "set fsdp.use_mixed_precision to true",
-            config.changed("fsdp", use_mixed_precision=True),
-        )
-    if config.parallel.recompute != "full":
-        yield "set parallel.recompute to full", config.changed("parallel", recompute="full")
+    chunk = _loss_chunk(config)
+    if chunk:
+        yield _apply(config, chunk)
+    others = [
+        *_precision_and_mode(config),
+        *_smaller_micro_batches(config),
+        *_recomputation(config),
+    ]
+    for change in others:
+        yield _apply(config, [*chunk, change])
     if cluster.processes_per_node != "auto":
         text = "set cluster.processes_per_node to auto: one rank per GPU"
         yield text, config.changed("cluster", processes_per_node="auto")
@@ -421,6 +421,63 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             batch = math.ceil(config.training.batch_size / size) * size
             changed = config.changed("training", batch_size=batch).changed("cluster", nodes=nodes)
             yield f"set training.batch_size to {batch} and cluster.nodes to {nodes}", changed
+    yield from _memory_changes_together(config)
+
+
+def _loss_chunk(config: RunConfig) -> list[tuple[str, object]]:
+    if config.user_code is not None or config.training.loss_chunk_tokens is not None:
+        return []
+    return [("training.loss_chunk_tokens", choose_loss_chunk(config.model.vocab_size))]
+
+
+def _precision_and_mode(config: RunConfig) -> list[tuple[str, object]]:
+    changes: list[tuple[str, object]] = []
+    if config.fsdp.use_mixed_precision is False:
+        changes.append(("fsdp.use_mixed_precision", True))
+    if config.parallel.mode == "ddp":
+        changes.append(("parallel.mode", "fsdp2"))
+    return changes
+
+
+def _smaller_micro_batches(config: RunConfig) -> list[tuple[str, object]]:
+    accumulation = config.training.gradient_accumulation_steps
+    return [
+        ("training.gradient_accumulation_steps", accumulation * factor)
+        for factor in _ACCUMULATION_FACTORS
+    ]
+
+
+def _recomputation(config: RunConfig) -> list[tuple[str, object]]:
+    if config.parallel.recompute == "full":
+        return []
+    return [("parallel.recompute", "full")]
+
+
+def _memory_changes_together(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield more and more of the changes that save memory of a GPU, with smaller micro-batches, and
+    at last with offloading, which is slow.
+    """
+    changes = [*_loss_chunk(config), *_precision_and_mode(config), *_recomputation(config)]
+    smaller = _smaller_micro_batches(config)
+    for count in range(2, len(changes) + 1):
+        yield _apply(config, changes[:count])
+    for change in smaller:
+        yield _apply(config, [*changes, change])
+    if not config.fsdp.cpu_offload:
+        offload = ("fsdp.cpu_offload", True)
+        yield _apply(config, [*changes, offload])
+        for change in smaller:
+            yield _apply(config, [*changes, offload, change])
+
+
+def _apply(config: RunConfig, changes: Sequence[tuple[str, object]]) -> tuple[str, RunConfig]:
+    """Return the changes as a hint, and the changed configuration."""
+    texts = []
+    for key, value in changes:
+        section, _, name = key.partition(".")
+        config = config.changed(section, **{name: value})
+        texts.append(f"{key} to {str(value).lower()}")
+    return f"set {', '.join(texts)}", config
 
 
 def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:

@@ -40,6 +40,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 
 from ebbflow.core import footprint
+from ebbflow.core.config.device_settings import settle_for_device
 from ebbflow.core.config.schema import ModelConfig, RunConfig
 from ebbflow.cost.catalogue import Catalogue, InstanceType
 from ebbflow.cost.job_history import JobHistory, MeasuredSpeed
@@ -71,6 +72,11 @@ DOUBLING_EFFICIENCY = 0.99
 UNMEASURED_LOG_DEVIATION = 0.32
 # Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
 NO_EFA_FACTOR = 0.6
+# Bandwidth of one network card, which TCP uses if no EFA interfaces are requested (p4d: 4 cards for
+# 400 Gbit/s; p5: 32 cards, of which the first has 100 Gbit/s for TCP).
+TCP_GBPS = 100.0
+# Float32 tensors of the size of the logits at the peak of the loss, as `footprint` counts them.
+_LOSS_COPIES = 3
 # Share of the listed bandwidth that collectives reach.
 NETWORK_EFFICIENCY = 0.7
 # About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
@@ -81,6 +87,12 @@ LAUNCH_SECONDS_PER_BLOCK = 1e-3
 # it is 1.10 (A100, 22 and 20 runs) and 1.11 (H100, 21 and 16 runs) times that with it. Selective
 # recomputation has hardly any flops.
 RECOMPUTE_FACTOR = {"none": 1.0, "selective": 1.0, "full": 1.1}
+# Oldest GPUs that multiply fp8 numbers.
+FLOAT8_CAPABILITY = 8.9
+# Tokens per second with fp8 relative to bfloat16, both compiled: Llama 3.1 8B on 8 and 128 H100
+# (8,532 / 6,667 and 8,380 / 6,514; torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). Without
+# compilation, scaling takes the time that the products save.
+FLOAT8_SPEEDUP = 1.28
 # PCIe 3.0 × 16 moves 15.75 GB/s on paper; copies from pinned memory reach about three quarters of
 # that. The value is also used for copies between GPUs without NVLink, which pass through host
 # memory. PCIe 4.0 may be faster (unmeasured).
@@ -166,9 +178,8 @@ def memory_fit(
     found = footprint.rank_bytes(
         config, shape, ranks=world_size, samples=samples, ranks_per_node=ranks_per_node
     )
-    return MemoryFit(
-        **asdict(found), allowance=CONTEXT_BYTES + int(FRAGMENTATION_SHARE * found.total)
-    )
+    reserved = int(FRAGMENTATION_SHARE * found.total) + _freed_logits_bytes(config, shape, found)
+    return MemoryFit(**asdict(found), allowance=CONTEXT_BYTES + reserved)
 
 
 def why_host_too_small(
@@ -225,12 +236,12 @@ def estimate_throughput(
     Returns:
         None if the GPU's peak at the configured precision is unknown.
     """
-    peak = kind.gpu.peak_flops(config.fsdp.compute_dtype)
+    peak = kind.gpu.peak_flops(matmul_dtype(config))
     if peak is None:
         return None
     ranks = nodes * processes_per_node
     flops = shape.flops_per_sample * config.training.batch_size
-    again = RECOMPUTE_FACTOR[config.parallel.recompute]
+    again = _compute_factor(config, shape, kind, ranks)
     shard = footprint.shard_ranks(config, ranks, processes_per_node)
     # By one node from the others
     received = _exchanged_bytes(config, shape, nodes, processes_per_node, shard)
@@ -239,7 +250,7 @@ def estimate_throughput(
         received += _tensor_bytes(config, shape, ranks)
     seconds = {
         "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),
-        "network": received / (kind.network_gbps * 1e9 / 8 * NETWORK_EFFICIENCY),
+        "network": received / (_network_gbps(config, kind) * 1e9 / 8 * NETWORK_EFFICIENCY),
         "host": _host_bytes(config, shape, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "pcie": _pcie_bytes(config, shape, kind, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "launch": again * LAUNCH_SECONDS_PER_BLOCK * shape.units * _micro_steps(config),
@@ -252,6 +263,14 @@ def estimate_throughput(
         bound=bound,
         mfu=flops / (step_seconds * ranks * peak),
     )
+
+
+def matmul_dtype(config: RunConfig) -> str:
+    """Return the kind of number that matrix products multiply: tf32, float32 or a half precision."""
+    dtype = config.fsdp.compute_dtype
+    if dtype == "float32" and config.training.tf32 and config.script is None:
+        return "tf32"
+    return dtype
 
 
 def speed_fingerprint(config: RunConfig) -> str:
@@ -273,6 +292,8 @@ def speed_fingerprint(config: RunConfig) -> str:
             del sections["model"][name]
     if config.parallel.tensor_size == 1:
         del sections["parallel"]["tensor_size"]
+    if config.training.tf32:  # speeds were recorded before it counted
+        sections["training"] = {"tf32": True}
     batch = config.training.batch_size, config.training.gradient_accumulation_steps
     text = json.dumps([sections, batch], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -294,12 +315,14 @@ def known_throughput(  # noqa: PLR0913
     else the estimate.
 
     Args:
+        config: the configuration as written; its "auto" keys differ between GPUs.
         fingerprint: `speed_fingerprint` of `config`.
 
     Returns:
         None if the GPU's peak at the configured precision is unknown.
     """
-    estimate = estimate_throughput(config, shape, kind, nodes, processes_per_node)
+    settled = settle_for_device(config, kind.gpu.compute_capability)
+    estimate = estimate_throughput(settled, shape, kind, nodes, processes_per_node)
     if estimate is None:
         return None
     seen = history.speed(kind.name, nodes, processes_per_node, fingerprint)
@@ -326,7 +349,8 @@ def _estimate_there(
         kind = catalogue[seen.instance_type]
     except KeyError:  # measured on a type that is not in this catalogue
         return None
-    return estimate_throughput(config, shape, kind, seen.nodes, seen.processes_per_node)
+    settled = settle_for_device(config, kind.gpu.compute_capability)
+    return estimate_throughput(settled, shape, kind, seen.nodes, seen.processes_per_node)
 
 
 def _faster(estimate: Throughput, ratio: float, kind: str, log_deviation: float) -> Throughput:
@@ -341,7 +365,7 @@ def _faster(estimate: Throughput, ratio: float, kind: str, log_deviation: float)
 
 
 def _mfu_prior(config: RunConfig, kind: InstanceType, nodes: int) -> float:
-    if config.fsdp.use_mixed_precision:
+    if config.fsdp.mixes_precision:
         published = kind.gpu.bf16_mfu
     else:
         published = None
@@ -349,9 +373,63 @@ def _mfu_prior(config: RunConfig, kind: InstanceType, nodes: int) -> float:
         prior = MFU_PRIOR
     else:
         prior = UNTUNED_SHARE * published
-    if nodes > 1 and not kind.efa:
+    if nodes > 1 and not _efa_interfaces(config, kind):
         prior *= NO_EFA_FACTOR
     return prior * DOUBLING_EFFICIENCY ** math.log2(nodes)
+
+
+def _freed_logits_bytes(
+    config: RunConfig, shape: footprint.ModelShape, found: footprint.RankBytes
+) -> int:
+    """Return the bytes of the logits in half precision, which are freed once they are float32.
+
+    No float32 tensor of the loss, twice their size, fits into the block that they leave in the
+    allocator. Chunks of a loss use it again, and selective recomputation keeps these logits.
+    """
+    at_once = config.training.loss_chunk is None and config.parallel.recompute != "selective"
+    if not config.fsdp.mixes_precision or not at_once or shape.kind != "computed":
+        return 0
+    share = footprint.BFLOAT16_BYTES / (_LOSS_COPIES * footprint.FLOAT32_BYTES)
+    return int(share * found.logits)
+
+
+def _efa_interfaces(config: RunConfig, kind: InstanceType) -> int:
+    """Return the EFA interfaces that a node of a gang will have: those that the job requests."""
+    if config.cluster.plan_for == "slurm":  # the nodes' own
+        return kind.efa
+    return min(kind.efa, config.batch.efa_interfaces)
+
+
+def _network_gbps(config: RunConfig, kind: InstanceType) -> float:
+    """Return the bandwidth of a node, in Gbit/s, over the interfaces that the job requests.
+
+    A type with EFA has one network card per interface. Without EFA, TCP uses the first card alone.
+    """
+    if not kind.efa:
+        return kind.network_gbps
+    used = _efa_interfaces(config, kind)
+    if not used:
+        return min(kind.network_gbps, TCP_GBPS)
+    return kind.network_gbps * used / kind.efa
+
+
+def _compute_factor(
+    config: RunConfig, shape: footprint.ModelShape, kind: InstanceType, ranks: int
+) -> float:
+    """Return the duration of the compute relative to that without recomputation, a loss in chunks
+    and fp8.
+    """
+    factor = RECOMPUTE_FACTOR[config.parallel.recompute]
+    chunk = config.training.loss_chunk
+    tokens = (micro_batch(config, ranks) or 1) * shape.tokens_per_sample
+    if chunk is not None and config.user_code is None and tokens > chunk:
+        # The output layer's product, 2 of its 6 FLOPs per parameter and token, is computed again
+        again = 2.0 * config.model.vocab_size * config.model.hidden_size
+        factor += again * shape.tokens_per_sample / shape.flops_per_sample
+    has_float8 = kind.gpu.compute_capability >= FLOAT8_CAPABILITY
+    if config.fsdp.float8 == "on" and config.parallel.compile and has_float8:
+        factor /= FLOAT8_SPEEDUP
+    return factor
 
 
 def _micro_steps(config: RunConfig) -> int:
@@ -415,7 +493,7 @@ def _tensor_bytes(config: RunConfig, shape: footprint.ModelShape, ranks: int) ->
     tokens = (
         shape.tokens_per_sample * config.training.batch_size / footprint.data_ranks(config, ranks)
     )
-    if config.fsdp.use_mixed_precision:
+    if config.fsdp.mixes_precision:
         each = footprint.BFLOAT16_BYTES
     else:
         each = footprint.FLOAT32_BYTES
@@ -447,7 +525,7 @@ def _exchanged_bytes(
         else:
             all_reductions = 1
         return 2 * all_reductions * moved * (members - 1) / members * shape.trained_parameters
-    if config.fsdp.use_mixed_precision:
+    if config.fsdp.mixes_precision:
         gathered = footprint.BFLOAT16_BYTES
     else:
         gathered = footprint.FLOAT32_BYTES

@@ -15,7 +15,13 @@ from ebbflow.core.config.keys import PREFIX, leaf_fields
 from ebbflow.core.config.load import violations
 from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.core.program import python_path
-from ebbflow.core.requirements import NEWEST_PYTHON, OLDEST_PYTHON, REQUIREMENTS, TESTED_PYTHON
+from ebbflow.core.requirements import (
+    NEWEST_PYTHON,
+    OLDEST_PYTHON,
+    REQUIREMENTS,
+    TESTED_PYTHON,
+    TESTED_TORCH,
+)
 from ebbflow.core.signing_key import NAME_VARIABLE, signing_key_problem
 from ebbflow.core.store.marker import VARIABLE as MARKER_VARIABLE
 from ebbflow.infra.checks.gpu import NoAnswer, gpu_files, has_rdma, run_program
@@ -176,16 +182,18 @@ def check_imports(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (e
     directory.
     """
     code = (
-        "import torch.distributed, numpy, obstore, awscrt.checksums, ebbflow.training; "
-        "print(torch.__version__)"
+        "import torch.distributed, numpy, obstore, awscrt.checksums; "
+        "from ebbflow.training.torch_names import describe_release; "
+        f"note = describe_release(torch.__version__, {TESTED_TORCH}); "
+        "print(note or f'torch {torch.__version__}')"
     )
     try:
-        version = run_program(
+        release = run_program(
             [sys.executable, "-c", code], _IMPORT_SECONDS, {"PYTHONPATH": python_path()}
         )
     except NoAnswer as error:
         return failed(f"a rank's imports fail: {error}", _INSTALL)
-    return passed(f"torch {version.strip()} and what else a rank imports")
+    return passed(f"{release.strip()}, and what else a rank imports")
 
 
 def check_ports(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)

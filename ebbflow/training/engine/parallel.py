@@ -273,8 +273,8 @@ def shard_model(
         else:
             options["mesh"] = mesh["replicate", "shard"]
         options["shard_placement_fn"] = tensor_parallel.choose_sharded_dimension
-    if fsdp.use_mixed_precision:
-        param = DTYPES[fsdp.param_dtype]
+    if fsdp.mixes_precision:
+        param = DTYPES[fsdp.compute_dtype]
         reduce = DTYPES[fsdp.reduce_dtype]
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     # Pinned memory speeds up copies to a GPU; on a CPU the shards are in host memory anyway
@@ -428,9 +428,9 @@ def spread_model(
     # torch runs units uncompiled.
     for unit in units if config.parallel.compile else ():
         compile_module(unit, recompile_limit=max(8, 2 * len(units)))
-    if fsdp.use_mixed_precision and not sharded:
-        autocast(module, gang.device.type, DTYPES[fsdp.param_dtype])
-    if sharded and (not gang.alone or fsdp.use_mixed_precision or fsdp.cpu_offload):
+    if fsdp.mixes_precision and not sharded:
+        autocast(module, gang.device.type, DTYPES[fsdp.compute_dtype])
+    if sharded and (not gang.alone or fsdp.mixes_precision or fsdp.cpu_offload):
         mesh = make_mesh(gang, shard=size, tensor=tensor)
         if tensor > 1:
             tensor_parallel.check_splits(module, tensor)

@@ -26,6 +26,7 @@ from ebbflow.core.errors import StoreError
 from ebbflow.core.events import NOTICE, PROFILE
 from ebbflow.core.layout import generation_name, job_prefix
 from ebbflow.core.store import Store
+from ebbflow.training.engine.guards.overrides import Overrides
 from ebbflow.training.launch.heartbeat import PROFILE_PHASE
 
 if TYPE_CHECKING:
@@ -229,19 +230,21 @@ def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterato
 def record_memory(
     spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
 ) -> Callable[[int], None]:
-    """Record the allocations of this rank's GPU, the newest `guards.memory_history` of them.
+    """Return a function that is called after an out-of-memory error with the step. It puts a
+    snapshot for pytorch.org/memory_viz into the store: what memory holds.
 
-    Return a function that is called after an out-of-memory error with the step. It puts a snapshot
-    for pytorch.org/memory_viz into the store: what memory holds, and the recorded allocations with
-    their Python stacks.
+    After the job's first out-of-memory error, the next starts also record the newest
+    `guards.memory_history` allocations with their Python stacks, which the snapshot then has. Before
+    it nothing is recorded, since each allocation would cost a walk over its stack.
     """
     entries = config.guards.memory_history
     if gang.device.type != "cuda" or not entries:
         return lambda _step: None
     import torch
 
-    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
-    reporter.on_close(lambda: torch.cuda.memory._record_memory_history(enabled=None))
+    if Overrides.from_json(spec.overrides).gradient_accumulation_steps is not None:
+        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+        reporter.on_close(lambda: torch.cuda.memory._record_memory_history(enabled=None))
     store = _open_profiles(spec)
 
     def keep_snapshot(step: int) -> None:

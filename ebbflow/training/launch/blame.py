@@ -7,11 +7,12 @@ The culprit is the first of the following that the evidence shows:
 3. a process that is stopped (SIGSTOP)
 4. ranks whose flight recorders show different collectives
 5. a rank whose GPU has not started a collective in which the GPUs of other ranks wait (NCCL)
-6. a living rank that waits neither in a collective nor for its GPU, while other ranks wait
-7. a rank that finished while the other ranks continued
-8. a rank whose collective failed at another code location than on the other ranks
-9. the rank that is furthest behind
-10. the network
+6. the rank whose flight recorder does not answer, while all others' do
+7. a living rank that waits neither in a collective nor for its GPU, while other ranks wait
+8. a rank that finished while the other ranks continued
+9. a rank whose collective failed at another code location than on the other ranks
+10. the rank that is furthest behind
+11. the network
 
 The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
 """
@@ -22,7 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
 
-from ebbflow.diagnose.judging import find_reported_cause
+from ebbflow.diagnose.judging import Finding, find_reported_cause
+from ebbflow.diagnose.nccl_errors import find_message_cause
 from ebbflow.training.launch.evidence import (
     PROVEN,
     SLOW,
@@ -56,6 +58,7 @@ class BlameRule(StrEnum):
     STOPPED = "its process is stopped"
     RECORDERS_DIFFER = "flight recorders differ"
     DEVICE_BEHIND = "its GPU has not started a collective in which the others' GPUs wait"
+    RECORDER_SILENT = "its flight recorder does not answer, and the others' do"
     OUTSIDE_COLLECTIVE = "it stands outside of any collective"
     LEFT_EARLY = "it left while the others went on"
     CALLED_ELSEWHERE = "its collective was called from another place than the others'"
@@ -126,11 +129,18 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     for find_culprit in (_broken_gpu, _died, _stopped):
         accusation = find_culprit(failures)
         if accusation is not None:
-            return _culprit(accusation, evidence)
+            return _culprit(accusation, evidence, message=_explain_nccl(accusation.failure))
     mismatch = detect_mismatch(evidence)
     if mismatch is not None:
         return _mismatch_culprit(mismatch, evidence)
-    for find_culprit in (_device_behind, _outside_collective, _left, _odd_call, _behind):
+    for find_culprit in (
+        _device_behind,
+        _recorder_silent,
+        _outside_collective,
+        _left,
+        _odd_call,
+        _behind,
+    ):
         accusation = find_culprit(evidence)
         if accusation is not None:
             certainty = _certainty_of(accusation.rule, evidence)
@@ -233,6 +243,18 @@ def _device_behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     return _Accusation(min(late, key=_place_and_time), BlameRule.DEVICE_BEHIND)
 
 
+def _recorder_silent(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
+    """Return the only living rank whose recorder, which C++ threads serve, does not answer while
+    those of all other living ranks do: its process or its driver is stuck.
+    """
+    alive = [failure for failure in _latest(evidence) if not failure.cascade and not failure.left]
+    silent = [failure for failure in alive if failure.recorder_silent]
+    answered = [failure for failure in alive if failure.calls and not failure.recorder_silent]
+    if len(silent) == 1 and answered and len(answered) + 1 == len(alive):
+        return _Accusation(silent[0], BlameRule.RECORDER_SILENT)
+    return None
+
+
 def _waits(failure: WorkerFailure) -> bool:
     return failure.waiting or has_queued_calls(failure.calls)
 
@@ -316,13 +338,36 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     reported = [(failure.rank, failure.message) for failure in failures if not failure.hung]
     cause = find_reported_cause(reported)
     if cause is not None:
-        text = f"{first.message}; {cause.rule.title}: {cause.rule.fix[0]}"
+        text = _add_cause(first.message, cause)
         return _culprit(accusation, evidence, message=text)
+    words = find_message_cause(first.message)
+    if words is not None and words.cause:
+        text = f"{first.message}; {words.cause}; fix: {words.fix}"
+        return _culprit(accusation, evidence, message=text, certainty=SLOW)
     text = (
         f"{first.message}; {rule} and no process has ended: check the network and the storage "
         "for a hang"
     )
     return _culprit(accusation, evidence, message=text, certainty=SLOW)
+
+
+def _explain_nccl(failure: WorkerFailure) -> str:
+    """Return the failure's message with the cause and fix that `ebbflow diagnose` finds in it; ""
+    if it is no error of NCCL, or has no known cause.
+    """
+    if find_message_cause(failure.message) is None:
+        return ""
+    cause = find_reported_cause([(failure.rank, failure.message)])
+    if cause is None:
+        return ""
+    return _add_cause(failure.message, cause)
+
+
+def _add_cause(message: str, cause: Finding) -> str:
+    """Return a message with the title, the cause and the fix of its diagnosis."""
+    words = find_message_cause(message)
+    about = f" ({words.cause})" if words is not None and words.cause else ""
+    return f"{message}; {cause.rule.title}{about}; fix: {cause.rule.fix[0]}"
 
 
 def _mismatch_culprit(mismatch: Mismatch, evidence: Sequence[WorkerFailure]) -> Culprit:

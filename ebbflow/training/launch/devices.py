@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -30,6 +31,8 @@ class VisibleGpus:
     # Reason why CUDA does not work although this machine has GPUs or should have them; "" otherwise
     trouble: str = ""
     promised: int = 0  # GPUs per node that the chosen machines have; 0 if unknown
+    # Name and compute capability of each GPU, such as ("NVIDIA A100-SXM4-80GB", 8.0)
+    models: tuple[tuple[str, float], ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -37,14 +40,17 @@ class VisibleGpus:
     @classmethod
     def from_json(cls, text: str | bytes) -> VisibleGpus:
         known = json.loads(text)
-        return cls(**known | {"gpus": tuple(known["gpus"])})
+        models = tuple((str(name), float(capability)) for name, capability in known["models"])
+        return cls(**known | {"gpus": tuple(known["gpus"]), "models": models})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     # Torch's index of each rank's GPU in that rank; None: the CPU
     indices: tuple[int, ...] | None = None
-    note: str = ""  # message for the user if GPUs remain unused; "" otherwise
+    note: str = ""  # message for the user if GPUs remain unused or differ; "" otherwise
+    # Lowest compute capability of the assigned GPUs; None: the CPU
+    capability: float | None = None
 
 
 class NodeGpuCheck:
@@ -101,8 +107,10 @@ def detect_gpus(choice: DeviceChoice, *, promised: int = 0) -> VisibleGpus:
     import torch
 
     if torch.cuda.is_available():
-        gpus = tuple(_identity(torch, index) for index in range(torch.cuda.device_count()))
-        return VisibleGpus(gpus=gpus, promised=promised)
+        indices = range(torch.cuda.device_count())
+        gpus = tuple(_identity(torch, index) for index in indices)
+        models = tuple((torch.cuda.get_device_name(index), _capability(index)) for index in indices)
+        return VisibleGpus(gpus=gpus, promised=promised, models=models)
     expected = promised > 0 or choice == "cuda" or (bool(gpu_files()) and not gpus_hidden())
     return VisibleGpus(trouble=_why_no_cuda(torch) if expected else "", promised=promised)
 
@@ -139,7 +147,12 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
             indices[rank] = free[0]
             taken.add(devices.gpus[free[0]])
     if len(indices) == len(seen):
-        return Assignment(indices=tuple(indices.values()))
+        models = [devices.models[indices[rank]] for rank, devices in enumerate(seen)]
+        return Assignment(
+            indices=tuple(indices.values()),
+            note=_describe_mixture(models),
+            capability=min(capability for _, capability in models),
+        )
     wanted = choice == "cuda" or any(gpus.promised for gpus in seen)
     if not taken and not wanted:
         return Assignment()
@@ -152,6 +165,27 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
     if wanted:
         raise DeviceUnavailable(f"{short}; fix: {fewer}, or set cluster.device to cpu")
     return Assignment(note=f"{short}; all ranks train on the CPU; to train on the GPUs, {fewer}")
+
+
+def _describe_mixture(models: Sequence[tuple[str, float]]) -> str:
+    """Return a message if ranks have GPUs of different models; "" if they have equal ones."""
+    counts = Counter(models)
+    if len(counts) == 1:
+        return ""
+    named = ", ".join(f"{count} × {name}" for (name, _), count in counts.most_common())
+    lowest = min(models, key=lambda model: model[1])
+    return (
+        f"the {len(models)} ranks have {len(counts)} kinds of GPU ({named}): each step waits for "
+        f"the slowest, and the precision is that of {lowest[0]} (capability {lowest[1]}); fix: "
+        "CUDA_VISIBLE_DEVICES with GPUs of one kind"
+    )
+
+
+def _capability(index: int) -> float:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return major + minor / 10
 
 
 def _identity(torch: object, index: int) -> str:

@@ -32,6 +32,7 @@ from pathlib import Path
 from ebbflow.core.json_values import JsonObject
 from ebbflow.core.process import process_state
 from ebbflow.core.program import IMPORT_ROOT, INSTALLED, PACKAGE_ROOT
+from ebbflow.diagnose.nccl_errors import find_message_cause
 from ebbflow.training.launch.heartbeat import DUMP_SIGNAL, RECORDER, STACKS
 
 _SPY_SECONDS = 3.0
@@ -232,6 +233,8 @@ class WorkerFailure:
     waiting: bool = False  # whether that location is in a collective
     idle_seconds: float = 0.0  # how long the rank, alive without progress, has used no CPU time
     dump: str = ""  # path of the file with the rank's stacks
+    # Whether the rank's flight recorder did not answer within its time limit
+    recorder_silent: bool = False
     calls: Sequence[
         Sequence
     ] = ()  # the rank's last collectives, oldest first (see the module's docstring)
@@ -417,24 +420,27 @@ def parse_records(raw: bytes) -> list[list]:
     return calls[: queued + _KEPT_QUEUED][-_KEPT_CALLS:]
 
 
-def fetch_records(socket_path: Path) -> bytes:
-    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty; b"" after a
-    timeout.
+def fetch_records(socket_path: Path) -> tuple[bytes, bool]:
+    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty, and whether the
+    recorder accepted a request and let its time limit pass.
 
-    A C++ thread of the rank answers, even while Python code is blocked. The timeout is 0.5 s.
+    A C++ thread of the rank answers, even while Python code is blocked. The limit is 0.5 s.
     """
     raw = b""
+    is_silent = False
     for handler in _HANDLERS:
         connection = _UnixConnection(socket_path)
-        with (
-            contextlib.suppress(OSError, http.client.HTTPException),
-            contextlib.closing(connection),
-        ):
-            connection.request("POST", f"/handler/{handler}")
-            raw = connection.getresponse().read()
-            if parse_records(raw):
-                return raw
-    return raw
+        try:
+            with contextlib.closing(connection):
+                connection.request("POST", f"/handler/{handler}")
+                raw = connection.getresponse().read()
+        except TimeoutError:
+            is_silent = True
+        except (OSError, http.client.HTTPException):  # there is no such recorder
+            continue
+        if parse_records(raw):
+            return raw, False
+    return raw, is_silent
 
 
 def find_mismatch(
@@ -548,7 +554,13 @@ def has_queued_calls(calls: Calls) -> bool:
 def is_peer_loss_error(message: str) -> bool:
     """Return whether `message` is an error of gloo, NCCL or torch's TCP store about a dead or
     missing peer.
+
+    A system error of NCCL whose words name a cause on its own machine is none, such as a full
+    /dev/shm: no peer had to fail first.
     """
+    cause = find_message_cause(message)
+    if cause is not None and cause.is_local:
+        return False
     return any(sign in message.lower() for sign in _COLLECTIVE_SIGNS)
 
 
@@ -706,10 +718,10 @@ def _locate(pid: int, heartbeat: Path, path: Path) -> JsonObject:
         or _signal_faulthandler(pid, heartbeat.with_suffix(STACKS))
         or StackTrace((), "")
     )
-    if process_state(pid) == "T":
-        raw = b""
-    else:
-        raw = fetch_records(heartbeat.with_suffix(RECORDER))
+    raw = b""
+    is_silent = False
+    if process_state(pid) != "T":
+        raw, is_silent = fetch_records(heartbeat.with_suffix(RECORDER))
     kept = ""
     with contextlib.suppress(OSError):
         path.write_text(stack.text or "no stack: py-spy and faulthandler were both refused\n")
@@ -720,5 +732,6 @@ def _locate(pid: int, heartbeat: Path, path: Path) -> JsonObject:
         "where": stack.where,
         "waiting": stack.waiting,
         "calls": tuple(parse_records(raw)),
+        "recorder_silent": is_silent,
         "dump": kept,
     }

@@ -27,6 +27,8 @@ _LOOK_SECONDS = 0.02
 _ANSWER_SECONDS = 1.0
 _RELEASED_BYTES = 2**29  # less than a CUDA context and a model
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<device>[^)]*)\): (?P<number>\d+)")
+# Xid 154 announces a recovery action, also that none is needed any more
+_RECOVERED = re.compile(r": 154\b.*\bto 0x0\b")
 _FATAL_XIDS = {
     46: "GPU stopped processing",
     48: "double-bit ECC error",
@@ -40,6 +42,7 @@ _FATAL_XIDS = {
     120: "GSP error",
     140: "unrecovered ECC error",
     143: "GPU could not be initialized",
+    154: "GPU needs a reset, or its node a reboot or drain",
 }
 _PASSING_XIDS = {
     63: "row remapped",
@@ -291,7 +294,9 @@ class _FaultFinder:
             match = _XID.search(text)
             # Not another job's GPU
             if match and (match["device"].lower() in self._names or self._names[0] == "0"):
-                found.append(fault_from_xid(match["device"].lower(), int(match["number"])))
+                device = match["device"].lower()
+                if not _RECOVERED.search(text):
+                    found.append(fault_from_xid(device, int(match["number"])))
         for index, device in enumerate(self._devices):
             before = self._before[index]
             now = self._state(device)

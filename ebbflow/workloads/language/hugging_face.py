@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ebbflow.core.config.device_settings import choose_loss_chunk
 from ebbflow.core.config.schema import DataConfig
 from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.training.data.build import prepare_tokens
@@ -95,6 +96,7 @@ class HuggingFace(TextWorkload):
                 "remove it"
             )
         self._flops = flops_per_token(self.model())
+        self._changes_logits = False  # after its output layer; known from the first step on
         self._answers: AnswerMask | None = None
         if AnswerMask.is_stored(self._tokens.about):
             self._answers = AnswerMask(
@@ -194,19 +196,33 @@ class HuggingFace(TextWorkload):
         )
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
-        chunk = self._config.training.loss_chunk_tokens
+        configured = self._config.training.loss_chunk_tokens
+        chunk = configured
+        if configured == "auto":
+            chunk = self._automatic_chunk()
         if chunk is None:
             logits = model(input_ids=batch.inputs, use_cache=False).logits
             return Loss(sum_cross_entropy(nn.Identity(), logits, batch.targets), batch.weight)
         with BypassedHead(model) as head:
             x = model(input_ids=batch.inputs, use_cache=False).logits
         if not head.has_returned(x):
+            if configured == "auto":
+                self._changes_logits = True
+                return self.loss(model, batch)
             raise WorkloadError(
                 f"training.loss_chunk_tokens {chunk}: the model in {self._folder.root} changes "
                 "the logits of its output layer, so they cannot be computed in chunks; fix: "
                 "training.loss_chunk_tokens null"
             )
         return Loss(sum_cross_entropy(head, x, batch.targets, chunk), batch.weight)
+
+    def _automatic_chunk(self) -> int | None:
+        """Return the tokens of a chunk of the loss on a GPU; None on a CPU, and for a model that
+        changes its logits.
+        """
+        if self._changes_logits or self._context.device.type != "cuda":
+            return None
+        return choose_loss_chunk(self._folder.vocabulary)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the held-out loss, and with `choices` the shares of questions that are answered

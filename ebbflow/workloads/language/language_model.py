@@ -432,7 +432,7 @@ class TextWorkload:
     def model(self) -> nn.Module:
         with torch.device("meta"):
             model = CausalLM(self._config.model)
-        model.head.chunk_tokens = self._config.training.loss_chunk_tokens
+        model.head.chunk_tokens = self._config.training.loss_chunk
         return model
 
     def translate_weights(self, name: str) -> str | None:
@@ -480,7 +480,7 @@ class TextWorkload:
             self._tokens.train.read_ahead(windows.tolist())
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
-        if self._config.training.loss_chunk_tokens is not None:
+        if self._config.training.loss_chunk is not None:
             return Loss(model(batch.inputs, targets=batch.targets), batch.weight)
         return Loss(
             sum_cross_entropy(nn.Identity(), model(batch.inputs), batch.targets), batch.weight
@@ -560,7 +560,7 @@ def sum_cross_entropy(
 
     rows = x.flatten(0, 1)[None]
     wanted = targets.flatten()
-    if chunk_tokens is None:
+    if chunk_tokens is None or len(wanted) <= chunk_tokens:
         return sum_part(rows, wanted)
     parts = zip(rows.split(chunk_tokens, dim=1), wanted.split(chunk_tokens), strict=True)
     sums = [

@@ -17,6 +17,7 @@ from itertools import combinations
 import torch
 from torch import nn
 
+from ebbflow.core.config.device_settings import choose_loss_chunk
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.training.errors import BatchCannotBeSplit
 from ebbflow.training.gang import Gang
@@ -153,8 +154,7 @@ def more_micro_batches(
         raise BatchCannotBeSplit(
             f"training.batch_size {batch} / {world_size} ranks = {samples} samples per rank, in "
             f"{accumulation} micro-batches of one sample each, which is the least there can be; "
-            "fix: parallel.recompute full, parallel.mode fsdp2, fsdp.use_mixed_precision, a "
-            "shorter model.sequence_length, or more memory"
+            f"fix: {_name_memory_keys(config)}a shorter model.sequence_length, or more memory"
         )
     even = (
         parts
@@ -225,6 +225,22 @@ def try_micro_batch(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _name_memory_keys(config: RunConfig) -> str:
+    """Return the keys, with values, that would save memory of a GPU, as the begin of a list."""
+    keys = []
+    if config.user_code is None and config.training.loss_chunk is None:
+        keys.append(f"training.loss_chunk_tokens {choose_loss_chunk(config.model.vocab_size)}")
+    if config.parallel.recompute != "full":
+        keys.append("parallel.recompute full")
+    if config.parallel.mode == "ddp":
+        keys.append("parallel.mode fsdp2")
+    if not config.fsdp.mixes_precision:
+        keys.append("fsdp.use_mixed_precision true")
+    if not config.fsdp.cpu_offload and config.parallel.mode != "ddp":
+        keys.append("fsdp.cpu_offload true")
+    return "".join(f"{key}, " for key in keys)
 
 
 def _slope(taken: deque[tuple[float, float]]) -> float:

@@ -1,0 +1,44 @@
+"""Values of the keys that are "auto" on the device on which ranks train.
+
+A configuration whose keys are still "auto" means what it means on a CPU: float32, and the logits of
+all tokens at once.
+"""
+
+from ebbflow.core.config.schema import RunConfig
+
+# First compute capability whose tensor cores multiply bfloat16 (Ampere). Older cards multiply
+# float16.
+BFLOAT16_CAPABILITY = 8.0
+# The logits of a micro-batch, their log-probabilities and their gradient may take this much before
+# an automatic loss is computed in chunks.
+LOSS_BYTES = 2**30
+_LOSS_BYTES_PER_LOGIT = 3 * 4
+_SMALLEST_CHUNK = 256
+
+
+def settle_for_device(config: RunConfig, capability: float | None) -> RunConfig:
+    """Return the configuration with the values that its "auto" keys have on a device.
+
+    A training script keeps its own precision and loss, and a workload of the user its own loss.
+
+    Args:
+        capability: lowest compute capability of the GPUs of all ranks, such as 8.0; None: a CPU.
+    """
+    on_gpu = capability is not None and config.script is None
+    fsdp = config.fsdp
+    mixed = on_gpu if fsdp.use_mixed_precision == "auto" else fsdp.use_mixed_precision
+    dtype = fsdp.param_dtype
+    if dtype == "auto":
+        has_bfloat16 = capability is None or capability >= BFLOAT16_CAPABILITY
+        dtype = "bfloat16" if has_bfloat16 else "float16"
+    settled = config.changed("fsdp", use_mixed_precision=mixed, param_dtype=dtype)
+    if on_gpu and config.user_code is None and config.training.loss_chunk_tokens == "auto":
+        chunk = choose_loss_chunk(config.model.vocab_size)
+        settled = settled.changed("training", loss_chunk_tokens=chunk)
+    return settled
+
+
+def choose_loss_chunk(vocab_size: int) -> int:
+    """Return the tokens whose logits and loss take at most LOSS_BYTES, a power of two from 256 on."""
+    fitting = LOSS_BYTES // (_LOSS_BYTES_PER_LOGIT * vocab_size)
+    return max(_SMALLEST_CHUNK, 1 << max(0, fitting.bit_length() - 1))

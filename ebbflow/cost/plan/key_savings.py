@@ -1,0 +1,80 @@
+"""Configuration keys whose other values would make a plan much cheaper, each with its dollars."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ebbflow.core.config.device_settings import choose_loss_chunk
+from ebbflow.core.config.rule_base import value_of
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.config.shape_rules import RULES
+from ebbflow.cost.plan.candidates import PlanInputs, feasible_pools
+
+# A smaller saving is within the errors of the estimates.
+_LEAST_SHARE = 0.05
+_LEAST_USD = 0.01
+_MOST_EFA = 32  # as many as its type has, for each node
+_ACCUMULATIONS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySaving:
+    """Another value of a key, with which the plan's cheapest pool costs less."""
+
+    key: str
+    value: str  # as it is written in YAML
+    usd: float  # expected dollars of the cheapest pool with it
+    saved_usd: float  # expected dollars less than without it
+
+
+def find_key_savings(config: RunConfig, sources: PlanInputs) -> tuple[KeySaving, ...]:
+    """Return the best other value of each key that would save more than 5 %, the largest saving
+    first; none if no pool can run the job, or if a script ignores the keys.
+    """
+    now = _cheapest_usd(config, sources)
+    if now is None or config.script is not None:
+        return ()
+    best: dict[str, KeySaving] = {}
+    for key, value in _other_values(config):
+        section, _, name = key.partition(".")
+        changed = config.changed(section, **{name: value})
+        if any(rule.check(changed) for rule in RULES):
+            continue
+        usd = _cheapest_usd(changed, sources)
+        if usd is None or now - usd < max(_LEAST_USD, _LEAST_SHARE * now):
+            continue
+        if key not in best or usd < best[key].usd:
+            best[key] = KeySaving(key=key, value=_write(value), usd=usd, saved_usd=now - usd)
+    return tuple(sorted(best.values(), key=lambda saving: saving.usd))
+
+
+def _cheapest_usd(config: RunConfig, sources: PlanInputs) -> float | None:
+    pools = feasible_pools(config, sources)
+    return min((pool.expected_usd for pool in pools), default=None)
+
+
+def _other_values(config: RunConfig) -> Iterator[tuple[str, object]]:
+    """Yield keys with values that they do not have, such as ("training.tf32", True)."""
+    values: dict[str, tuple[object, ...]] = {
+        "fsdp.use_mixed_precision": (True,),
+        "fsdp.cpu_offload": (False, True),
+        "fsdp.float8": ("on", "off"),
+        "training.tf32": (True,),
+        "training.gradient_accumulation_steps": _ACCUMULATIONS,
+        "parallel.mode": ("ddp", "fsdp2"),
+        "parallel.recompute": ("none", "selective", "full"),
+    }
+    if config.cluster.nodes != 1 and config.cluster.plan_for != "slurm":
+        values["batch.efa_interfaces"] = (_MOST_EFA,)
+    if config.user_code is None:
+        values["training.loss_chunk_tokens"] = (choose_loss_chunk(config.model.vocab_size), None)
+    for key, offered in values.items():
+        written = value_of(config, key)
+        yield from ((key, value) for value in offered if value != written)
+
+
+def _write(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
