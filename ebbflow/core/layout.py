@@ -46,6 +46,8 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest"})
 JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
+# Events of the flow's processes, such as plans and prices, which belong to no generation
+FLOW_EVENTS_PREFIX = "events/000000/"
 MARKERS_PREFIX = "_store"  # no job has this name, since jobs' names begin with a letter or digit
 PLAN_KEY = "plan.json"
 TRACKED_KEY = "trackers.json"

@@ -185,16 +185,8 @@ class Pricing:
         """
         return self._price(job.placed_wall, {}, job)
 
-    def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
-        plan = self._find_plan(at, job)
-        if plan is None and self.stated is not None:
-            return NodePrice(
-                curve=PriceCurve(self.stated), on_demand_usd_per_hour=None, kind=STATED, pool=None
-            )
-        if plan is None:
-            return NodePrice(
-                curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
-            )
+    def price_machine(self, plan: PlanJson, machine: MachineFacts) -> NodePrice:
+        """Return the price of one node of a plan, on a machine that reported these facts."""
         chosen = plan["chosen"]
         planned = parse_pool(chosen)
         simulated = bool(plan.get("simulated"))
@@ -215,6 +207,18 @@ class Pricing:
             on_demand_usd_per_hour=_find_on_demand_usd(plan, pool.instance_type),
             kind=kind,
             pool=pool,
+        )
+
+    def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
+        plan = self._find_plan(at, job)
+        if plan is not None:
+            return self.price_machine(plan, machine)
+        if self.stated is not None:
+            return NodePrice(
+                curve=PriceCurve(self.stated), on_demand_usd_per_hour=None, kind=STATED, pool=None
+            )
+        return NodePrice(
+            curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
         )
 
     def _find_plan(self, at: float, job: BatchJob | None) -> PlanJson | None:
