@@ -756,9 +756,11 @@ class PoolPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricesPayload(Payload):
-    """Prices that were looked up after the run."""
+    """Prices that the launcher asked for during the run, or the report step after it."""
 
     pools: list[PoolPrices] | None = None
+    asked_utc: Number = None  # Unix time of the newest answer; None: unknown
+    problem: Text = None  # why there is no answer since then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,8 @@ _TAKEN = frozenset(
 )
 JOB_HISTORY_PREFIX = "experience/"
 LAUNCHERS_PREFIX = "launchers/"
+# Events of the flow's processes, such as plans and prices, which belong to no generation
+FLOW_EVENTS_PREFIX = "events/000000/"
 MARKERS_PREFIX = "_store"  # no job has this name, since jobs' names begin with a letter or digit
 PLAN_KEY = "plan.json"
 TRACKED_KEY = "trackers.json"

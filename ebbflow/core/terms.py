@@ -5,17 +5,87 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
-from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.config.schema import CostConfig, RunConfig
 
 # Fractions of the budget that are reported when reached. At the last one a job stops, with the
 # reserve unspent.
 BUDGET_THRESHOLDS = (0.5, 0.8, 1.0)
 UNPRICED = "unpriced"  # price kind of capacity whose price is not known
+# Multiple to which a Spot price may rise before the ranks know of it. Budgets keep it in reserve.
+PRICE_RISE = 3.0
 # Time beyond the reserve that a move to a reservation needs: a save, and a placement (5 min) that
 # finds it full or not.
 _MOVE_SECONDS = 900.0
+# Of a budget that lasts for an hour, the price is asked every 36 s
+_LOOKS_PER_BUDGET = 100
+_SHORTEST_LOOK_SECONDS = 2.0
+# Longest time from an answer of the price source to the agents' store, beside the looks
+_ANSWER_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class PriceWatch:
+    """The interval at which the price of a held Spot pool is asked while a job runs."""
+
+    seconds: float  # `cost.price_seconds`; 0: the price is not watched
+    budget_usd: float | None = None
+
+    @classmethod
+    def of(cls, cost: CostConfig) -> PriceWatch:
+        if cost.prices == "static":
+            return cls(0.0)
+        return cls(cost.price_seconds, cost.budget_usd)
+
+    def look_seconds(self, gang_usd_per_hour: float) -> float:
+        """Return the seconds between two looks: at most a hundredth of the time that the budget
+        lasts, and 2 s at least.
+        """
+        if self.budget_usd is None or gang_usd_per_hour <= 0:
+            return self.seconds
+        lasts = self.budget_usd / gang_usd_per_hour * 3600
+        return min(self.seconds, max(_SHORTEST_LOOK_SECONDS, lasts / _LOOKS_PER_BUDGET))
+
+    def rise_usd(self, gang_usd_per_hour: float, busy_seconds: float) -> float:
+        """Return the dollars by which spending may exceed what the ranks know: the price has risen
+        by `PRICE_RISE`, two looks ago (the launcher's and the agent's), and for `busy_seconds` more.
+        """
+        if not self.seconds:
+            return 0.0
+        unseen = 2 * self.look_seconds(gang_usd_per_hour) + _ANSWER_SECONDS
+        return (PRICE_RISE - 1) * gang_usd_per_hour * (unseen + busy_seconds) / 3600
+
+
+@dataclass(frozen=True)
+class RankPrice:
+    """Dollars per rank-second over time."""
+
+    first: float  # before the first change
+    # (Unix time, dollars per rank-second from then on), ordered by time
+    changes: Sequence[tuple[float, float]] = ()
+
+    def price_at(self, utc: float) -> float:
+        index = bisect_right(self.changes, utc, key=_time_of_change)
+        if index:
+            return self.changes[index - 1][1]
+        return self.first
+
+    def shifted(self, seconds: float) -> RankPrice:
+        """Return the price on a clock that is `seconds` behind."""
+        return replace(self, changes=[(at - seconds, usd) for at, usd in self.changes])
+
+    def cost(self, start: float, end: float) -> float:
+        """Return the dollars of one rank from `start` to `end`."""
+        total = 0.0
+        at = start
+        for moment, _ in self.changes:
+            if start < moment < end:
+                total += self.price_at(at) * (moment - at)
+                at = moment
+        return total + self.price_at(at) * max(0.0, end - at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +115,17 @@ class Fallback:
     move_utc: float | None = None
     move_to: str = ""
     move_end_utc: float | None = None
+    # Part of `usd` at the price of Spot: a last save, and a rise of the price that is not known yet
+    spot_usd: float = 0.0
+
+    def at_spot_price(self, ratio: float) -> Fallback:
+        """Return the reserve after the price of Spot has changed by the factor `ratio`."""
+        return replace(
+            self,
+            usd=self.usd + self.spot_usd * (ratio - 1),
+            spot_usd=self.spot_usd * ratio,
+            restart_usd=self.restart_usd * ratio,
+        )
 
     def needs(self, steps: float, *, restart: bool) -> FallbackNeeds:
         """Return what finishing on demand may take.
@@ -91,6 +172,15 @@ class Terms:
     fallback: Fallback | None = None
     # Unix time at which the attempt's reservation ends; None: it has none, or no end
     end_utc: float | None = None
+    # Seconds between two looks at the price of Spot; 0: the price is not watched
+    price_look_seconds: float = 0.0
+
+    @property
+    def price_rise(self) -> float:
+        """The factor by which the price may have risen since it was last known."""
+        if self.price_look_seconds:
+            return PRICE_RISE
+        return 1.0
 
     @property
     def is_priced(self) -> bool:
@@ -103,6 +193,22 @@ class Terms:
         if self.budget_usd is None:
             return None
         return self.budget_usd - self.reserve_usd
+
+    def at_price(self, usd_per_rank_second: float, *, spent_usd: float) -> Terms:
+        """Return the terms at another price of the held pool, in proportion to which the reserves
+        change.
+        """
+        ratio = 1.0
+        if self.usd_per_rank_second > 0:
+            ratio = usd_per_rank_second / self.usd_per_rank_second
+        fallback = self.fallback
+        return replace(
+            self,
+            usd_per_rank_second=usd_per_rank_second,
+            spent_usd=spent_usd,
+            reserve_usd=self.reserve_usd * ratio,
+            fallback=None if fallback is None else fallback.at_spot_price(ratio),
+        )
 
     def reached(self, spent_usd: float) -> list[float]:
         """Return the `BUDGET_THRESHOLDS` (shares of the budget) that `spent_usd` has reached.
@@ -188,11 +294,6 @@ class Terms:
         return cls(**{**data, "fallback": fallback and Fallback(**fallback)})
 
 
-def _earliest(*times_utc: float | None) -> float:
-    """Return the earliest of several times; infinity if all are None."""
-    return min((at for at in times_utc if at is not None), default=math.inf)
-
-
 def describe_unwatched_limits(config: RunConfig, command: str) -> str:
     """Return a line about limits of the configuration that nothing watches in a job without terms; ""
     without such limits.
@@ -211,3 +312,12 @@ def describe_unwatched_limits(config: RunConfig, command: str) -> str:
         f"ebbflow: {names}: not watched, since this job has no plan; fix: {command}, which plans and "
         "watches them"
     )
+
+
+def _time_of_change(change: tuple[float, float]) -> float:
+    return change[0]
+
+
+def _earliest(*times_utc: float | None) -> float:
+    """Return the earliest of several times; infinity if all are None."""
+    return min((at for at in times_utc if at is not None), default=math.inf)

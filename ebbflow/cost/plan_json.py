@@ -87,6 +87,7 @@ class PlanJson(TypedDict, total=False):
     live: OutlookJson | None
     prices: list[str]
     cheapest_on_demand: OnDemandChoiceJson | None
+    price_seconds: float
 
 
 class PlanSummary(TypedDict, total=False):

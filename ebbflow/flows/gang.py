@@ -18,21 +18,27 @@ import socket
 import struct
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
-from ebbflow.core.events import read_events
+from ebbflow.core.events import PRICES, Event, LogFollower, read_events
+from ebbflow.core.layout import FLOW_EVENTS_PREFIX
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
-from ebbflow.core.terms import Fallback, Terms
+from ebbflow.core.terms import Fallback, RankPrice, Terms
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job, TrainArtifacts
 from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
+from ebbflow.infra.instance import identify_machine
 from ebbflow.infra.slurm.script import gpus_per_node
 
 if TYPE_CHECKING:
+    from ebbflow.cost.ledger.pricing import MachineFacts
+    from ebbflow.cost.plan_json import PlanJson
     from ebbflow.flows.attempts.order import AttemptOrder
     from ebbflow.training.launch.messages import GangSpec
 
@@ -263,7 +269,11 @@ def _run_node(
     if in_container() and main_address != "127.0.0.1":
         set_network_interface(main_address)
     try:
-        outcome = run_gang(_gang_spec(flow, this, order, node=node, main_address=main_address))
+        spec = _gang_spec(flow, this, order, node=node, main_address=main_address)
+        prices = None
+        if spec.terms is not None and spec.terms.price_look_seconds:
+            prices = _HeldPrice(flow, Job.of(flow, this.run_id), order).read
+        outcome = run_gang(spec, prices=prices)
     except (TrainingError, InfraError) as error:
         if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
@@ -393,4 +403,48 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
     reserve = None
     if order is not None and order.placement is not None:
         reserve = order.placement.fallback
-    return replace(terms, fallback=Fallback(**reserve) if reserve else None)
+    terms = replace(terms, fallback=Fallback(**reserve) if reserve else None)
+    try:
+        price = _HeldPrice(flow, job, order).read(events)
+    except (CostError, InfraError) as error:
+        say(f"the price of this machine is unknown, so the planned one applies: {error}")
+        return terms
+    return terms.at_price(price.price_at(time.time()), spent_usd=spent)
+
+
+class _HeldPrice:
+    """Price of an attempt's pool as the ledger bills it: of this machine's type, market and zone, from
+    the job's recorded prices.
+    """
+
+    def __init__(self, flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> None:
+        plan = flow.capacity
+        if order is not None and order.plan is not None:
+            plan = order.plan.to_json()
+        self._plan = cast("PlanJson", plan)
+        self._ranks_per_node = gang_shape(flow, order).processes_per_node
+        self._machine: MachineFacts = {}
+        if in_container():
+            identity = identify_machine().to_json()
+            self._machine = cast("MachineFacts", identity)
+        self._log = LogFollower(job.store, wanted=lambda key: key.startswith(FLOW_EVENTS_PREFIX))
+        self._events: list[Event] = []
+
+    def read(self, events: Sequence[Event] = ()) -> RankPrice:
+        """Return the price as far as it is recorded now, in `events` or else in the store.
+
+        Raises:
+            StoreError: The store does not answer.
+            LedgerError: An event has an invalid price.
+        """
+        from ebbflow.cost.ledger.pricing import Pricing
+        from ebbflow.cost.ledger.timeline import MICRO
+
+        if not events:
+            for new in self._log.read_new():
+                self._events += [event for event in new if event.name == PRICES]
+        pricing = Pricing.of(events or self._events)
+        curve = pricing.price_machine(self._plan, self._machine).curve
+        scale = 3600 * self._ranks_per_node
+        changes = [(at / MICRO, float(usd) / scale) for at, usd in curve.changes]
+        return RankPrice(float(curve.first) / scale, changes)

@@ -28,6 +28,8 @@ from ebbflow.core.program import own_command
 from ebbflow.core.store import Store
 from ebbflow.flows.command_line import FLAGS, CommandLine, reorder_words
 from ebbflow.flows.live_page import RunObserver
+from ebbflow.flows.price_watch import LauncherPrices
+from ebbflow.flows.remote import CLOUD_VARIABLE, requested_backend
 
 if TYPE_CHECKING:
     from ebbflow.flows.console import RunView
@@ -62,6 +64,7 @@ class Launch:
         self.claim: Claim | None = None
         self.view: RunView | None = None
         self.observer: RunObserver | None = None
+        self.prices: LauncherPrices | None = None
         self._phase = _Phase.PREPARE
         self._hurried = False  # a second Ctrl-C asked to exit without the last checkpoint
         self._interrupts = 0  # Ctrl-C while the report is written
@@ -139,15 +142,23 @@ class Launch:
             self.observer = RunObserver(
                 flow_class.__name__, self.job, self.config, run_id_file, tell
             )
+            backend = requested_backend(self.line.argv, self.config.cluster.plan_for)
+            watched = backend in (None, "batch") and self.config.cost.prices != "static"
+            if watched and os.environ.get(CLOUD_VARIABLE) != "slurm":
+                self.prices = LauncherPrices(self.job, self.config, run_id_file, tell)
         try:
             if self.observer is not None:
                 self.observer.start()
+            if self.prices is not None:
+                self.prices.start()
             self._phase = _Phase.RUN
             code = _run_metaflow(flow_class)
             self._phase = _Phase.REPORT
         except KeyboardInterrupt:  # a signal between two of these lines
             self._phase = _Phase.REPORT
             code = Outcome.INTERRUPTED.exit_code
+        if self.prices is not None:
+            self.prices.end()
         if self.observer is not None:
             self.observer.end()
         if self.asked:

@@ -34,7 +34,7 @@ def record_prices(job: Job) -> None:
     for kind, plan in _paid_types(read_events(job.store)).items():
         try:
             pools += read_price_changes(
-                job.config.cost, plan, kind, now_utc=time.time(), project_root=PROJECT_ROOT
+                job.config.cost, plan, [kind], now_utc=time.time(), project_root=PROJECT_ROOT
             )
         except PriceError as error:
             print(

@@ -76,10 +76,9 @@ class Limits:
         self._elapsed_seconds = elapsed_seconds
         # On the clock of time.monotonic(); infinite until a drain is requested
         self._killed_at = math.inf
-        if terms:
-            self.usd_per_second = terms.usd_per_rank_second * world_size
-        else:
-            self.usd_per_second = 0.0
+        self._world_size = world_size
+        self._terms_version = 0  # of the agent's new terms that are in force
+        self._terms_since = 0.0  # elapsed seconds until which `terms` has the spending
         self._asked = False
         self._why_left = ""
         self._saves_answered = 0
@@ -89,6 +88,13 @@ class Limits:
         self._told = {
             share for share in BUDGET_THRESHOLDS if terms and share <= terms.last_notified_threshold
         }
+
+    @property
+    def usd_per_second(self) -> float:
+        """Price of all ranks."""
+        if self.terms is None:
+            return 0.0
+        return self.terms.usd_per_rank_second * self._world_size
 
     def watch_signals(self) -> None:
         """Install handlers that request a drain, of SIGTERM and of Slurm's signal before the time
@@ -133,12 +139,24 @@ class Limits:
 
     @property
     def spent_usd(self) -> float:
-        """US dollars that the job has cost at the planned price: all ended attempts, plus this one
-        so far.
+        """US dollars that the job has cost as far as prices are known: all ended attempts, plus this
+        one so far.
         """
+        self.follow_terms()
         if self.terms is None:
             return 0.0
-        return self.terms.spent_usd + self.usd_per_second * self._elapsed_seconds()
+        since = self._elapsed_seconds() - self._terms_since
+        return self.terms.spent_usd + self.usd_per_second * since
+
+    def follow_terms(self) -> None:
+        """Take over new terms of the agent, if there are any."""
+        control = self._control
+        if control is None or control.terms_version == self._terms_version:
+            return
+        self._terms_version = control.terms_version
+        new = control.read_terms()
+        self.terms = new.terms
+        self._terms_since = self._elapsed_seconds() - (time.monotonic() - new.at)
 
     def stop(self, steps_left: int = 0) -> Stop:
         """Return the reason to stop now, or NONE.
@@ -152,6 +170,7 @@ class Limits:
         if self._looked_at is not None:
             self._steps.append(now - self._looked_at)
         self._looked_at = now
+        self.follow_terms()
         if self.drain_requested:
             return Stop.INTERRUPTED
         terms = self.terms
@@ -187,15 +206,14 @@ class Limits:
     @property
     def next_step_usd(self) -> float:
         """Upper estimate of the next step's cost in US dollars, from the longest recent step
-        including its save.
+        including its save, at a price that may rise during the step.
 
         Before the first measurement, it is based on the plan's step time.
         """
-        if self.terms:
-            expected = self.terms.step_seconds
-        else:
-            expected = 0.0
-        return self.usd_per_second * max(self._steps, default=expected)
+        if self.terms is None:
+            return 0.0
+        seconds = max(self._steps, default=self.terms.step_seconds)
+        return self.usd_per_second * self.terms.price_rise * seconds
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
         """Return the budget thresholds that were reached since the last call, each as the data of a

@@ -39,7 +39,7 @@ from ebbflow.core.process import available_bytes
 from ebbflow.core.terms import Terms
 from ebbflow.training.launch.gpus import GpuMonitor
 from ebbflow.training.launch.heartbeat import Heartbeat
-from ebbflow.training.launch.messages import WorkerSpec
+from ebbflow.training.launch.messages import OrderRecord, WorkerSpec
 from ebbflow.training.launch.transport import is_loopback
 from ebbflow.training.limits import Limits
 from ebbflow.training.reporter import process_start_monotonic
@@ -158,7 +158,10 @@ class NodeMetrics:
         self._terms = spec.terms
         started = process_start_monotonic()
         self._limits = Limits(
-            self._terms, world_size=world_size, elapsed_seconds=lambda: time.monotonic() - started
+            self._terms,
+            world_size=world_size,
+            elapsed_seconds=lambda: time.monotonic() - started,
+            control=OrderRecord(Path(spec.control_path)) if spec.control_path else None,
         )
         self._heartbeats: dict[int, Heartbeat] = {}
         if spec.heartbeat_path:

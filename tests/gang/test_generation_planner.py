@@ -28,7 +28,7 @@ from ebbflow.core.events import (
 )
 from ebbflow.core.layout import commit_key, job_prefix
 from ebbflow.core.store import Store
-from ebbflow.core.terms import Terms
+from ebbflow.core.terms import RankPrice, Terms
 from ebbflow.training.checkpoint import reachable_commits, read_generation
 from ebbflow.training.checkpoint.lineage import amend_parent
 from ebbflow.training.errors import CrashLoop
@@ -124,6 +124,18 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
     assert third.terms is not None and third.terms.spent_usd == 19.0
     assert (first.generation, second.generation, third.generation) == (1, 2, 3)
     assert (first.colocated_nodes(0), second.colocated_nodes(1)) == (2, 1)
+
+
+def test_spending_follows_the_price_from_the_time_of_its_change(spec: GangSpec) -> None:
+    """100 s with 6 ranks at a cent, then 50 s at 3 cents, of which the launcher told late."""
+    terms = Terms(usd_per_rank_second=0.01, budget_usd=20.0, reserve_usd=1.0)
+    now = time.monotonic()
+    planner = GenerationPlanner(
+        replace(spec, terms=terms), job_store(spec), born=now - 150.0, now=lambda: now
+    )
+    risen = planner.follow_price(RankPrice(0.01, [(time.time() - 50.0, 0.03)]))
+    assert risen is not None and risen.spent_usd == pytest.approx(15.0, abs=0.01)
+    assert (risen.usd_per_rank_second, risen.reserve_usd) == (0.03, pytest.approx(3.0))
 
 
 def open_in_vain(

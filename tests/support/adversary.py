@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.capacity import AttemptHistory, choose_placement
 from ebbflow.cost.errors import PlacementError
-from ebbflow.cost.plan.guarantee import DECIDE_HOURS
+from ebbflow.cost.plan.guarantee import DECIDE_HOURS, start_hours
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.infra.batch.queues import QueueState
 from tests.support.capacity import batch_config
@@ -29,6 +29,7 @@ from tests.support.virtual_batch import (
     BOTH,
     HOUR,
     Adversary,
+    PriceLeap,
     Run,
     Strike,
     VirtualBatch,
@@ -175,6 +176,8 @@ class TightCase:
 def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     """Draw limits, capacity, a jump of the launcher's clock and an adversary, and run the job.
 
+    With watched prices, those of Spot triple: at the first commit, or at any moment of the work.
+
     The budget is 5–35 % above on-demand, the deadline 1.2–2.5 times the work. On-demand starts take
     all of the stated wait. Capacity comes and goes, or never ends. The clock of half of the jobs is
     set back by 30 min after an hour.
@@ -199,12 +202,18 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
     up = [up for _ in range(400) for up in [bool(draw.getrandbits(1))] * length]
     skew = draw.choice([0.0, -1800.0])
     watcher = Watcher(draw, usual.case.interval_hours)
+    leap = None
+    if config.cost.prices != "static":
+        first_commit = start_hours(usual) + usual.case.interval_hours
+        any_time = draw.uniform(0.0, usual.case.work_hours)
+        leap = PriceLeap(draw.choice([first_commit, any_time]) * HOUR, 3.0)
     batch = VirtualBatch(
         up if draw.random() < 0.5 else [True],
         seed=seed,
         adversary=watcher,
         slowest=True,
         clock=lambda second: second + (skew if second > HOUR else 0.0),
+        leap=leap,
     )
     return _judge(batch, config, usual.gang_usd_per_hour)
 
@@ -239,8 +248,11 @@ def main() -> None:
     """Print how many drawn jobs were late or over their budget under an adversary."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--jobs", type=int, default=2000, help="number of jobs (default 2000)")
+    parser.add_argument("--leap", action="store_true", help="prices of Spot triple at a moment")
     given = parser.parse_args()
+    prices = "live" if given.leap else "static"
     config = batch_config(
+        f"cost.prices={prices}",
         "checkpoint.interval=seconds",
         "checkpoint.interval_seconds=900",
         "batch.runnable_minutes=20",

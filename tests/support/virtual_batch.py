@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import BATCH_ATTEMPT, PLACED, Event
-from ebbflow.core.terms import Fallback
+from ebbflow.core.terms import Fallback, PriceWatch, Terms
 from ebbflow.cost.capacity import (
     Placement,
     batch_attempt_data,
@@ -22,16 +23,42 @@ from ebbflow.cost.capacity import (
     read_attempts,
     with_placement,
 )
-from ebbflow.cost.catalogue import load_catalogue
+from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.guarantee import busy_hours, start_hours
 from ebbflow.cost.plan.plan import Plan, make_plan
-from ebbflow.cost.prices.quote import PriceSource
+from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import Market, QueueState
 
 HOUR = 3600.0
+ANSWER_SECONDS = 2.0  # from a new price to the agents' store, beside the looks
 BEGAN_UTC = 1_800_000_000.0  # of every job
+
+
+@dataclass(frozen=True)
+class PriceLeap:
+    """A leap of all Spot prices to `factor` times those of the static table, at second `at`.
+
+    A running attempt knows it as late as its watch allows (`PriceWatch`); later plans know it at
+    once.
+    """
+
+    at: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class LeaptPrices(StaticPrices):
+    """The static table with Spot prices multiplied by a factor."""
+
+    factor: Decimal = Decimal(1)
+
+    def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
+        return [
+            replace(quote, usd_per_hour=quote.usd_per_hour * self.factor)
+            for quote in super().spot(kind, region)
+        ]
 
 
 def queue(name: str, market: Market | None, types: Sequence[str] = (), **known: Any) -> QueueState:
@@ -239,6 +266,7 @@ class VirtualBatch:
         clock: Returns the launcher's clock, given the true second.
         queues, prices: The queues, and the prices of the plans.
         capacity: Like `up`, by name of a queue; `up` holds for the other Spot queues.
+        leap: A leap of the Spot prices.
     """
 
     up: Sequence[bool]
@@ -254,6 +282,12 @@ class VirtualBatch:
     queues: Mapping[str, QueueState] = field(default_factory=lambda: BOTH)
     prices: PriceSource | None = None
     capacity: Mapping[str, Sequence[bool]] = field(default_factory=dict)
+    leap: PriceLeap | None = None
+
+    def prices_at(self, second: float) -> PriceSource | None:
+        if self.leap is None or second < self.leap.at:
+            return self.prices
+        return LeaptPrices(factor=Decimal(str(self.leap.factor)))
 
     def next_change(self, second: float, wanted: bool, queue: str = "") -> float:
         """Return the first time from `second` on at which the queue's capacity is `wanted`;
@@ -281,7 +315,11 @@ class VirtualBatch:
             history = read_attempts(course.log.events)
             believed = history.latest_utc(BEGAN_UTC + self.clock(now))
             plan = planned(
-                config, believed, share_done=share_done, spent_usd=course.usd, prices=self.prices
+                config,
+                believed,
+                share_done=share_done,
+                spent_usd=course.usd,
+                prices=self.prices_at(now),
             )
             placement = choose_placement(
                 config,
@@ -322,6 +360,12 @@ class _Attempt:
         self._usd_per_hour = (
             self._pool.gang_usd_per_hour + self._pool.transfer_usd / self._pool.paid_hours
         )
+        self._leap = None
+        if batch.leap is not None and placed < batch.leap.at and self._pool.market == "spot":
+            self._leap = batch.leap
+            watch = PriceWatch(plan.price_seconds, plan.budget_usd)
+            look = watch.look_seconds(self._pool.gang_usd_per_hour)
+            self._leap_known = batch.leap.at + 2 * look + ANSWER_SECONDS
         if batch.slowest:
             self._save_seconds = plan.reserve_seconds
         else:
@@ -379,7 +423,22 @@ class _Attempt:
         return self._end(cause, end, self._start, kept)
 
     def _usd_at(self, second: float) -> float:
-        return self._spent_before + (second - self._start) / HOUR * self._usd_per_hour
+        usd = self._spent_before + (second - self._start) / HOUR * self._usd_per_hour
+        if self._leap is None:
+            return usd
+        dearer = (self._leap.factor - 1) * self._pool.gang_usd_per_hour
+        return usd + max(0.0, second - max(self._start, self._leap.at)) / HOUR * dearer
+
+    def _terms_at(self, second: float) -> tuple[Terms, float]:
+        """Return the terms of the ranks, and the dollars that they believe to have spent."""
+        if self._leap is None:
+            return self._terms, self._usd_at(second)
+        if second < self._leap_known:
+            told = self._spent_before + (second - self._start) / HOUR * self._usd_per_hour
+            return self._terms, told
+        usd = self._terms.usd_per_rank_second * self._leap.factor
+        spent = self._usd_at(second)
+        return self._terms.at_price(usd, spent_usd=spent), spent
 
     def stays_after(self, seconds: float) -> bool:
         """Return whether the attempt may stay after so many more seconds without a step."""
@@ -392,10 +451,8 @@ class _Attempt:
     def _why_leave(self, seconds: float, work: float, *, restart: bool) -> str:
         second = self._at + seconds
         steps = round((self._work - work) / self._work * self._steps)
-        spent = self._usd_at(second)
-        return self._terms.why_leave(
-            steps, spent_usd=spent, now_utc=BEGAN_UTC + second, restart=restart
-        )
+        terms, spent = self._terms_at(second)
+        return terms.why_leave(steps, spent_usd=spent, now_utc=BEGAN_UTC + second, restart=restart)
 
     def _run_on_spot(self, start: float) -> tuple[float, float]:
         adversary = self._batch.adversary

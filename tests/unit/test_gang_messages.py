@@ -159,7 +159,7 @@ SAVE = leave(math.inf)
 def test_an_order_record_without_orders_asks_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "control"
     record = OrderRecord.create(path)
-    assert path.stat().st_size == 40
+    assert path.stat().st_size == 48
     assert (record.leave_at, record.saves, record.cause, record.ending) == (math.inf, 0, "", False)
 
 

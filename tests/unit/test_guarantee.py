@@ -4,6 +4,7 @@ jump.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading
 from ebbflow.training.launch.messages import end_if_unaffordable
 from ebbflow.training.limits import Limits, Stop
+from tests.support import virtual_batch
 from tests.support.adversary import adversarial_job
 from tests.support.capacity import JobLog, batch_config, placed_now, planned, queue, queues
 from tests.support.timelines import WALL, event
@@ -75,6 +77,18 @@ def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
     assert len(admitted) > 1 and sum(job.strikes for job in admitted) >= 4
     for job in admitted:
         assert job.late_hours == 0 and job.over_usd == 0, job
+
+
+def test_a_price_that_triples_within_an_attempt_breaks_no_limit_unless_nobody_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = batch_config("cost.prices=live", *SLOW_COMMITS)
+    for seed in (27, 53):
+        job = adversarial_job(watched, seed)
+        assert job is not None and job.late_hours == 0 and job.over_usd == 0, job
+    monkeypatch.setattr(virtual_batch, "ANSWER_SECONDS", math.inf)
+    blind = adversarial_job(watched, 27)
+    assert blind is not None and blind.over_minutes > 1, blind
 
 
 def test_without_the_guard_an_adversary_breaks_both_limits(monkeypatch: pytest.MonkeyPatch) -> None:

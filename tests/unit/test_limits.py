@@ -16,7 +16,7 @@ import pytest
 from ebbflow.core.errors import Outcome
 from ebbflow.core.terms import Fallback, Terms
 from ebbflow.training import limits as limits_module
-from ebbflow.training.launch.messages import OrderRecord, RankOrder
+from ebbflow.training.launch.messages import NewTerms, OrderRecord, RankOrder
 from ebbflow.training.limits import Limits, LoopResult, Position, Stop
 
 NOW = 1_000_000.0
@@ -109,6 +109,23 @@ def test_an_attempt_has_spent_its_price_times_its_ranks_and_seconds_beyond_earli
     assert limits.spent_usd == 3.0 + 0.25 * 2 * 10
     free = make_limits(None, elapsed)
     assert (free.usd_per_second, free.spent_usd, free.next_step_usd) == (0.0, 0.0, 0.0)
+
+
+def test_new_terms_of_the_agent_count_from_their_time_on(tmp_path: Path, clock: Clock) -> None:
+    elapsed = Elapsed()
+    record = OrderRecord.create(tmp_path / "node-0.control")
+    watched = replace(TERMS, price_look_seconds=10.0)
+    limits = make_limits(watched, elapsed, control=record)
+    elapsed.seconds = 20.0
+    assert limits.spent_usd == 10.0
+    # A second ago, $12 were spent, since the price had tripled 2 s before
+    record.write_terms(NewTerms(terms=watched.at_price(0.75, spent_usd=12.0), at=clock.at - 1.0))
+    assert (limits.spent_usd, limits.usd_per_second) == (13.5, 1.5)
+    assert limits.terms is not None and limits.terms.reserve_usd == 60.0
+    elapsed.seconds = 30.0
+    assert limits.spent_usd == 28.5
+    assert take_steps(limits, elapsed, [0.0, 1.0]) is Stop.NONE, "30 + 3 × 1.5 < 100 − 60"
+    assert take_steps(limits, elapsed, [2.0]) is Stop.BUDGET, "33 + 3 × 3 > 100 − 60"
 
 
 def test_the_next_step_costs_as_much_as_the_longest_recent_one() -> None:

@@ -380,7 +380,7 @@ def test_price_changes_since_the_plan_are_listed_by_zone(
             "since the plan"
         )
         client = ec2(*CHANGES)
-    [other] = read_price_changes(cost_config(prices=prices), PLAN, "g6.xlarge", **options)
+    [other] = read_price_changes(cost_config(prices=prices), PLAN, ["g6.xlarge"], **options)
     assert (other["instance_type"], other["changes"]) == ("g6.xlarge", [[NOW + 1.0, "0.8"]])
 
 

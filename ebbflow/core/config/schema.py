@@ -551,6 +551,12 @@ class CostConfig(Section):
         "static",
         "static (shipped, dated), live (DescribeSpotPriceHistory), or a file of recorded prices",
     )
+    price_seconds: float = key(
+        180.0,
+        "time between two looks at Spot prices while a job runs here or on AWS Batch, shorter with a "
+        "small budget; prices: static are not watched",
+        ge=1,
+    )
     regions: list[str] = key(["us-east-1"], "AWS regions whose pools are candidates")
     zones: list[str] = key(
         [], "zone ids (use1-az1) to choose from; empty: all zones of the regions"

@@ -235,7 +235,7 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
     return replace(
         plan,
         ranked=(ours, *others),
-        reserve_usd=ours.gang_usd_per_hour * plan.reserve_seconds / 3600,
+        reserve_usd=ours.reserve_usd(plan.price_watch, plan.reserve_seconds),
     )
 
 

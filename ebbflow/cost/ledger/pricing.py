@@ -194,24 +194,8 @@ class Pricing:
         """
         return self._price(job.placed_wall, {}, job)
 
-    def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
-        partition = self._find_partition(at, job)
-        if partition is not None:
-            return NodePrice(
-                curve=PriceCurve(parse_usd(partition)),
-                on_demand_usd_per_hour=None,
-                kind=STATED_FOR_PARTITION,
-                pool=parse_pool(partition),
-            )
-        plan = self._find_plan(at, job)
-        if plan is None and self.stated is not None:
-            return NodePrice(
-                curve=PriceCurve(self.stated), on_demand_usd_per_hour=None, kind=STATED, pool=None
-            )
-        if plan is None:
-            return NodePrice(
-                curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
-            )
+    def price_machine(self, plan: PlanJson, machine: MachineFacts) -> NodePrice:
+        """Return the price of one node of a plan, on a machine that reported these facts."""
         chosen = plan["chosen"]
         planned = parse_pool(chosen)
         simulated = bool(plan.get("simulated"))
@@ -232,6 +216,26 @@ class Pricing:
             on_demand_usd_per_hour=_find_on_demand_usd(plan, pool.instance_type),
             kind=kind,
             pool=pool,
+        )
+
+    def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
+        partition = self._find_partition(at, job)
+        if partition is not None:
+            return NodePrice(
+                curve=PriceCurve(parse_usd(partition)),
+                on_demand_usd_per_hour=None,
+                kind=STATED_FOR_PARTITION,
+                pool=parse_pool(partition),
+            )
+        plan = self._find_plan(at, job)
+        if plan is not None:
+            return self.price_machine(plan, machine)
+        if self.stated is not None:
+            return NodePrice(
+                curve=PriceCurve(self.stated), on_demand_usd_per_hour=None, kind=STATED, pool=None
+            )
+        return NodePrice(
+            curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
         )
 
     def _find_partition(self, at: float, job: BatchJob | None) -> CandidateJson | None:

@@ -20,6 +20,9 @@ or by a last save, never by both.
 With 2 d, an attempt may stay although its container is made as late as `Placement.start_by_utc`
 allows, or although its ranks fail at their first step and start again. The dollars 2 d + I on Spot
 pay for two starts of the ranks and for the work between them that a failure undoes.
+
+While the price of Spot is watched (`cost.price_seconds`), it may rise to `PRICE_RISE` times before the
+ranks know. Both rows on Spot then also keep `rise_usd`, and starts count at that multiple.
 """
 
 import math
@@ -28,7 +31,7 @@ from typing import Required, TypedDict
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
-from ebbflow.core.terms import Fallback
+from ebbflow.core.terms import PRICE_RISE, Fallback, PriceWatch
 from ebbflow.cost.plan.candidates import MISSES_DEADLINE, OVER_BUDGET
 from ebbflow.cost.plan.pools import Candidate, Rejection
 from ebbflow.cost.prices.reservations import Reservation
@@ -114,6 +117,13 @@ def _save_hours(config: RunConfig) -> float:
     return config.checkpoint.deadline_seconds / 3600
 
 
+def rise_usd(config: RunConfig, pool: Candidate) -> float:
+    """Return the dollars that a rise of a watched Spot price may cost before the ranks know of it,
+    with a step and a last save; 0 for other pools.
+    """
+    return pool.rise_usd(PriceWatch.of(config.cost), config.checkpoint.deadline_seconds)
+
+
 def spare_hours(
     config: RunConfig, spot: Candidate, last_resort: Candidate, hours_left: float
 ) -> float:
@@ -130,9 +140,11 @@ def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_le
     negative for a deficit.
     """
     undone = undone_hours(config, spot, last_resort)
-    lost = (2 * start_hours(spot) + undone + _save_hours(config)) * spot.gang_usd_per_hour
+    starts = 2 * start_hours(spot) * _start_rise(config, spot)
+    lost = (starts + undone + _save_hours(config)) * spot.gang_usd_per_hour
+    kept = lost + rise_usd(config, spot)
     return (
-        usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - lost
+        usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - kept
     )
 
 
@@ -156,15 +168,17 @@ def make_fallback(
     undone = undone_hours(config, spot, last_resort)
     finish = start_hours(last_resort) + save
     on_demand_usd = (finish + undone) * price + last_resort.storage_usd + last_resort.transfer_usd
+    spot_usd = save * spot.gang_usd_per_hour + rise_usd(config, spot)
     step_hours = (busy_hours(last_resort) - start_hours(last_resort)) / max(1, steps)
     return Fallback(
         begin_utc=begin_utc,
         end_utc=last_resort.ends_utc,
         seconds=3600 * (delay_hours(config) + finish + max(undone, save)),
         restart_seconds=3600 * start_hours(spot),
-        restart_usd=start_hours(spot) * spot.gang_usd_per_hour,
+        restart_usd=start_hours(spot) * spot.gang_usd_per_hour * _start_rise(config, spot),
         step_seconds=3600 * step_hours,
-        usd=on_demand_usd + save * spot.gang_usd_per_hour,
+        usd=on_demand_usd + spot_usd,
+        spot_usd=spot_usd,
         step_usd=step_hours * price,
     )
 
@@ -312,3 +326,10 @@ def refuse_unguaranteed(
     )
     hint = f"set cost.budget_usd to {math.ceil(enough * 100) / 100:.2f} or more{without}"
     return {"outcome": Outcome.BUDGET, "message": message, "hint": hint, "enough": enough}
+
+
+def _start_rise(config: RunConfig, spot: Candidate) -> float:
+    """Return the factor by which the price may rise while ranks start, when nothing stops them."""
+    if spot.market == "spot" and PriceWatch.of(config.cost).seconds:
+        return PRICE_RISE
+    return 1.0

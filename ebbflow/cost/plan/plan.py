@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.footprint import ModelShape, causal_lm_shape
-from ebbflow.core.terms import Terms
+from ebbflow.core.terms import PriceWatch, Terms
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.catalogue import RATES_KIND, Catalogue, load_catalogue, on_demand_recorded
 from ebbflow.cost.errors import PlanError
@@ -117,7 +117,7 @@ class Plan:
     budget_usd: float | None
     deadline_hours: float | None
     # reserve_usd, reserve_seconds: part of the budget and of the time that is kept for the last
-    # checkpoint
+    # checkpoint; the dollars also for a rise of the price that is not known yet
     reserve_usd: float
     prices: tuple[str, ...]  # sentences about the origin and age of the prices
     notes: tuple[str, ...]  # sentences about assumptions and omitted costs
@@ -139,6 +139,11 @@ class Plan:
     # On Slurm, the partitions, the preferred one first; a plan on Slurm has no other pools
     partitions: tuple[PartitionOffer, ...] = ()
     key_savings: tuple[KeySaving, ...] = ()  # other values of keys that would save more than 5 %
+    price_seconds: float = 0.0  # `cost.price_seconds` if Spot prices are watched, else 0
+
+    @property
+    def price_watch(self) -> PriceWatch:
+        return PriceWatch(self.price_seconds, self.budget_usd)
 
     @property
     def chosen(self) -> Candidate | None:
@@ -199,6 +204,9 @@ class Plan:
             else self.chosen.price.kind.split()[0].rstrip(":"),
             last_notified_threshold=last_notified_threshold,
             step_seconds=self.chosen.step_seconds,
+            price_look_seconds=self.price_watch.look_seconds(self.chosen.gang_usd_per_hour)
+            if self.chosen.market == "spot"
+            else 0.0,
         )
 
     def brief(self) -> Plan:
@@ -249,12 +257,14 @@ class Plan:
             "cheapest_on_demand",
             "partitions",
             "key_savings",
+            "price_seconds",
         )
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name not in late}
         fields["on_demand"] = data.get("on_demand", {})
         choice = data.get("cheapest_on_demand")
         fields["cheapest_on_demand"] = choice and OnDemandChoice(**choice)
         fields["key_savings"] = tuple(KeySaving(**found) for found in data.get("key_savings", ()))
+        fields["price_seconds"] = data.get("price_seconds", 0.0)
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))
         offers = data.get("partitions", ())
@@ -433,6 +443,7 @@ def make_plan(  # noqa: PLR0913
         deadline_hours=cost.deadline_hours,
         reserve_usd=reserve_usd(config, ranked[0]) if ranked else 0.0,
         reserve_seconds=config.checkpoint.deadline_seconds,
+        price_seconds=PriceWatch.of(cost).seconds,
         prices=sources.prices.describe(
             now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours
         ),

@@ -21,6 +21,7 @@ from ebbflow.cost.amounts import (
 )
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate, PartitionOffer
+from ebbflow.cost.plan.refusal import describe_reserve
 from ebbflow.cost.plan.throughput import gib_text
 from ebbflow.cost.prices.quote import format_short_age, format_time
 
@@ -281,7 +282,8 @@ def _dollars(plan: Plan, best: Candidate) -> str:
     if best.transfer_usd:
         parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
     per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
-    reserve = f"reserve for the last save {format_usd(plan.reserve_usd, 4)} (e)"
+    purpose = describe_reserve(plan.price_watch, best)
+    reserve = f"{purpose} {format_usd(plan.reserve_usd, 4)} (e)"
     usd = format_usd(best.expected_usd, 4)
     ahead = plan.live
     if ahead is None:

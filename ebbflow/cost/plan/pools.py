@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ebbflow.core.json_values import JsonObject
+from ebbflow.core.terms import PriceWatch
 from ebbflow.cost.catalogue import Catalogue
 from ebbflow.cost.plan.forecast import ForecastInputs, Outlook
 from ebbflow.cost.plan.throughput import MemoryFit
@@ -116,6 +117,19 @@ class Candidate(Pool):
         if on_demand is None:
             return None
         return 100.0 * (1.0 - self.price.usd_float / on_demand)
+
+    def rise_usd(self, watch: PriceWatch, save_seconds: float) -> float:
+        """Return the dollars that a rise of a watched Spot price may cost before the ranks know of
+        it, with a step and a last save; 0 for other pools.
+        """
+        if self.market != "spot":
+            return 0.0
+        return watch.rise_usd(self.gang_usd_per_hour, self.step_seconds + save_seconds)
+
+    def reserve_usd(self, watch: PriceWatch, save_seconds: float) -> float:
+        """Return the dollars that a budget keeps: for the last save, and for such a rise."""
+        save = self.gang_usd_per_hour * save_seconds / 3600
+        return save + self.rise_usd(watch, save_seconds)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Candidate:

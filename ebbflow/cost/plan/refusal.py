@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ebbflow.core.config.device_settings import choose_loss_chunk
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
+from ebbflow.core.terms import PRICE_RISE, PriceWatch
 from ebbflow.cost.catalogue import ON_DEMAND_REGION, on_demand_recorded
 from ebbflow.cost.plan.candidates import (
     AUTO_NODES,
@@ -50,10 +51,17 @@ class PlanRefusal:
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
-    """Return the dollars kept for the last checkpoint: the price of all nodes for
-    `checkpoint.deadline_seconds`.
+    """Return the dollars kept for the last checkpoint, the price of all nodes for
+    `checkpoint.deadline_seconds`, and for a rise of a watched price that is not known yet.
     """
-    return pool.gang_usd_per_hour * config.checkpoint.deadline_seconds / 3600
+    return pool.reserve_usd(PriceWatch.of(config.cost), config.checkpoint.deadline_seconds)
+
+
+def describe_reserve(watch: PriceWatch, pool: Candidate) -> str:
+    """Describe what `reserve_usd` is for."""
+    if pool.market == "spot" and watch.seconds:
+        return f"reserve for the last save and a price {PRICE_RISE:g} times as high"
+    return "reserve for the last save"
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
@@ -350,7 +358,7 @@ def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejec
     needed = needed_usd(config, sources, pool)
     reason = (
         f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} "
-        "reserve for the last save"
+        f"{describe_reserve(PriceWatch.of(config.cost), pool)}"
         + (f" + ${spent:.4f} spent so far" if spent else "")
         + f", cost.budget_usd is ${budget:.4f}"
     )
@@ -531,7 +539,8 @@ def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) ->
         f"cost.budget_usd is ${budget:.4f}; the cheapest pool that can do it, {cheapest}, needs "
         f"${needed:.4f} = {cheapest.paid_hours:.4g} h × {cheapest.nodes} × "
         f"${cheapest.price.usd_float:.4f}/h + ${other:.4f} storage and transfer + "
-        f"${reserve_usd(config, cheapest):.4f} reserve for the last save"
+        f"${reserve_usd(config, cheapest):.4f} "
+        f"{describe_reserve(PriceWatch.of(config.cost), cheapest)}"
         + (f" + ${spent:.4f} spent so far" if spent else "")
     )
     hint = budget_hint(config, sources, cheapest, needed)

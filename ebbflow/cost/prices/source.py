@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -89,21 +89,21 @@ def open_prices(
 def read_price_changes(
     cost: CostConfig,
     plan: PlanJson,
-    instance_type: str | None = None,
+    instance_types: Collection[str] = (),
     *,
     now_utc: float,
     project_root: Path = Path(),
     client: Callable[[str], BaseClient] | None = None,
 ) -> list[PriceChanges]:
-    """Return the changes of an instance type's spot price since the plan was made, one list of
-    changes per zone.
+    """Return the changes of instance types' spot prices since the plan was made, one list of changes
+    per type and zone.
 
     Query AWS if the plan used live prices. The result is empty if the plan has no pool or used the
     static table, which has no changes.
 
     Args:
         plan: Data of the `plan` event.
-        instance_type: None means the type that the plan chose.
+        instance_types: None given means the type that the plan chose.
 
     Raises:
         PriceError: The price file is invalid, or EC2 does not answer for the region of the plan's
@@ -113,19 +113,19 @@ def read_price_changes(
     if not chosen or cost.prices == "static":
         return []
     since = float(plan.get("made_utc") or 0.0)
-    kind = instance_type or chosen["instance_type"]
+    kinds = instance_types or [chosen["instance_type"]]
     if cost.prices != "live":
         records: Iterable[SpotRecord] = read_recording(project_root / cost.prices).records
-        return _changes_by_zone(records, kind, since, now_utc, "recorded")
+        return _changes_by_zone(records, kinds, since, now_utc, "recorded")
     answers = query_spot_prices(
-        cost.regions, [kind], now_utc=now_utc, since_utc=since, client=client
+        cost.regions, list(kinds), now_utc=now_utc, since_utc=since, client=client
     )
     if not answers.answered or chosen.get("region") in answers.failed:
         raise PriceError("; ".join(dict.fromkeys(answers.failed.values())))
     found = []
     for answer in answers.answered.values():
         found.extend(answer.records)
-    return _changes_by_zone(found, kind, since, now_utc, "live")
+    return _changes_by_zone(found, kinds, since, now_utc, "live")
 
 
 def add_commands(commands: argparse._SubParsersAction, project_root: Path) -> None:
@@ -250,17 +250,25 @@ def show_prices(arguments: argparse.Namespace, project_root: Path) -> int:
 
 
 def _changes_by_zone(
-    records: Iterable[SpotRecord], instance_type: str, since: float, until: float, kind: str
+    records: Iterable[SpotRecord],
+    instance_types: Collection[str],
+    since: float,
+    until: float,
+    kind: str,
 ) -> list[PriceChanges]:
-    """Return, for each zone, the price in force at `since` and all changes up to `until` (Unix
+    """Return, for each type and zone, the price in force at `since` and all changes up to `until` (Unix
     times).
     """
     wanted = (
-        record for record in records if record.instance_type == instance_type and record.at <= until
+        record
+        for record in records
+        if record.instance_type in instance_types and record.at <= until
     )
-    by_zone = group_by_key(((record.region, record.zone), record) for record in wanted)
+    by_zone = group_by_key(
+        ((record.instance_type, record.region, record.zone), record) for record in wanted
+    )
     pools: list[PriceChanges] = []
-    for (region, zone), found in sorted(by_zone.items()):
+    for (instance_type, region, zone), found in sorted(by_zone.items()):
         found.sort(key=lambda record: record.at)
         held = [record for record in found if record.at <= since][-1:]
         later = [record for record in found if record.at > since]

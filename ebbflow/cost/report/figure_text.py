@@ -23,9 +23,11 @@ from ebbflow.cost.capacity.placement import UNKNOWN
 from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.plan_json import PlanSummary
+from ebbflow.cost.prices.quote import format_time
 from ebbflow.cost.report.parts import AttemptRow, SaveFigures
 from ebbflow.cost.report.report import RunReport
 
+_MOST_CHANGES = 12  # of a price, in one line
 LEDGER_HEADER = ("class", "rank-seconds", "share", "USD", "figure")
 CAUSE_HEADER = ("what it was paid for", "rank-seconds", "share", "USD")
 GENERATION_HEADER = (
@@ -467,19 +469,34 @@ def format_owner(report: RunReport) -> str:
 
 
 def format_node_prices(report: RunReport) -> list[str]:
-    """Format one line per pair of pool and kind of price, with its cost; [] if there is only one
-    pair.
+    """Format one line per pair of pool and kind of price, with its cost, unless there is only one
+    pair; one line per pool whose price changed while it was paid for, and how old the last price is
+    if its source stopped answering.
     """
     found = report.money.get("prices") or []
     nodes = sum(line["nodes"] for line in found)
     decimals = usd_decimals(report.total_usd)
-    if len(found) < 2:
-        return []
-    return [
-        f"prices: {line['nodes']} of {nodes} nodes on {one_line(line['pool'] or NONE)}, "
-        f"{format_usd(line['usd'], decimals)}: {one_line(line['kind'])}"
-        for line in found
-    ]
+    lines = []
+    if len(found) > 1:
+        lines = [
+            f"prices: {line['nodes']} of {nodes} nodes on {one_line(line['pool'] or NONE)}, "
+            f"{format_usd(line['usd'], decimals)}: {one_line(line['kind'])}"
+            for line in found
+        ]
+    for line in found:
+        curve = line.get("curve") or []
+        if len(curve) > 1:
+            shown = curve[:_MOST_CHANGES]
+            steps = [f"${usd:.4f} from {format_time(at)}" for at, usd in shown]
+            more = len(curve) - len(shown)
+            rest = f", and {more} more" if more else ""
+            lines.append(
+                f"price per node-hour of {one_line(line['pool'] or NONE)}: {', '.join(steps)}{rest}"
+            )
+    silence = report.money.get("price_silence")
+    if silence:
+        lines.append(f"prices: {one_line(silence)}")
+    return lines
 
 
 def format_attempt_rows(attempts: Sequence[AttemptRow]) -> list[tuple[str, ...]]:

@@ -20,14 +20,15 @@ from ebbflow.core.event_payloads import (
     PeakPayload,
     PreflightPayload,
     PreparedPayload,
+    PricesPayload,
     ProfilePayload,
     StepPayload,
 )
 from ebbflow.core.events import Event, LedgerClass, find_last_event, is_event, select_events
 from ebbflow.core.grouping import group_by_key, sum_by_key
-from ebbflow.cost.amounts import USD_DECIMALS, apportion, round_amount
+from ebbflow.cost.amounts import USD_DECIMALS, apportion, format_duration, round_amount
 from ebbflow.cost.capacity.placement import read_attempts
-from ebbflow.cost.ledger.bills import NodeBill, compute_bills, count_machines
+from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill, compute_bills, count_machines
 from ebbflow.cost.ledger.generations import RecordedGeneration, read_generations
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.pricing import (
@@ -333,6 +334,7 @@ def compute_money_figures(
         "unknown_nodes": sum(bill.node.instance_id is None for bill in ledger.nodes),
         "price_changes": sum(node.started_wall < at < node.ended_wall for node, at in changes),
         "prices": _sum_by_price(ledger),
+        "price_silence": _describe_price_silence(events),
         "attempts": _compute_attempt_figures(events, ledger),
         "slurm_jobs": summarize_slurm_jobs(events),
         "light_steps_away": any(
@@ -539,11 +541,50 @@ def _sum_by_price(ledger: Ledger) -> list[PriceRow]:
     )
     spent = [sum((bill.usd for bill in bills), Decimal(0)) for bills in grouped.values()]
     return [
-        {"pool": pool, "kind": kind, "nodes": len(bills), "usd": float(usd)}
+        {
+            "pool": pool,
+            "kind": kind,
+            "nodes": len(bills),
+            "usd": float(usd),
+            "curve": _read_price_curve(bills),
+        }
         for ((pool, kind), bills), usd in zip(
             grouped.items(), apportion(spent, total=ledger.total_usd), strict=True
         )
     ]
+
+
+def _read_price_curve(bills: Iterable[NodeBill | UnreportedBill]) -> list[list[float]]:
+    """Return the price of one node of a pool while its nodes were paid for, as [Unix time, dollars
+    per hour from then on].
+    """
+    points: dict[float, float] = {}
+    for bill in bills:
+        if not isinstance(bill, NodeBill):
+            continue
+        started = bill.node.started_wall
+        points[started] = float(bill.price.curve.price_at(started))
+        for micros, usd in bill.price.curve.changes:
+            if started < micros / MICRO < bill.node.ended_wall:
+                points[micros / MICRO] = float(usd)
+    curve: list[list[float]] = []
+    for at, usd in sorted(points.items()):
+        if not curve or curve[-1][1] != usd:
+            curve.append([at, usd])
+    return curve
+
+
+def _describe_price_silence(events: Sequence[Event]) -> str:
+    """Describe a source of prices that had stopped answering when the job ended; "" otherwise."""
+    last = find_last_event(events, PricesPayload)
+    if last is None or not last.payload.problem:
+        return ""
+    ended = max(event.t_wall for event in events)
+    asked = last.payload.asked_utc
+    if asked is None:
+        return f"those of the plan apply, since {last.payload.problem}"
+    age = format_duration(ended - asked)
+    return f"the last ones, {age} old at the end, apply, since {last.payload.problem}"
 
 
 def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[AttemptRow]:

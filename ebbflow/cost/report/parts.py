@@ -4,7 +4,7 @@ They are dictionaries, so that a report is written and read without a conversion
 versions lack some of the keys; readers may rely on the required ones only.
 """
 
-from typing import Required, TypedDict
+from typing import NotRequired, Required, TypedDict
 
 from ebbflow.core.config.load import SettingRow
 from ebbflow.core.json_values import Json, JsonObject
@@ -231,6 +231,8 @@ class PriceRow(TypedDict):
     kind: str
     nodes: int
     usd: float
+    # Price of one node while the pool was paid for: [Unix time, dollars per hour from then on]
+    curve: NotRequired[list[list[float]]]
 
 
 class PlannedAttempt(TypedDict):
@@ -282,6 +284,7 @@ class MoneyFigures(TypedDict, total=False):
     unknown_nodes: int
     price_changes: int
     prices: list[PriceRow]
+    price_silence: str  # why, and how long before the end, no price was known any more
     attempts: list[AttemptRow]
     light_steps_away: bool
     slurm_jobs: list[SlurmJobRow]

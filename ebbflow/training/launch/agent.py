@@ -30,6 +30,7 @@ from ebbflow.training.launch.coordinator import REGROUP_SECONDS, Coordinator
 from ebbflow.training.launch.logs import flush_output
 from ebbflow.training.launch.membership import FollowerPeers
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
+from ebbflow.training.launch.price_follower import PriceLookup
 from ebbflow.training.launch.transport import control_ports
 
 
@@ -156,12 +157,16 @@ def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
         own.log.close(last.reason)
 
 
-def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
+def run_gang(spec: messages.GangSpec, *, prices: PriceLookup | None = None) -> messages.GangOutcome:
     """Run this node's ranks as part of a gang until the gang ends, and return the outcome that all
     ranks agreed on.
 
     Call it on every node, in the main thread. When it returns or raises, all processes that it
     started have ended.
+
+    Args:
+        prices: looks up the price of the held pool while the gang runs, on node 0; None: the price
+            of `spec.terms` applies.
 
     Raises:
         GangError: the gang failed, and another generation in this attempt cannot succeed. The
@@ -174,7 +179,7 @@ def run_gang(spec: messages.GangSpec) -> messages.GangOutcome:
     with _handle_signals(own.drain.on_signal):
         try:
             if spec.node == 0:
-                end = Coordinator(own).run()
+                end = Coordinator(own, prices).run()
             else:
                 end = run_follower(own)
         except (TrainingError, InfraError):

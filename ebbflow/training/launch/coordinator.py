@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,7 @@ import ebbflow.core.events as ev
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import EndReason, Event, read_events
 from ebbflow.core.store import Store
-from ebbflow.core.terms import BUDGET_THRESHOLDS, Terms
+from ebbflow.core.terms import BUDGET_THRESHOLDS, RankPrice, Terms
 from ebbflow.training.checkpoint.lineage import (
     CANDIDATES,
     Generation,
@@ -47,6 +47,7 @@ from ebbflow.training.launch.crash_loop import (
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import CoordinatorPeers
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
+from ebbflow.training.launch.price_follower import PriceFollower, PriceLookup
 from ebbflow.training.launch.replacements import replacements_of
 from ebbflow.training.launch.transport import SECRET_BYTES, is_loopback, rendezvous_port
 from ebbflow.training.rehearse import Fault
@@ -63,7 +64,7 @@ _SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the age
 class Coordinator:
     """Agent of node 0, which runs one attempt of a gang, generation after generation."""
 
-    def __init__(self, own: NodeRuntime) -> None:
+    def __init__(self, own: NodeRuntime, prices: PriceLookup | None = None) -> None:
         self._own = own
         self._log = own.log
         self._drain = own.drain
@@ -74,6 +75,10 @@ class Coordinator:
         self._restarting = False  # an earlier generation of this attempt started ranks
         self._peers = CoordinatorPeers(own.spec, own.host, self._secret)
         self._planner = GenerationPlanner(own.spec, own.job_store, born=own.log.since)
+        self._prices: PriceFollower | None = None
+        terms = own.spec.terms
+        if prices is not None and terms is not None and terms.price_look_seconds:
+            self._prices = PriceFollower(prices, terms.price_look_seconds)
 
     def run(self) -> messages.GenerationEnd:
         """Run generations until the gang ends, and return the gang's result.
@@ -126,6 +131,8 @@ class Coordinator:
                 forget = partial(self._own.secret.refuse, late)
             self._update_secret(forget)
             self._peers.close()
+            if self._prices is not None:
+                self._prices.close()
             self._drain.record_notices(self._log.emit)
             self._log.close(last.reason)
             if self._secret_thread is not None:
@@ -200,6 +207,7 @@ class Coordinator:
             # Replacements of lost nodes need the secret too
             if not replacements_of(spec.config.kubernetes):
                 self._update_secret(self._own.secret.withdraw)
+            self._take_new_terms()
             start = self._retry_store(
                 lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch
             )
@@ -218,7 +226,7 @@ class Coordinator:
                 return peers.give_up(end)
             self._ranks_started = True
             peers.start(start)
-            end = self._own.run_ranks(spec, start, peers)
+            end = self._own.run_ranks(spec, start, peers, self._take_new_terms)
         except (TrainingError, InfraError) as error:
             end = peers.give_up(
                 replace(self._end_before_start(error), generation=generation.number)
@@ -235,6 +243,13 @@ class Coordinator:
                 ),
             )
         return end
+
+    def _take_new_terms(self) -> Terms | None:
+        """Return the terms at a price that was not known at the last call, else None."""
+        price = None if self._prices is None else self._prices.take_new()
+        if price is None:
+            return None
+        return self._planner.follow_price(price)
 
     def _update_secret(self, update: Callable[[], object]) -> None:
         """Run `update`, which deletes or replaces this start's secret, in a thread.
@@ -329,9 +344,9 @@ class GenerationPlanner:
         self._job_store = job_store
         self._now = now
         self._terms = spec.terms
-        self._paid_until = born
-        self._spent_usd = 0.0
-        self._world_size = spec.world_size
+        # Price per rank-second, and the ranks that are paid for since a time on the clock `now`
+        self._price = RankPrice(spec.terms.usd_per_rank_second if spec.terms is not None else 0.0)
+        self._paid = [_PaidRanks(since=born, ranks=spec.world_size)]
         self._failed: list[FailedGeneration] = []
         self._number = 0
         # Missing commits that a user accepted; None once recorded
@@ -364,6 +379,7 @@ class GenerationPlanner:
         self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]
     ) -> messages.GenerationStart:
         spec = self._spec
+        now = self._now()
         fault = self._spec.rehearse
         if fault is not None and any(
             event.name == ev.FAULT_INJECTED for event in read_events(self._job_store)
@@ -386,15 +402,20 @@ class GenerationPlanner:
                 commit.key for commit in reachable_commits(self._job_store, limit=CANDIDATES)
             ],
             rendezvous_port=rendezvous_port(address, f"{spec.run}/{generation.id}", spec.attempt),
-            terms=self._current_terms(),
+            terms=self._terms_at(now),
             rehearse=None if fault is None else asdict(Fault.parse(fault)),
             hosts=list(hosts),
             nodes=list(nodes),
             overrides=read_overrides(self._job_store).to_json(),
             node_0=messages.describe_node(spec),
         )
-        self._world_size = len(nodes) * spec.processes_per_node
+        self._paid.append(_PaidRanks(since=now, ranks=len(nodes) * spec.processes_per_node))
         return start
+
+    def follow_price(self, price: RankPrice) -> Terms | None:
+        """Take over what is known of the held pool's price now, and return the terms at it."""
+        self._price = price
+        return self._terms_at(self._now())
 
     def check_crash_loop(
         self, ended: messages.GenerationEnd, generation: int, rank_seconds: float
@@ -481,26 +502,39 @@ class GenerationPlanner:
             lost["usd_lost"] = lost["lost_rank_seconds"] * self._terms.usd_per_rank_second
         return lost
 
-    def _current_terms(self) -> Terms | None:
-        """Return the job's budget, price and spending so far.
+    @property
+    def _world_size(self) -> int:
+        return self._paid[-1].ranks
+
+    def _terms_at(self, now: float) -> Terms | None:
+        """Return the job's budget, price and spending at a time on the clock `now`.
 
         The spending includes the cost of the time between generations, which the ranks do not
         record.
         """
-        now = self._now()
-        terms = self._terms
-        waited = now - self._paid_until
-        self._paid_until = now
-        if terms is None:
+        if self._terms is None:
             return None
-        self._spent_usd += waited * terms.usd_per_rank_second * self._world_size
-        spent = terms.spent_usd + self._spent_usd
-        notified = terms.last_notified_threshold
+        behind = time.time() - now
+        price = self._price.shifted(behind)
+        spent = self._terms.spent_usd
+        ends = [*(paid.since for paid in self._paid[1:]), now]
+        for paid, end in zip(self._paid, ends, strict=True):
+            spent += price.cost(paid.since, end) * paid.ranks
+        terms = self._terms.at_price(price.price_at(now), spent_usd=spent)
         # Ranks of earlier generations have reported the thresholds that they reached
-        if self._number > 1:
-            reached = [share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1]]
-            notified = max([notified, *reached])
-        return replace(terms, spent_usd=spent, last_notified_threshold=notified)
+        if self._number <= 1:
+            return terms
+        reached = [share for share in terms.reached(spent) if share < BUDGET_THRESHOLDS[-1]]
+        notified = max([terms.last_notified_threshold, *reached])
+        return replace(terms, last_notified_threshold=notified)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PaidRanks:
+    """Number of ranks that are paid for since a time on the planner's clock."""
+
+    since: float
+    ranks: int
 
 
 def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:

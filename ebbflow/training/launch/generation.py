@@ -31,6 +31,7 @@ from ebbflow.training.launch.messages import (
     GangSpec,
     GenerationEnd,
     GenerationStart,
+    NewTerms,
     WorkerSpec,
     find_differences,
 )
@@ -66,6 +67,7 @@ class NodeGeneration:
         *,
         gpus: GpuMonitor | None = None,
         gpu_check: NodeGpuCheck | None = None,
+        take_new_terms: Callable[[], Terms | None] = lambda: None,
     ) -> None:
         self._spec = spec
         self._start = start
@@ -75,6 +77,8 @@ class NodeGeneration:
         self._job_store = job_store
         self._gpus = gpus
         self._gpu_check = gpu_check
+        self._take_new_terms = take_new_terms
+        self._usd_per_rank_second = start.terms.usd_per_rank_second if start.terms else 0.0
         if gpus is None:
             self._faults_before = 0
         else:
@@ -290,6 +294,7 @@ class NodeGeneration:
                         finished = True
                         self._peers.report_results(results)
                 self._drain.forward_orders(self._peers, self._log.emit)
+                self._hand_over_terms()
                 self._log.beat(watch.sample)
                 output.follow()
                 time.sleep(_POLL_SECONDS)
@@ -304,6 +309,21 @@ class NodeGeneration:
                 generation=self._start.generation,
             )
         return end
+
+    def _hand_over_terms(self) -> None:
+        """Hand new terms to the ranks, and print a price that has changed."""
+        terms = self._take_new_terms()
+        if terms is None:
+            return
+        self._drain.hand_over_terms(NewTerms(terms=terms, at=time.monotonic()))
+        ranks = self._spec.world_size
+        before = self._usd_per_rank_second
+        self._usd_per_rank_second = terms.usd_per_rank_second
+        if before != terms.usd_per_rank_second:
+            print_line(
+                f"the price of this pool is now ${3600 * terms.usd_per_rank_second * ranks:.4f} per "
+                f"hour, before ${3600 * before * ranks:.4f}; ${terms.spent_usd:.4f} spent so far"
+            )
 
     def _report_failures(
         self, reports: Sequence[WorkerFailure], reported: dict[int, WorkerFailure]

@@ -25,6 +25,7 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import EndReason
 from ebbflow.core.json_values import JsonObject
+from ebbflow.core.layout import write_atomically
 from ebbflow.core.requirements import installed_versions
 from ebbflow.core.terms import Terms
 from ebbflow.diagnose.rules import load_rules
@@ -57,7 +58,7 @@ CAUSES = (
     "rebalance recommendation",
     RETURNED,
 )
-_LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _FIELDS = range(6)
+_LEAVE_AT, _CAUSE, _NODE, _SAVES, _ENDING, _TERMS, _FIELDS = range(7)
 
 _NullIfInfinite = Annotated[
     float,
@@ -219,14 +220,24 @@ class RankOrder:
         return math.isfinite(self.seconds)
 
 
+@pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
+class NewTerms:
+    """Terms at a new price, with the spending until `at` (time.monotonic())."""
+
+    terms: Terms
+    at: float
+
+
 class OrderRecord:
     """The agent's orders to the ranks of its node, in shared memory.
 
     The agent writes the record. Each rank reads it once per step, which takes less than 1 µs. Reads
-    need no lock, because there is one writer and each field is one aligned 8-byte integer.
+    need no lock, because there is one writer and each field is one aligned 8-byte integer. New
+    terms are in a file beside it, which the record counts.
     """
 
     def __init__(self, path: Path) -> None:
+        self._terms_path = path.with_suffix(".terms.json")
         with open(path, "r+b") as file:
             self._record = memoryview(mmap.mmap(file.fileno(), _FIELDS * 8)).cast("q")
 
@@ -252,6 +263,20 @@ class OrderRecord:
             record[_NODE] = order.node
             record[_CAUSE] = CAUSES.index(order.cause)
         record[_LEAVE_AT] = leave_at
+
+    def write_terms(self, new: NewTerms) -> None:
+        content = TypeAdapter(NewTerms).dump_json(new)
+        write_atomically(self._terms_path, content)
+        self._record[_TERMS] += 1
+
+    @property
+    def terms_version(self) -> int:
+        """Number of new terms so far."""
+        return self._record[_TERMS]
+
+    def read_terms(self) -> NewTerms:
+        """Read the newest terms. Only valid if there are any."""
+        return TypeAdapter(NewTerms).validate_json(self._terms_path.read_bytes())
 
     def announce_end(self) -> None:
         """Mark in the record that the agent is about to kill the ranks."""

@@ -16,6 +16,7 @@ from ebbflow.core.keeper import Keeper
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.process import AwakeClock
 from ebbflow.core.store import Store
+from ebbflow.core.terms import Terms
 from ebbflow.infra.checks.gpu import gpus_hidden
 from ebbflow.training.errors import AgentFailure, describe_exception, describe_traceback
 from ebbflow.training.launch.devices import NodeGpuCheck
@@ -154,7 +155,17 @@ class NodeRuntime:
             self._prepare_processes()
         return why
 
-    def run_ranks(self, spec: GangSpec, start: GenerationStart, peers: Peers) -> GenerationEnd:
+    def run_ranks(
+        self,
+        spec: GangSpec,
+        start: GenerationStart,
+        peers: Peers,
+        take_new_terms: Callable[[], Terms | None] = lambda: None,
+    ) -> GenerationEnd:
+        """Run this node's ranks in one generation.
+
+        `take_new_terms` returns new terms for the running ranks, or None.
+        """
         self._node_numbers.add(spec.node)
         if self._keeper is not None and self._keeper.lost:
             print_line(f"node {spec.node}: the keeper process was lost; starting another one")
@@ -173,6 +184,7 @@ class NodeRuntime:
             self.job_store,
             gpus=self._gpus,
             gpu_check=self._gpu_check,
+            take_new_terms=take_new_terms,
         )
         self._cache_folder = self._cache_folder or generation.folder
         return generation.run(self._standby, self._cache_folder, self._keeper)

@@ -32,7 +32,14 @@ from ebbflow.infra.notices import (
 from ebbflow.training.launch.evidence import SLOW, WorkerFailure
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import Peers
-from ebbflow.training.launch.messages import RETURNED, SIGTERM, GangSpec, OrderRecord, RankOrder
+from ebbflow.training.launch.messages import (
+    RETURNED,
+    SIGTERM,
+    GangSpec,
+    NewTerms,
+    OrderRecord,
+    RankOrder,
+)
 from ebbflow.training.launch.workers import WorkerGroup
 
 _CAUSES = {
@@ -237,6 +244,11 @@ class Drain:
                     replace(order, seconds=came_at + order.seconds - time.monotonic())
                 )
         return path
+
+    def hand_over_terms(self, new: NewTerms) -> None:
+        """Hand new terms to this node's running ranks."""
+        if self._record is not None:
+            self._record.write_terms(new)
 
     def announce_end(self) -> None:
         if self._record is not None:

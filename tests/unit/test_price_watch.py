@@ -1,0 +1,108 @@
+"""Prices while a job runs: how often they are asked, what the launcher records, what an agent reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.events import PLAN, PRICES, read_events
+from ebbflow.core.terms import PriceWatch, RankPrice
+from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.prices.recorded import RecordedPrices
+from ebbflow.flows import gang, price_watch
+from ebbflow.flows.job import Job
+from ebbflow.infra.instance import VARIABLES
+from tests.support.flow import wait_until
+
+
+def test_a_price_is_asked_a_hundred_times_per_budget_and_every_three_minutes() -> None:
+    assert PriceWatch.of(RunConfig().cost).seconds == 0.0
+    cost = RunConfig.model_validate({"cost": {"prices": "live", "budget_usd": 0.5}}).cost
+    watch = PriceWatch.of(cost)
+    assert watch.look_seconds(0.5) == 36.0
+    assert watch.look_seconds(0.01) == cost.price_seconds == 180.0
+    assert watch.look_seconds(1000.0) == 2.0
+    assert PriceWatch(180.0).look_seconds(1000.0) == 180.0
+    assert watch.rise_usd(0.5, 26.0) == pytest.approx(2 * 0.5 * 100 / 3600)
+
+
+def test_a_price_costs_what_it_was_at_each_time() -> None:
+    price = RankPrice(1.0, [(10.0, 3.0), (20.0, 2.0)])
+    assert price.cost(5.0, 25.0) == 5.0 + 30.0 + 10.0
+    assert price.cost(12.0, 12.0) == 0.0
+    assert [price.price_at(at) for at in (9.9, 10.0, 20.0)] == [1.0, 3.0, 2.0]
+    assert price.shifted(10.0).cost(-5.0, 15.0) == 45.0
+
+
+def record(path: Path, *changes: tuple[str, float, float]) -> None:
+    """changes: (zone id, seconds ago, dollars per hour)."""
+    told = [
+        {
+            "InstanceType": "g5.xlarge",
+            "AvailabilityZone": {"use1-az4": "us-east-1a", "use1-az6": "us-east-1b"}[zone],
+            "AvailabilityZoneId": zone,
+            "Timestamp": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - ago)),
+            "SpotPrice": f"{usd:.4f}",
+        }
+        for zone, ago, usd in changes
+    ]
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({"SpotPriceHistory": told}))
+    fresh.replace(path)
+
+
+def test_an_agent_reads_its_own_zones_price_from_what_the_launcher_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(price_watch, "_FIRST_LOOK_SECONDS", 0.02)
+    prices = tmp_path / "prices.json"
+    record(prices, ("use1-az4", 3600.0, 0.4), ("use1-az6", 3600.0, 0.5))
+    config = RunConfig.model_validate(
+        {
+            "store": str(tmp_path / "store"),
+            "cluster": {"instance_types": ["g5.xlarge"], "plan_for": "batch", "nodes": 1},
+            "cost": {"prices": str(prices), "price_seconds": 1},
+        }
+    )
+    now = time.time()
+    plan = make_plan(config, now_utc=now, prices=RecordedPrices.read(prices, now))
+    assert plan.chosen is not None and plan.chosen.zone == "use1-az4"
+    job = Job(name="job", run="1", config=config)
+    with job.events("plan") as log:
+        log.emit(PLAN, **plan.brief().to_json())
+    (tmp_path / "run-id").write_text("1")
+    said: list[str] = []
+    watch = price_watch.LauncherPrices("job", config, tmp_path / "run-id", said.append)
+
+    def told() -> list[dict[str, Any]]:
+        return [event.data for event in read_events(job.store) if event.name == PRICES]
+
+    watch.start()
+    try:
+        wait_until("prices", told, 20)
+        # Batch has chosen a dearer zone than planned
+        monkeypatch.setattr(gang, "in_container", lambda: True)
+        monkeypatch.setattr(gang, "training_backend", lambda _flow: "batch")
+        monkeypatch.setenv(VARIABLES["instance_id"], "i-1")
+        monkeypatch.setenv(VARIABLES["instance_type"], "g5.xlarge")
+        monkeypatch.setenv(VARIABLES["zone_id"], "use1-az6")
+        monkeypatch.setenv(VARIABLES["market"], "spot")
+        flow = cast(Any, SimpleNamespace(capacity=plan.to_json()))
+        order = cast(Any, SimpleNamespace(plan=plan, nodes=1, processes_per_node=1))
+        held = gang._HeldPrice(flow, job, order)
+        assert held.read().price_at(time.time()) == pytest.approx(0.5 / 3600)
+        record(prices, ("use1-az4", 3600.0, 0.4), ("use1-az6", 3600.0, 0.5), ("use1-az6", 0.0, 1.5))
+        wait_until("a new price", lambda: len(told()) == 2, 20)
+        assert held.read().price_at(time.time() + 1.0) == pytest.approx(1.5 / 3600)
+        prices.unlink()
+        wait_until("silence", lambda: said, 20)
+        assert said[0].startswith("prices: those of 0 min ago apply, since ")
+    finally:
+        watch.end()
+    assert told()[-1]["problem"] and held.read().price_at(time.time() + 1.0) == 1.5 / 3600
