@@ -157,6 +157,12 @@ class DeviceUnavailable(
     """The ranks cannot use GPUs that this machine should have."""
 
 
+class NoKeysFolder(
+    TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
+):
+    """No folder of this machine can hold the file by which the ranks of a local gang meet."""
+
+
 class NodesDiffer(
     TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
 ):
