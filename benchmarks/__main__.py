@@ -1,10 +1,10 @@
-"""`python -m benchmarks training|gpu|soak|diagnose …`: measure what docs/benchmarks.md reports."""
+"""`python -m benchmarks training|gpu|soak|diagnose|recovery …`: measure what docs/benchmarks.md reports."""
 
 from __future__ import annotations
 
 import sys
 
-_SUITES = ("training", "gpu", "soak", "diagnose")
+_SUITES = ("training", "gpu", "soak", "diagnose", "recovery")
 
 
 def main(arguments: list[str]) -> int:
@@ -18,6 +18,8 @@ def main(arguments: list[str]) -> int:
             from benchmarks.soak import main as run
         case ["diagnose"]:
             from benchmarks.diagnosis import main as run
+        case ["recovery"]:
+            from benchmarks.recovery import main as run
         case _:
             print(f"usage: python -m benchmarks {{{','.join(_SUITES)}}} …", file=sys.stderr)
             return 2

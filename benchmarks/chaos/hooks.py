@@ -4,8 +4,10 @@ inject.
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,12 @@ def memory_limit(mebibytes: int) -> None:
     memory_balloon()
 
 
+def kill_node(pid: int) -> None:
+    """Kill this node's agent, which takes all ranks of the node along."""
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(60.0)  # nothing of this step may happen after it
+
+
 def memory_balloon() -> None:
     """Allocate memory and write to it until the kernel or a limit refuses."""
     held = []
@@ -54,6 +62,7 @@ HOOKS: dict[str, Callable[..., None]] = {
         rehearse.extra_collective,
         rehearse.uneven_steps,
         memory_limit,
+        kill_node,
         memory_balloon,
         rehearse.slow,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +38,7 @@ class Scene:
         self.starts = 0
         self.proxy: FaultProxy | None = None
         self.gang: LocalGang | None = None
+        self.burners: list[subprocess.Popen[bytes]] = []  # that keep the cores busy
         self._alter_next: Alter | None = None
 
     def tamper(self, alter: Alter) -> None:

@@ -219,7 +219,7 @@ def utc_text(unix_seconds: float) -> str:
     return f"{whole}.{milliseconds % 1000:03d}Z"
 
 
-def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
+def split_lines(data: bytes, *, at_end: bool, most: int | None = None) -> list[tuple[bytes, bool]]:
     """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a
     UTF-8 character.
 
@@ -227,10 +227,11 @@ def split_lines(data: bytes, *, at_end: bool) -> list[tuple[bytes, bool]]:
     next piece.
 
     at_end: no more data will follow. An incomplete last line is then returned too.
+    most: return at most so many pieces.
     """
     pieces: list[tuple[bytes, bool]] = []
     at = 0
-    while at < len(data):
+    while at < len(data) and (most is None or len(pieces) < most):
         feed = data.find(b"\n", at, at + LONGEST_LINE_BYTES)
         if feed >= 0:
             pieces.append((data[at : feed + 1], False))

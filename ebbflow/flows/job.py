@@ -87,12 +87,14 @@ class Job:
         """Build the job from a flow's artifacts. `run` is the id of the Metaflow run.
 
         If the configured queues are in several regions, put the store's region into the environment
-        of this process. From here on, this process accepts only the store that the launcher found.
+        of this process. From here on, this process accepts only the store that the launcher found:
+        a resumed run may have found another one than the run whose settings it keeps.
         """
         config = RunConfig.model_validate_json(json.dumps(flow.settings["config"]))
         if has_foreign_queues(config.batch) and config.cost.store_region:
             os.environ[STORE_REGION_VARIABLE] = config.cost.store_region
-        expect_marker(config.store, flow.settings.get("store_marker", ""))
+        if not expected_marker_id(config.store):  # on another machine than the launcher's
+            expect_marker(config.store, flow.settings.get("store_marker", ""))
         return cls(name=flow.job, run=run, config=config)
 
     @cached_property

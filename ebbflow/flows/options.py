@@ -120,7 +120,15 @@ def check_resume(line: CommandLine) -> CheckedOptions:
             )
         return CheckedOptions(arguments)
     _check_before_launch(resumed.config, resumed.config_path, resumed.name, line)
-    adopt_job_store(resumed.name, resumed.config.store, permits)
+    before = known_job(RUNS / resumed.name)
+    marker = adopt_job_store(resumed.name, resumed.config.store, permits)
+    if before is not None and before.marker not in ("", marker) and requested_backend(line.argv):
+        _refuse(
+            f"resume: the store of job {resumed.name} has another marker ({marker}) than the run "
+            f"that is resumed ({before.marker}), which other machines would expect; fix: run --job "
+            f"{resumed.name}",
+            Outcome.CONFIG,
+        )
     return CheckedOptions(arguments, resumed.name, resumed.config, permits)
 
 

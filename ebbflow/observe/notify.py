@@ -6,6 +6,7 @@ import http.client
 import ipaddress
 import json
 import os
+import re
 import smtplib
 import ssl
 import subprocess
@@ -19,6 +20,10 @@ from ebbflow.core.errors import InfraError, Outcome
 
 _SECONDS = 10.0
 _SMTPS_PORT = 465
+# Addresses that a mail or chat program makes a link of; s3:// and file:// are places of a report.
+_LINK = re.compile(r"(?i)\b(?!s3:|file:)([a-z][a-z0-9+-]*):(?=//)|\b(www)(?=\.\w)")
+_MENTION = re.compile(r"(?<![\w.])@(?=\w)")
+_SLACK = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
 class NotificationError(InfraError):
@@ -42,6 +47,21 @@ def open_channels(config: NotificationsConfig) -> dict[str, Callable[[str], None
     return channels
 
 
+def without_links(text: str) -> str:
+    """Return the text with each address spelled so that no program makes a link of it.
+
+    A message quotes exceptions, which may quote anything that a job has read.
+    """
+    return _LINK.sub(lambda match: f"{match[0].rstrip(':')}[:]", text).replace("](", "] (")
+
+
+def without_markup(text: str) -> str:
+    """Return the text so that Slack, Mattermost and Discord show it as it is: without links,
+    mentions such as <!channel> or @here, and entities.
+    """
+    return _MENTION.sub("@\u200b", without_links(text)).translate(_SLACK)
+
+
 def _variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
@@ -54,7 +74,7 @@ def _post(config: NotificationsConfig, line: str) -> None:
     url = _variable(name)
     if not url.startswith(("https://", "http://")):
         raise NotificationError(f"the value of {name} is no URL")
-    body = json.dumps({"text": line}).encode()
+    body = json.dumps({"text": without_markup(line)}).encode()
     request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS):
@@ -73,11 +93,12 @@ def _post(config: NotificationsConfig, line: str) -> None:
 def _mail(config: NotificationsConfig, line: str) -> None:
     host, _, port = (config.smtp_server or "").partition(":")
     number = int(port or 25)
+    text = without_links(line)
     message = EmailMessage()
-    message["Subject"] = line[:150]
+    message["Subject"] = text[:150]
     message["From"] = config.mail_from
     message["To"] = ", ".join(config.mail_to)
-    message.set_content(f"{line}\n")
+    message.set_content(f"{text}\n")
     try:
         with _connect(host, number) as server:
             secure = number == _SMTPS_PORT

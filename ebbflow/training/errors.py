@@ -1,5 +1,6 @@
 """Define the exceptions of training. Each class sets the outcome of a job that ends with it."""
 
+import os
 import traceback
 from types import TracebackType
 
@@ -162,6 +163,12 @@ class UnsupportedTorch(
     """This release of torch lacks names that Ebbflow needs."""
 
 
+class NoKeysFolder(
+    TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
+):
+    """No folder of this machine can hold the file by which the ranks of a local gang meet."""
+
+
 class NodesDiffer(
     TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
 ):
@@ -278,6 +285,19 @@ def bounded_text(text: str, limit: int = LONGEST_MESSAGE) -> str:
         last = limit // 4
         text = f"{text[:first]}\n[{len(text) - first - last} characters left out]\n{text[-last:]}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def redact_secrets(text: str) -> str:
+    """Return the text of an error without the secrets of this process's environment.
+
+    It becomes events, reports and notifications, which leave this machine.
+    """
+    # Late: its patterns are not needed to start, and ranks start again within hundredths of a second
+    try:
+        from ebbflow.diagnose.bundle import redact, secret_values
+    except (ImportError, OSError) as error:  # such as "too many open files", the error itself
+        return f"not shown, since its secrets could not be redacted: {error}"
+    return redact(text, secret_values(dict(os.environ)))[0]
 
 
 def _skip_starter(frames: TracebackType | None) -> TracebackType | None:

@@ -1,6 +1,7 @@
 """Join a rank to its gang (all ranks that train together), and exchange data between the ranks."""
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -110,6 +111,8 @@ class Gang:
             return
         keys = [f"{stage}/{number}" for number in range(self.world_size)]
         pause = 0.01
+        # Each look reads a key of each rank
+        longest_pause = min(1.0, 0.05 * math.ceil(self.world_size / 16))
         signs = -1
         heard = time.monotonic()
         try:
@@ -126,7 +129,7 @@ class Gang:
                     )
                     raise _missing_ranks(self.store, keys, self.rank, where)
                 time.sleep(pause)
-                pause = min(2 * pause, 1.0)
+                pause = min(2 * pause, longest_pause)
         except (dist.DistError, RuntimeError) as error:
             raise _lost_store(self.rank) from error
 

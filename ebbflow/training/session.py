@@ -293,8 +293,13 @@ def open_reporter(spec: WorkerSpec, gang: Gang) -> Iterator[tuple[Reporter, Even
             reporter.clock.emit_phases()
 
 
-def open_saver(spec: WorkerSpec, gang: Gang, reporter: Reporter) -> Checkpointer:
+def open_saver(
+    spec: WorkerSpec, gang: Gang, reporter: Reporter, *, starts_uploader: bool = True
+) -> Checkpointer:
     """Open the saver of this rank for the gang's generation.
+
+    Args:
+        starts_uploader: see `Checkpointer`.
 
     Raises DamagedLineage or StoreError.
     """
@@ -319,6 +324,7 @@ def open_saver(spec: WorkerSpec, gang: Gang, reporter: Reporter) -> Checkpointer
         upload_bytes_per_second=rate and rate * 2**20,
         emit=reporter.emit,
         waiting=lambda: reporter.enter_temporarily("store"),
+        starts_uploader=starts_uploader,
     )
 
 

@@ -59,12 +59,17 @@ def _import_for_ranks() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
     import torch.nn.attention
-    import torch.nn.parallel  # noqa: F401
+    import torch.nn.parallel
 
+    import ebbflow.diagnose.bundle  # redacts an error's text
     import ebbflow.training.worker  # noqa: F401
     from ebbflow.training.workload_loader import find_default_workload
 
     find_default_workload()
+    # torch imports its compiler with this setting: 190 modules, which took each rank longer than the
+    # rest of its start
+    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(False)
 
 
 def _await_request() -> RankRequest:

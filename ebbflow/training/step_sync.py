@@ -150,6 +150,8 @@ class Row(NamedTuple):
     failed_save: float = 0.0  # the step of the rank's last save if it failed, else 0
     # Whether the rank has gradients that no optimizer step has used, so that it cannot save
     unsettled: float = 0.0
+    # Whether the rank's weights or optimizer state changed since the last update; 0 if not compared
+    changed_at_rest: float = 0.0
 
 
 _LOSS = Row._fields.index("loss_sum")

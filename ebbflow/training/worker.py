@@ -266,7 +266,7 @@ def run_rank(spec: WorkerSpec, gang: Gang) -> LoopResult:
         if gang.network and gang.rank == 0:
             print(f"network of {nodes} nodes: {describe_network(gang.network)}", flush=True)
             reporter.emit(NETWORK, **gang.network)
-        saver = open_saver(spec, gang, reporter)
+        saver = open_saver(spec, gang, reporter, starts_uploader=False)
         trainer = build_trainer(spec, gang, reporter=reporter, saver=saver)
         ending = train(replace(trainer, start=restore(trainer, spec.candidates)))
         saver.close()

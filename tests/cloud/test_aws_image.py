@@ -5,8 +5,11 @@ What it installs, holds and lacks is what the project says.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -102,6 +105,54 @@ def test_the_image_holds_the_project_and_the_head_jobs_command(
     files = [word for word in words if word.endswith((".py", ".yaml"))]
     assert files and all(Path(file).parts[0] in copied and (ROOT / file).exists() for file in files)
     assert of(steps, "WORKDIR")[-1] == "/opt/ebbflow", "where the head job's command finds them"
+
+
+def test_the_efa_installer_runs_only_if_its_publisher_signed_it(
+    steps: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    [install] = [rest for rest in of(steps, "RUN") if "efa_installer.sh" in rest]
+    assert install.index('fetch_efa.sh "${EFA_INSTALLER}" "${EFA_KEY}"') < install.index(
+        "./efa_installer.sh"
+    )
+    if shutil.which("gpg") is None:
+        pytest.skip("no gpg on this machine")
+    home = tmp_path / "gpg"
+    home.mkdir(mode=0o700)
+    gpg = ["gpg", "--homedir", str(home), "--batch", "--quiet", "--passphrase", "", "--yes"]
+    fingerprints = []
+    for name in ("publisher", "stranger"):
+        subprocess.run([*gpg, "--quick-generate-key", name, "ed25519", "sign"], check=True)
+        listed = subprocess.run(
+            [*gpg, "--with-colons", "-k", name], check=True, capture_output=True, text=True
+        )
+        fingerprints.append(re.search(r"fpr:+(\w+)", listed.stdout)[1])
+    site = tmp_path / "site"
+    (site / "aws-efa-installer").mkdir(parents=True)
+    (site / "aws-efa-installer" / "efa_installer.sh").write_text("#!/bin/sh\n")
+    archive = site / "aws-efa-installer-1.0.0.tar.gz"
+    subprocess.run(["tar", "czf", archive, "-C", site, "aws-efa-installer"], check=True)
+    # Whoever replaces the archive may add a key of his own to the published ones
+    subprocess.run([*gpg, "--export", "-o", site / "aws-efa-installer.key"], check=True)
+
+    def fetched(signer: str, sha256: str = "") -> bool:
+        sign = ["-u", signer, "-o", f"{archive}.sig", "--detach-sign", archive]
+        subprocess.run([*gpg, *sign], check=True)
+        place = tmp_path / "place"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        script = DOCKERFILE.parent / "fetch_efa.sh"
+        words = ["sh", script, "1.0.0", fingerprints[0], sha256, site.as_uri()]
+        done = subprocess.run(words, cwd=place, capture_output=True)
+        unpacked = (place / "aws-efa-installer").exists()
+        assert unpacked == (done.returncode == 0)
+        return unpacked
+
+    assert fetched("publisher")
+    assert fetched("publisher", hashlib.sha256(archive.read_bytes()).hexdigest())
+    assert not fetched("publisher", "0" * 64)
+    assert not fetched("stranger")
+    kill = ["gpgconf", "--homedir", str(home), "--kill", "all"]
+    subprocess.run(kill, check=True)
 
 
 def test_the_image_runs_without_root_and_reaps_zombies(steps: list[tuple[str, str]]) -> None:

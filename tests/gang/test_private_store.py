@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -11,8 +12,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from ebbflow.core.config.schema import TrainingConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.store import Store
+from ebbflow.training.errors import GangError
 from ebbflow.training.launch.agent import LocalGang
 from ebbflow.training.launch.coordinator import GenerationPlanner
 from tests.support.flow import wait_until
@@ -70,6 +76,35 @@ def test_agents_on_one_machine_give_their_ranks_one_private_folder(tmp_path: Pat
         assert (found[0] / "store").stat().st_size > 0
     finally:
         gang.kill()
+
+
+def test_where_files_cannot_be_locked_a_gang_meets_elsewhere_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler (cc) on this machine")
+    library = tmp_path / "no_flock.so"
+    source = ROOT / "tests/support/no_flock.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("EBBFLOW_TEST_NO_FLOCK", "/")
+    spec = endless_gang(tmp_path)
+    refused = LocalGang(spec, tmp_path / "agents", tmp_path / "refused.log")
+    try:
+        words = r"no folder serves \(.*logs/\w+-\w+: flock: No locks available; .*fix: set TMPDIR"
+        with pytest.raises(GangError, match=words) as caught:
+            refused.wait(90)
+    finally:
+        refused.kill()
+    assert caught.value.outcome == Outcome.CONFIG and not caught.value.curable
+    monkeypatch.setenv("EBBFLOW_TEST_NO_FLOCK", str(tmp_path / "logs"))
+    config = spec.config.model_copy(update={"training": TrainingConfig(batch_size=4, max_steps=2)})
+    gang = LocalGang(replace(spec, config=config), tmp_path / "agents", tmp_path / "agents.log")
+    try:
+        outcome = gang.wait(90)
+    finally:
+        gang.kill()
+    assert outcome.outcome == Outcome.COMPLETED, outcome.message
 
 
 def test_a_gang_on_several_machines_has_a_server(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from ebbflow.core.store import Store
 from ebbflow.cost.report.report import build_report
 from ebbflow.observe import feeds, notify
 from ebbflow.observe.feeds import JobFeeds
-from ebbflow.observe.notify import NotificationError, open_channels
+from ebbflow.observe.notify import NotificationError, open_channels, without_markup
 from ebbflow.observe.observer import JobObserver, Output, PageFile
 from ebbflow.observe.watch import LiveReport
 from tests.support.tracker_files import (
@@ -412,7 +412,11 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
                 store, Origin(job="demo", run="demo", generation=number, process=f"notice{number}")
             ) as log:
                 log.emit(
-                    NOTICE, source="imds", action="terminate", does="leave", seconds_left=118.0
+                    NOTICE,
+                    source="imds",
+                    action="terminate",
+                    does="leave <!channel> @here [now](https://evil.example)",
+                    seconds_left=118.0,
                 )
             assert follow(store, config, said), said
         budget = round(float(build_report(read_events(store)).total_usd) / 0.85, 9)
@@ -451,7 +455,13 @@ def test_each_channel_gets_each_message_once_although_the_webhook_fails_at_first
         "Interrupted after",
     ]
     told = (tmp_path / "told").read_text().splitlines()
-    assert sorted(told) == sorted(posted) and len(told) == len(mail.mails) == len(expected)
+    assert sorted(map(without_markup, told)) == sorted(posted)
+    assert not any(re.search(r"<|https?://|@here|\]\(", text) for text in posted)
+    assert any(
+        "leave &lt;!channel&gt; @\u200bhere [now] (https[:]//evil" in text for text in posted
+    )
+    assert not any("https://evil" in str(letter) for letter in mail.mails)
+    assert len(told) == len(mail.mails) == len(expected)
     for words in expected:
         assert any(line.startswith(f"ebbflow demo: {words}") for line in told), told
     assert told[0].startswith("ebbflow demo: starts on 1 × g5.xlarge spot")

@@ -126,6 +126,7 @@ _plant("variable of a Batch job", '{"name": "DB_PASSWORD", "value": "{}"}', _let
 _plant("second cookie", "Cookie: theme=dark; sessionid={}", _letters(32))
 _plant("password with spaces", 'password: "my {} phrase"', "correct horse")
 _plant("curl", "+ curl -u admin:{} https://h/x", _letters(14))
+_plant("passphrase", "passphrase: {}", _letters(14))
 _plant("docker login", "docker login -u me -p {} registry", _letters(16))
 _plant("sshpass", "sshpass -p {} ssh h", _letters(12))
 _plant("mysql", "mysql -u root -p{} db", _letters(12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from ebbflow.core.errors import StoreError
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.rank_logs import LONGEST_LINE_BYTES, escape_controls, read_logs, split_lines
 from ebbflow.core.store import Store
-from ebbflow.training.launch.logs import LogUploader, RankOutput
+from ebbflow.training.launch.logs import LogUploader, RankOutput, TerminalEcho
 from tests.support.flow import wait_until
 from tests.support.rank_logs import beat, rank_log, texts, write
 
@@ -239,6 +240,29 @@ def test_the_records_of_empty_lines_stay_within_the_limit_too(tmp_path: Path) ->
     assert sum(line.end - line.start + line.dropped for line in lines) == MIB and len(lines) > 1000
 
 
+def test_a_flood_of_lines_keeps_no_agent_from_answering_the_others(tmp_path: Path) -> None:
+    log, raw = rank_log(tmp_path, limit_bytes=64 * MIB)
+    write(raw, b"\n" * (8 * MIB))
+    answers = [time.process_time()]
+
+    def answer() -> None:
+        answers.append(time.process_time())
+
+    log.follow(beat(1))
+    answer()
+    log.finish(beat(2), until=time.monotonic() + 0.5, meanwhile=answer)
+    echo = TerminalEcho(SimpleNamespace(workers=[SimpleNamespace(rank=0, log_path=raw)]))
+    answer()
+    echo.echo_new_lines()
+    answer()
+    gaps = [after - before for before, after in itertools.pairwise(answers)]
+    assert max(gaps) < 2.0, "another agent waits 4 s at the smallest hang floor"
+    lines = read_logs([tmp_path], []).lines
+    assert sum(line.end - line.start + line.dropped for line in lines) == 8 * MIB
+    [gap] = [line for line in lines if line.dropped]
+    assert "printed faster than its agent reads; the raw log has them" in gap.text
+
+
 def test_a_file_system_without_hole_punching_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(95, "Operation not supported")
@@ -260,7 +284,7 @@ def test_a_file_system_without_hole_punching_is_reported_once(tmp_path: Path, mo
     )
     output = RankOutput(SimpleNamespace(workers=workers), spec, 1, Store.open(str(tmp_path)))
     output.follow()
-    output.close()
+    output.close(lambda: None)
     [warning] = [line for line in said if "WARNING" in line]
     assert (
         "raw logs exceed survival.rank_log_mib" in warning and "Operation not supported" in warning

@@ -12,6 +12,7 @@ import pytest
 
 from ebbflow.training.attach.standalone import record_exception
 from ebbflow.training.launch.heartbeat import Heartbeat
+from ebbflow.training.launch.workers import Worker
 
 
 def test_an_agents_own_line_has_no_raw_escape_sequence() -> None:
@@ -53,6 +54,10 @@ def test_a_secret_in_an_exceptions_text_is_not_in_its_record(
     except ConnectionError as error:
         record_exception(error)
     written = path.read_text()
+    agent = Worker.__new__(Worker)  # reads what any program may have written
+    agent._error_path = path
+    path.write_text(json.dumps({"message": {"message": f"ConnectionError: {text}"}}))
+    assert agent._error(1)["message"] == json.loads(written)["message"]["message"]
     assert "lovelace" not in written and "sesame" not in written
     message = json.loads(written)["message"]
     assert message["message"].startswith("ConnectionError: cannot open postgres://ada:[redacted: ")

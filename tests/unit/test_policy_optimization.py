@@ -63,6 +63,9 @@ def refused(attack):
     except (PermissionError, ValueError):  # setrlimit raises the second
         return True
     return False
+def call(number, *given):
+    if ctypes.CDLL(None, use_errno=True).syscall(number, *given) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
 def raise_limit():
     resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
 attacks = {
@@ -74,6 +77,9 @@ attacks = {
     "remove": lambda: os.unlink("SECRET"), "empty": lambda: os.truncate("SECRET", 0),
     "signal of a file": lambda: fcntl.fcntl(0, 8, os.getppid()), "which signal": lambda: fcntl.fcntl(0, 10, 9),
     "signal of a terminal": lambda: fcntl.ioctl(0, 0x8901, os.getppid().to_bytes(4, "little")),
+    "kernel log": lambda: open("/dev/kmsg"), "syslog": lambda: call(103, 3, ctypes.create_string_buffer(64), 64),
+    "size of the kernel log": lambda: call(103, 10, None, 0), "swap": lambda: call(168, b"/none"),
+    "accounting": lambda: call(163, None), "ports": lambda: call(172, 3), "clock": lambda: call(159, bytes(208)),
     "schedule": lambda: os.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0)),
 }
 os.chmod("SECRET", 0o777)  # does nothing

@@ -8,9 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import JobNotInStore, Outcome, WrongStore
 from ebbflow.core.layout import KnownJob, known_job, marker_key, remember_job
 from ebbflow.core.store import Store
@@ -18,6 +21,7 @@ from ebbflow.core.store.identity import adopt_if_it_answers, adopt_store
 from ebbflow.core.store.marker import VARIABLE, expect_marker, expected_marker_id, find_marker
 from ebbflow.core.store.multipart.requests import Throttle
 from ebbflow.core.store.multipart.sinks import open_sink
+from ebbflow.flows.job import Job, JobArtifacts
 
 JOB = "job"
 GENERATION = "jobs/job/generations/000001-aaaa.json"
@@ -200,6 +204,22 @@ def test_a_known_job_never_begins_anew_where_only_its_commits_are_gone(
         adopt_store(str(place), JOB, runs)
     adopt_store(str(place), JOB, runs, from_scratch=True)
     adopt_store(str(place), JOB, runs)
+
+
+def test_a_resumed_run_works_in_the_store_that_its_launcher_found(place: Path, runs: Path) -> None:
+    old = adopt_and_remember(place, runs)
+    os.environ[VARIABLE] = ""
+    (place / marker_key(old)).unlink()
+    found = adopt_store(str(place), JOB, runs, from_scratch=True)
+    config = RunConfig(store=str(place)).model_dump(mode="json")
+    kept = {"config": config, "path": "job.yaml", "store_marker": old}
+    flow = cast(JobArtifacts, SimpleNamespace(settings=kept, job=JOB))
+    resumed = Job.of(flow, "run")
+    assert found != old and expected_marker_id(str(place)) == found
+    resumed.store.put("generations/1", b"{}")
+    os.environ[VARIABLE] = ""  # another machine has the settings alone
+    Job.of(flow, "run")
+    assert expected_marker_id(str(place)) == old
 
 
 def test_a_known_job_is_not_continued_in_another_store_of_its_address(

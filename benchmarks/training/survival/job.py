@@ -11,6 +11,7 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.layout import workload_prefix
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
+from ebbflow.core.store.identity import adopt_store
 from ebbflow.training.data import prepare_tokens
 from ebbflow.training.launch.messages import GangSpec
 
@@ -49,6 +50,7 @@ def survival_config(
 
 def survival_spec(config: RunConfig, folder: Path, job: str) -> GangSpec:
     """Return node 0's spec of the job named `job`, with orders of its own."""
+    adopt_store(config.store, job, folder / "runs")  # its ranks write to no other one
     store = Store.open(config.store).sub(workload_prefix(WORKLOAD))
     tokens = prepare_tokens(config.data, store, project_root=PROJECT_ROOT)
     options = {**config.workload_options, "orders": str(folder / job / "orders")}

@@ -651,6 +651,17 @@ class GuardsConfig(Section):
     hash_interval_steps: int | None = key(
         100, "steps between comparisons of the weights of replicas; null: never", ge=1
     )
+    check_at_rest: bool = key(
+        False,
+        "compare the bits of each rank's weights and optimizer state before a step with those after "
+        "the step before",
+    )
+    repeat_interval_steps: int | None = key(
+        None,
+        "steps between steps that each rank computes twice and compares bit for bit; needs "
+        "training.deterministic: strict; null: never",
+        ge=1,
+    )
     out_of_memory: Literal["split", "stop"] = key(
         "split", "response to out of memory: restart with smaller micro-batches, or stop"
     )

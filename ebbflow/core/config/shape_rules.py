@@ -354,6 +354,27 @@ _only_with("fsdp.reduce_dtype", "float32", "fsdp.use_mixed_precision", ("auto", 
 _once = "torch finds them once, in the first step, and takes them to be the same in every step"
 _only_with("ddp.find_unused_parameters", False, "ddp.static_graph", (False,), _once)
 _only_with("parallel.shard_size", None, "parallel.mode", ("hsdp",))
+_only_with(
+    "guards.repeat_interval_steps",
+    None,
+    "training.deterministic",
+    ("strict",),
+    "a step that is computed twice is compared bit for bit",
+)
+_only_with(
+    "guards.repeat_interval_steps",
+    None,
+    "ddp.gradient_compression",
+    ("none", "bfloat16"),
+    "the second computation would begin with what the first has left to send",
+)
+_only_with(
+    "guards.repeat_interval_steps",
+    None,
+    "fsdp.param_dtype",
+    ("bfloat16",),
+    "the loss scale of float16 may change between the two computations",
+)
 for _name in ("reduce_dtype", "cpu_offload"):
     _only_with(f"fsdp.{_name}", FsdpConfig.model_fields[_name].default, "parallel.mode", _SHARDED)
 for _name, _field in ModelConfig.model_fields.items():

@@ -32,7 +32,6 @@ from ebbflow.training.attach.guards import (
 from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.standalone import (
     end_observer,
-    redact_secrets,
     release_job,
     write_result,
 )
@@ -48,7 +47,12 @@ from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name, to_bytes
 from ebbflow.training.engine.parallel import Spread, refuse_unused_parameters
 from ebbflow.training.engine.profiler import make_profiler
-from ebbflow.training.errors import AttachError, TrainingError, describe_exception
+from ebbflow.training.errors import (
+    AttachError,
+    TrainingError,
+    describe_exception,
+    redact_secrets,
+)
 from ebbflow.training.gang import Gang, leave
 from ebbflow.training.launch.messages import WorkerSpec
 from ebbflow.training.limits import Position, Stop

@@ -60,6 +60,7 @@ from ebbflow.training.errors import (
     TrainingError,
     describe_exception,
     describe_traceback,
+    redact_secrets,
 )
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
@@ -285,19 +286,6 @@ def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
             f"the job's name is not known ({' '.join(str(error).split())[:200]}); fix: give it "
             "one with --job"
         ) from error
-
-
-def redact_secrets(text: str) -> str:
-    """Return the text of an error without the secrets of this process's environment.
-
-    It becomes events, reports and notifications, which leave this machine.
-    """
-    # Late: its patterns are not needed to start, and ranks start again within hundredths of a second
-    try:
-        from ebbflow.diagnose.bundle import redact, secret_values
-    except (ImportError, OSError) as error:  # such as "too many open files", the error itself
-        return f"not shown, since its secrets could not be redacted: {error}"
-    return redact(text, secret_values(dict(os.environ)))[0]
 
 
 def write_result(path: Path, ending: LoopResult) -> None:

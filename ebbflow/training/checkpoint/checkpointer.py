@@ -70,6 +70,8 @@ class Checkpointer:
             `staged` and `commit_failed`.
         waiting: called when a wait for the uploader begins; returns a function that is called when
             the wait ends.
+        starts_uploader: start the uploader process now, and not after the first step or at the first
+            save: where many ranks start on few cores, all wait for the slowest.
 
     Attributes:
         further: tensors to save in addition to model, optimizer and random states.
@@ -91,6 +93,7 @@ class Checkpointer:
         request_seconds: float = 60.0,
         emit: Callable[..., object] | None = None,
         waiting: Callable[[], Callable[[], None]] | None = None,
+        starts_uploader: bool = True,
     ) -> None:
         self._store = Store.open(job_store_uri, request_timeout_seconds=request_seconds)
         self._job = self._store.uri.rsplit("/", 1)[-1]
@@ -105,7 +108,10 @@ class Checkpointer:
         self._chunk_bytes = chunk_bytes
         self._stage = StagingArea()
         self._planner = SavePlanner(rank, world_size)
-        uploader = UploaderClient(self._store.uri, rank, self._stage.descriptors)
+        uploader = UploaderClient(
+            self._store.uri, rank, self._stage.descriptors, start=starts_uploader
+        )
+        self._steps_begun = 0
         self._saves = SaveTracker(uploader, rank, self._emit, waiting or (lambda: lambda: None))
         self.further = FurtherState()
         # A save whose copy from the device may still be running. The uploader gets it when the copy
@@ -263,6 +269,9 @@ class Checkpointer:
 
         Call it before the optimizer changes the state.
         """
+        if self._steps_begun == 1:  # the first step is done, and no other rank waits for it
+            self._saves.uploader.running()
+        self._steps_begun += 1
         if self._queued is not None:
             copied = self._queued[1].copied
             if copied is not None:

@@ -52,14 +52,15 @@ class UploaderClient:
     The process inherits the file descriptors `buffers`, which are the staging buffers.
     """
 
-    def __init__(self, store_uri: str, rank: int, buffers: list[int]) -> None:
+    def __init__(self, store_uri: str, rank: int, buffers: list[int], *, start: bool) -> None:
         self._store_uri = store_uri
         self._rank = rank
         self._buffers = buffers
         self._answers: queue.SimpleQueue[UploadAnswer] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
-        self.start()
+        if start:
+            self.start()
 
     @property
     def pid(self) -> int | None:

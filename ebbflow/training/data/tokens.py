@@ -11,6 +11,7 @@ not encrypt.
                              tokens.json                written last: if it exists, the shards are complete
 """
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -282,9 +283,15 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def _lock(file: IO[str]) -> bool:
     """Return whether this process got the lock, which is released when the file is closed or the
     process ends.
+
+    Where files cannot be locked, as on some network file systems, each process goes on: all write
+    the same bytes.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
     return True

@@ -6,10 +6,14 @@ One step: next_batch → split → forward and backward → step sync → guards
 heartbeat
 """
 
+from contextlib import nullcontext
+
 import torch
+from torch import Tensor
 
 from ebbflow.core.errors import Outcome
 from ebbflow.training.engine.guards.guards import Action, Judgement
+from ebbflow.training.engine.guards.silent_faults import RepeatedStep
 from ebbflow.training.engine.optimizer import (
     learning_rate,
     scale_and_clip,
@@ -43,7 +47,8 @@ def train(trainer: Trainer) -> LoopResult:
         trainer.seed_random_numbers(step)
         batch = trainer.workload.next_batch(spread.model, trainer.share(at))
 
-        loss = forward_backward(trainer, batch, step)
+        repeated = trainer.begin_repeated_step(step)
+        loss = forward_backward(trainer, batch, step, repeated)
 
         gradients = spread.gradient_tensors()
         if guards.loss_scale is not None:
@@ -56,11 +61,8 @@ def train(trainer: Trainer) -> LoopResult:
         trainer.enter("optimizer", step)
         set_learning_rate(optimizer, learning_rate(training, step))
         if judgement.action is Action.STEP:
-            with guards.catch_out_of_memory(step):
-                scale_and_clip(gradients, scale=scale, norm=norm, limit=training.gradient_clip_norm)
-                trainer.session.saver.before_step()
-                skip_if_non_finite(optimizer, norm)
-                optimizer.step()
+            update(trainer, gradients, scale, norm, step)
+            repeat_step(trainer, repeated, batch, loss, scale, norm, step)
         optimizer.zero_grad()
 
         at = at.next(training.batch_size)
@@ -110,7 +112,56 @@ def end_non_finite(trainer: Trainer, sync: StepSync, judgement: Judgement) -> Lo
     return trainer.end(sync.at, Outcome.NON_FINITE, f"{reason}; the last commit stands")
 
 
-def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
+def update(
+    trainer: Trainer,
+    gradients: list[Tensor],
+    scale: float | Tensor,
+    norm: float | Tensor,
+    step: int,
+) -> None:
+    """Take the optimizer step with the scaled and clipped gradients."""
+    limit = trainer.config.training.gradient_clip_norm
+    with trainer.session.guards.catch_out_of_memory(step):
+        scale_and_clip(gradients, scale=scale, norm=norm, limit=limit)
+        trainer.session.saver.before_step()
+        skip_if_non_finite(trainer.optimizer, norm)
+        trainer.optimizer.step()
+    if trainer.resting_state is not None:
+        trainer.resting_state.remember()
+
+
+def repeat_step(
+    trainer: Trainer,
+    repeated: RepeatedStep | None,
+    batch: Batch,
+    first_loss: Loss,
+    scale: float | Tensor,
+    norm: float | Tensor,
+    step: int,
+) -> None:
+    """Compute the step again from the state before it, and compare each bit. Collective.
+
+    Without `repeated`, do nothing. The gradient's scale and norm are those of the first computation.
+
+    Raises:
+        DivergenceError: a rank computed something else.
+    """
+    if repeated is None:
+        return
+    repeated.end_pass(first_loss)
+    repeated.restore()
+    trainer.optimizer.zero_grad()
+    loss = forward_backward(trainer, batch, step, repeated)
+    trainer.enter("optimizer", step)
+    set_learning_rate(trainer.optimizer, learning_rate(trainer.config.training, step))
+    update(trainer, trainer.spread.gradient_tensors(), scale, norm, step)
+    repeated.end_pass(loss)
+    trainer.session.guards.compare_passes(step, repeated.compare())
+
+
+def forward_backward(
+    trainer: Trainer, batch: Batch, step: int, repeated: RepeatedStep | None = None
+) -> Loss:
     """Run forward and backward on all micro-batches of `batch`.
 
     Return the sums of their losses and of their weights.
@@ -122,7 +173,11 @@ def forward_backward(trainer: Trainer, batch: Batch, step: int) -> Loss:
     sums = torch.zeros((), device=trainer.session.gang.device)
     weight = 0.0
     guards = trainer.session.guards
-    with guards.catch_out_of_memory(step):
+    if repeated is None:
+        watch = nullcontext()
+    else:
+        watch = repeated.watch_gradients(compiled=trainer.config.parallel.compile)
+    with guards.catch_out_of_memory(step), watch:
         for number, part in enumerate(parts, start=1):
             with trainer.spread.gradients(last=number == len(parts)):
                 trainer.enter("forward", step)

@@ -16,6 +16,7 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.events import BUDGET, NOTICE, STEP, LedgerClass
 from ebbflow.training.engine.guards.guards import Action, Judgement
+from ebbflow.training.engine.guards.silent_faults import RepeatedStep, RestingState
 from ebbflow.training.engine.optimizer import averaged_weights, learning_rate, skip_if_non_finite
 from ebbflow.training.engine.parallel import Spread
 from ebbflow.training.errors import GenerationSuperseded, MemoryGrowth, TrainingError
@@ -80,6 +81,20 @@ class Trainer:
         if self.session.gang.device.type != "cuda" or reads_same_step:
             return None
         return DeviceExchange(self.session.gang)
+
+    @cached_property
+    def resting_state(self) -> RestingState | None:
+        """The watch on bits that flip between two updates; None if it is not configured."""
+        if not self.config.guards.check_at_rest:
+            return None
+        return RestingState(self.spread.module, self.optimizer)
+
+    def begin_repeated_step(self, step: int) -> RepeatedStep | None:
+        """Return a copy of this rank's state if `step` is to be computed twice, else None."""
+        interval = self.config.guards.repeat_interval_steps
+        if interval is None or step % interval:
+            return None
+        return RepeatedStep(self.spread.module, self.optimizer)
 
     def seed_random_numbers(self, step: int) -> None:
         """Seed torch with a hash of seed, step and rank, so that a resumed run draws the same
@@ -169,6 +184,7 @@ class Trainer:
             own_seconds=own_seconds,
             weights_checksum=session.guards.weights_checksum(at.step, self.spread.module),
             renew=session.guards.is_memory_running_out(seconds_left),
+            changed_at_rest=self.resting_state is not None and self.resting_state.has_changed(),
         )
         return session.with_save_request(row)
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import ebbflow.core.events as ev
@@ -44,6 +43,7 @@ from ebbflow.training.launch.crash_loop import (
     read_failed_generations,
     since_last_verdict,
 )
+from ebbflow.training.launch.keys_folder import KeysFolder
 from ebbflow.training.launch.logs import print_line
 from ebbflow.training.launch.membership import CoordinatorPeers
 from ebbflow.training.launch.node_runtime import NodeRuntime, end_from_agent_error
@@ -56,7 +56,6 @@ from ebbflow.training.retry import is_transient, retry_until_deadline, run_while
 T = TypeVar("T")
 # Outcomes that the coordinator records, because no rank can.
 _RECORDED_HERE = (Outcome.CRASH_LOOP, Outcome.NO_RESTORE, Outcome.ROLLED_BACK)
-_KEYS_FOLDER = "keys"  # below a generation's logs
 REGROUP_SECONDS = 30.0  # deadline for all nodes to end their ranks before the next generation
 _SECRET_SECONDS = 5.0  # for the store to delete the start's secret when the agent exits
 
@@ -273,7 +272,7 @@ class Coordinator:
             reason = EndReason.ROLL_CALL
         else:
             reason = EndReason.STORE
-        return messages.GenerationEnd(culprit=str(error), reason=reason)
+        return replace(end_from_open_error(error), reason=reason)
 
     def _open_next(
         self, ended: messages.GenerationEnd, number: int, world_size: int
@@ -352,6 +351,7 @@ class GenerationPlanner:
         # Missing commits that a user accepted; None once recorded
         self.rolled_back: MissingCommits | None = None
         self._opening = GenerationOpening()
+        self._keys = KeysFolder(spec.log_folder)
 
     def open(self) -> Generation:
         """Open the next generation from the newest commit, or from an older commit if a guard has
@@ -391,9 +391,7 @@ class GenerationPlanner:
             address = ""
         keys_path = ""
         if is_loopback(spec.main_address):
-            # Below node 0's logs, since nothing that cleans temporary files looks there
-            folder = Path(spec.log_folder).absolute() / generation.name / _KEYS_FOLDER
-            keys_path = str(folder / "store")
+            keys_path = str(self._keys.make(generation.name) / "store")
         start = messages.GenerationStart(
             keys_path=keys_path,
             generation=generation.number,

@@ -149,7 +149,7 @@ class NodeGeneration:
                     f"{place} {rank}: SIGKILL sent; stuck in uninterruptible sleep (state D)"
                 )
             if output is not None:
-                output.close()
+                output.close(self._keep_in_touch)
         assert end is not None
         return self._after_ranks(end, stuck)
 
@@ -191,7 +191,7 @@ class NodeGeneration:
         """
         name = type(error).__name__
         node = self._spec.node
-        message = f"{name}: {error}"
+        message = errors.redact_secrets(f"{name}: {error}")
         print_line(f"node {node}: {message}")
         failure = WorkerFailure(
             rank=self._spec.ranks[0], node=node, message=message, error=name, where=where

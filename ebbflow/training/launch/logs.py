@@ -13,6 +13,7 @@ write meanwhile, and byte offsets in the records stay valid.
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import secrets
 import select
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from ebbflow.core.layout import log_key
 from ebbflow.core.program import REPLACE_UNPRINTABLE, own_command
@@ -41,7 +42,10 @@ METRICS_PREFIX = "metrics: "
 _PROGRESS_PREFIX = "step "
 _LAST_LINES = 15
 _LAST_BYTES = 64 * 1024
-_ECHO_BYTES_PER_LOOK = 1024 * 1024
+# An agent that reads logs answers no other agent: each look must take far less than a second, also
+# if every line is empty.
+_ECHO_BYTES_PER_LOOK = 128 * 1024
+_ECHO_BACKLOG_BYTES = 8 * 1024 * 1024  # of more, only the newest lines are shown
 _LONGEST_PAUSED_TEXT = 1024 * 1024  # characters
 _WRITE_SECONDS = 1.0
 _FLUSH_SECONDS = 5.0
@@ -49,6 +53,9 @@ _FLUSH_SECONDS = 5.0
 TAIL_BYTES = 1024 * 1024
 _TAIL_SHARE = 8  # the tail is at most the limit divided by this
 _BYTES_PER_LOOK = 256 * 1024
+_LINES_PER_LOOK = 1000
+_TAIL_LINES = 8000
+_CLOSE_RECORDS_SECONDS = 3.0  # for the ranks of a node together, before the tails
 _BLOCK_BYTES = 4096  # file systems free whole blocks
 _RECORDS_FACTOR = 4  # size limit of the records relative to the raw log: each adds about 150 bytes
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -87,12 +94,15 @@ class TerminalEcho:
     def echo_new_lines(self) -> None:
         try:
             with open(self._path, "rb") as log:
+                skipped = self._skip_backlog(log)
                 log.seek(self._passed)
                 data = log.read(_ECHO_BYTES_PER_LOOK)
         except OSError:  # user code has removed the log
             return
         whole = b"".join(piece for piece, _ in split_lines(data, at_end=False))
         self._passed += len(whole)
+        if skipped:
+            _OWN_OUTPUT.write(f"[{skipped} bytes are not shown here: the rank prints too fast]\n")
         # The freed middle of a log file is read as NUL bytes.
         before, traceback, after = (
             whole.replace(b"\0", b"").decode(errors="replace").partition(_TRACEBACK)
@@ -110,6 +120,21 @@ class TerminalEcho:
             _OWN_OUTPUT.write(
                 "".join(f"{escape_controls(line)}\n" for line in self._native.remove_from(lines))
             )
+
+    def _skip_backlog(self, log: BinaryIO) -> int:
+        """If far more is unread than one look shows, pass over all but the newest lines.
+
+        Returns:
+            The number of bytes passed over.
+        """
+        size = os.fstat(log.fileno()).st_size
+        if size - self._passed <= _ECHO_BACKLOG_BYTES:
+            return 0
+        log.seek(size - _ECHO_BYTES_PER_LOOK)
+        begin = size - _ECHO_BYTES_PER_LOOK + len(log.readline(_ECHO_BYTES_PER_LOOK))
+        skipped = begin - self._passed
+        self._passed = begin
+        return skipped
 
 
 class NonBlockingOutput:
@@ -213,13 +238,24 @@ class RankLog:
             return self._take(room, beat, at_end=False)
         return []
 
-    def finish(self, beat: HeartbeatReading) -> list[bytes]:
+    def finish(
+        self,
+        beat: HeartbeatReading,
+        *,
+        until: float = math.inf,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> list[bytes]:
         """Write records for all remaining lines, and return them.
 
         Call this when the rank has ended.
+
+        Args:
+            until: monotonic time after which only the tail gets records. The raw log keeps all.
+            meanwhile: called about twice per second of work.
         """
         records: list[bytes] = []
-        while True:
+        while time.monotonic() < until:
+            meanwhile()
             left = self._left()
             room = min(_BYTES_PER_LOOK, self._head - self._read)
             if left <= 0 or room <= 0:
@@ -232,7 +268,9 @@ class RankLog:
                 break
             records += found
         if self._left() > 0:
+            meanwhile()
             records += self._take_tail(beat)
+            meanwhile()
         return records
 
     def free_middle(self) -> None:
@@ -253,13 +291,10 @@ class RankLog:
     def _left(self) -> int:
         return self._raw.stat().st_size - self._read
 
-    def _pieces(self, start: int, size: int, *, at_end: bool) -> list[tuple[bytes, bool]]:
-        with open(self._raw, "rb") as log:
-            log.seek(start)
-            return list(split_lines(log.read(size), at_end=at_end))
-
     def _take(self, size: int, beat: HeartbeatReading, *, at_end: bool) -> list[bytes]:
-        pieces = self._pieces(self._read, size, at_end=at_end)
+        with open(self._raw, "rb") as log:
+            log.seek(self._read)
+            pieces = split_lines(log.read(size), at_end=at_end, most=_LINES_PER_LOOK)
         now = time.time()
         at = self._read
         records = []
@@ -285,7 +320,14 @@ class RankLog:
         If bytes were omitted, the first record has their number.
         """
         begin = max(self._read, self._raw.stat().st_size - self._tail)
-        pieces = self._pieces(begin, self._tail, at_end=True)
+        with open(self._raw, "rb") as log:
+            log.seek(begin)
+            data = log.read(self._tail)
+        before, *newest = data.rsplit(b"\n", _TAIL_LINES)
+        if len(newest) == _TAIL_LINES:  # perhaps there are more lines
+            begin += len(before) + 1
+            data = data[len(before) + 1 :]
+        pieces = split_lines(data, at_end=True)
         now = time.time()
         kept = []
         room = _RECORDS_FACTOR * self._tail
@@ -299,10 +341,11 @@ class RankLog:
             at -= len(piece)
         left_out = at - self._read
         if left_out > 0:
-            text = (
-                f"[{left_out} bytes are left out here: the rank printed more than "
-                "survival.rank_log_mib keeps]"
-            )
+            if at <= self._head:  # its time was over, and its room was not
+                why = "the rank printed faster than its agent reads; the raw log has them"
+            else:
+                why = "the rank printed more than survival.rank_log_mib keeps"
+            text = f"[{left_out} bytes are left out here: {why}]"
             place = {"start": self._read, "end": self._read, "dropped": left_out}
             kept.append(self._encode(now, beat, text.encode(), **place))
         self._append(kept[::-1])
@@ -483,13 +526,15 @@ class RankOutput:
         self._echo.echo_new_lines()
         self._record(RankLog.follow)
 
-    def close(self) -> None:
+    def close(self, meanwhile: Callable[[], object]) -> None:
         """Process the remaining output after the ranks have ended.
 
-        Takes up to 5 s for the upload.
+        Takes up to 5 s for the upload. `meanwhile` is called so often that no other agent takes
+        this one for lost.
         """
+        until = time.monotonic() + _CLOSE_RECORDS_SECONDS
         self._echo.echo_new_lines()
-        self._record(RankLog.finish)
+        self._record(lambda log, beat: log.finish(beat, until=until, meanwhile=meanwhile))
         if self._uploader:
             self._uploader.close()
 

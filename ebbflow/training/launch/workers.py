@@ -310,7 +310,8 @@ class Worker:
             extra = None
         if not isinstance(extra, dict):
             extra = {}
-        message = bounded_text(text)
+        # A program that uses @record itself has redacted nothing
+        message = bounded_text(errors.redact_secrets(text))
         module, _, name = str(extra.get("class") or "").rpartition(".")
         name = bounded_text(name or message.partition(":")[0], _LONGEST_NAME)
         if module and module != errors.__name__ and error_class(name) is not errors.GangError:

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, TypedDict
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ebbflow.core.config.schema import GuardsConfig, RunConfig
 from ebbflow.core.events import GUARD, GuardAction
@@ -35,6 +34,7 @@ from ebbflow.training.engine.guards.memory import (
     try_micro_batch,
 )
 from ebbflow.training.engine.guards.overrides import Overrides, record_rewind, record_split
+from ebbflow.training.engine.guards.silent_faults import Differences, checksum
 from ebbflow.training.engine.parallel import Spread
 from ebbflow.training.gang import Gang
 from ebbflow.training.launch.messages import WorkerSpec
@@ -49,12 +49,6 @@ _SIGMA_PER_MAD = 1.4826
 # The smallest deviation that counts, as a share of the median. Otherwise, after equal values, a
 # rounding error would be a spike.
 _SMALLEST_SHARE = 1e-3
-# A prime below 2**53, because the step sync sends float64, which represents integers exactly up to
-# 2**53.
-_MODULUS = 2**47 - 115
-_MULTIPLIER = 1_000_003
-# Elements that are added up at once. A sum as int64 copies its input to up to eight times the size.
-_CHUNK = 2**22
 
 
 class RobustWindow:
@@ -233,6 +227,8 @@ class Guards:
     # The last step after which replicas had equal weights; None before a comparison
     agreed_step: int | None = None
     saved_step: int | None = None  # the last step that this start saved; None before the first save
+    # The last step that was computed twice with equal results, or that this start began after
+    repeated_step: int = 0
 
     def __post_init__(self) -> None:
         self.numbers = LossGuard(self.config.guards)
@@ -266,6 +262,7 @@ class Guards:
         self.numbers.restore(extra.get("guards", {}))
         if self.loss_scale is not None:
             self.loss_scale.restore(extra.get("guards", {}).get("loss_scale", {}))
+        self.repeated_step = at.step
         first = self.overrides.first_sample
         if at.cursor >= first:
             return at
@@ -300,6 +297,14 @@ class Guards:
         back to an older commit, and DivergenceError if the weights of replicas differ.
         """
         self._compare(at, [row.weights_checksum for row in sync.rows], seen_at=at.step + 1)
+        changed = [rank for rank, row in enumerate(sync.rows) if row.changed_at_rest]
+        if changed:
+            found = (
+                f"weights or optimizer state of {_names(changed)} changed at rest between steps "
+                f"{at.step} and {at.step + 1}"
+            )
+            # A commit of that step may have been copied after the change
+            self._go_back(at.step + 1, changed, found, limit=max(0, at.step - 1))
         non_finite = sync.non_finite
         before = self.numbers.skipped_in_a_row
         # A non-finite loss is no matter of scale
@@ -326,6 +331,20 @@ class Guards:
             )
             print(f"step {at.step + 1}: skipped: {judgement.reason}", flush=True)
         return judgement
+
+    def compare_passes(self, step: int, own: Differences) -> None:
+        """Compare two computations of a step on all ranks; a collective.
+
+        Raises DivergenceError, which names the ranks with different results.
+        """
+        rows = self.gang.gather_numbers([float(differs) for differs in own])
+        # A wrong gradient of one rank makes the reduced ones, and so the updates of others, wrong
+        for name, differs in zip(Differences._fields, zip(*rows, strict=True), strict=True):
+            ranks = [rank for rank, value in enumerate(differs) if value]
+            if ranks:
+                found = f"step {step}, computed twice, differs on {_names(ranks)} in its {name}"
+                self._go_back(step, ranks, found, limit=self.repeated_step)
+        self.repeated_step = step
 
     def record_pace(self, step: int, sync: StepSync, usd_per_second: float) -> None:
         data_seconds = [row.data_seconds for row in sync.rows]
@@ -432,6 +451,12 @@ class Guards:
         self._tell(seen_at, GuardAction.DIVERGED, ranks=odd, reason=found)
         raise errors.DivergenceError(found)
 
+    def _go_back(self, step: int, ranks: list[int], found: str, *, limit: int) -> NoReturn:
+        found += f"; the job goes back to the newest commit up to step {limit}"
+        self._order_rewind(limit=limit, first_sample=0, sound=False)
+        self._tell(step, GuardAction.DIVERGED, ranks=ranks, reason=found)
+        raise errors.DivergenceError(found)
+
     def _rewind(
         self, at: Position, judgement: Judgement, *, first_bad: int, settle: Callable[[], object]
     ) -> Judgement:
@@ -474,27 +499,8 @@ class Guards:
 
 
 def weights_checksum(module: nn.Module) -> int:
-    """Return a checksum of this rank's shards of all parameters, from 1 to 2**47.
-
-    It sums the bits of each tensor as integers, and combines the sums in the order of the
-    parameters. The checksum changes with any flipped bit or changed value, but not if values within
-    one tensor swap places.
-    """
-    sums = []
-    for parameter in module.parameters():
-        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-        if local.numel():
-            flat = local.contiguous().view(-1)
-            width = flat.element_size()
-            if width % 4 == 0:
-                bits = flat.view(torch.int32)
-            else:
-                bits = flat.view(torch.int16 if width == 2 else torch.uint8)
-            sums.append(torch.stack([part.sum() for part in bits.split(_CHUNK)]).sum())
-    total = 0
-    for value in torch.stack(sums).tolist() if sums else []:
-        total = (total * _MULTIPLIER + value) % _MODULUS
-    return total + 1
+    """Return the checksum of this rank's shards of all parameters, from 1 to 2**47."""
+    return checksum(module.parameters())
 
 
 def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int], bool]:
@@ -591,6 +597,10 @@ def fit_micro_batch(
             GUARD, action=GuardAction.SPLIT, rank=0, accumulation=accumulation, reason=reason
         )
     return apply_overrides(config, Overrides(gradient_accumulation_steps=accumulation))
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
 
 
 def _growth_monitors(gang: Gang, colocated_ranks: int) -> tuple[MemoryGrowthMonitor, ...]:
