@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ _KUBELET_MIB = 255 + 11 * 30 + 100
 _OWN_PODS_MIB = 339
 
 GRACE_VARIABLE = "EBBFLOW_GRACE_SECONDS"
+_asked_to_leave = threading.Event()  # of this submitting process
 _LABELS = {"ebbflow/training": "true"}
 
 
@@ -178,10 +180,15 @@ def exit_when_asked() -> None:
     def leave(number: int, _frame: object) -> None:
         for handled in numbers:
             signal.signal(handled, signal.SIG_IGN)
+        _asked_to_leave.set()
         sys.exit(128 + number)
 
     for number in numbers:
         signal.signal(number, leave)
+
+
+def was_asked_to_leave() -> bool:
+    return _asked_to_leave.is_set()
 
 
 def set_grace_period() -> None:

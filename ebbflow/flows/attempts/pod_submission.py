@@ -36,6 +36,7 @@ from ebbflow.core.json_values import JsonObject
 from ebbflow.cost.capacity import batch_attempt_data
 from ebbflow.flows.attempts.order import StopOrder, SubmitLimits, SubmitOrder
 from ebbflow.flows.attempts.submission import StartLimits, longest_wait_seconds, submit_events
+from ebbflow.flows.pods import was_asked_to_leave
 from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
 from ebbflow.infra.kubernetes.cluster import (
     QUEUE_LABEL,
@@ -397,11 +398,13 @@ class PodSubmission:
             try:
                 cluster = open_cluster()
                 watch.look(cluster, time.time())
-                if (
-                    not watch.ended or watch.gone
-                ) and not watch.disrupted:  # Metaflow may have deleted it already
+                # Metaflow may have deleted it already
+                asked = was_asked_to_leave()
+                if (not watch.ended or (watch.gone and asked)) and not watch.disrupted:
                     self._ended_by = self._ended_by or "terminated"
                     self._why = self._why or "the launcher was asked to leave"
+                elif watch.gone and not watch.disrupted:
+                    self._why = self._why or "it was deleted from outside of this run"
                 watch.end(cluster, began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS))
             except CloudError as error:
                 _say(f"the end of {watch.job_id} is unknown: {error}")

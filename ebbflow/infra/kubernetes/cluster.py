@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
 from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.retry import retry
-from ebbflow.infra.batch.jobs import BatchAttempt, Cause
+from ebbflow.infra.batch.jobs import BatchAttempt, Cause, Terminator
 from ebbflow.infra.kubernetes.answers import (
     AccessReview,
     EventList,
@@ -686,6 +686,14 @@ class AttemptWatch:
             return "unknown"
         return "never_started"
 
+    def _terminator(self, ended_by: Cause | None) -> Terminator:
+        """Return who terminated the attempt. The API does not tell who deleted an object."""
+        if ended_by is not None:
+            return "ebbflow"
+        if any(pod.late for pod in self.pods.values()):
+            return "limit"
+        return "unknown"
+
     def attempt(
         self, *, now: float, ended_by: Cause | None = None, reason: str = ""
     ) -> BatchAttempt:
@@ -701,10 +709,11 @@ class AttemptWatch:
         times = tuple(self._times(node, now) for node in range(self.nodes))
         begun = [start for start, _ in times if start is not None]
         over = [stop for _, stop in times if stop is not None]
+        cause: Cause = "unknown"
+        status = "RUNNING"
         if self.ended or ended_by:
+            cause = self.cause(ended_by)
             status = "SUCCEEDED" if self.succeeded else "FAILED"
-        else:
-            status = "RUNNING"
         return BatchAttempt(
             job_id=self.job_id,
             job_name=self.job_id.rpartition("/")[2],
@@ -720,8 +729,9 @@ class AttemptWatch:
                 (pod.exit_code for pod in reversed(main) if pod.exit_code is not None), None
             ),
             reason="; ".join(filter(None, texts))[:1000],
-            cause=self.cause(ended_by) if self.ended or ended_by else "unknown",
+            cause=cause,
             node_times=times if begun else (),
+            terminated_by=self._terminator(ended_by) if cause == "terminated" else None,
         )
 
     def _times(self, node: int, now: float) -> tuple[float | None, float | None]:
