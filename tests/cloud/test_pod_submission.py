@@ -219,7 +219,7 @@ def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:
         "command": ["bash", "-c", command],
     }
     container["resources"] = {"requests": {"cpu": "1"}}
-    toleration = {"key": "ebbflow/training", "operator": "Exists", "effect": "NoSchedule"}
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     pod = {"restartPolicy": "Never", "containers": [container], "tolerations": [toleration]}
     pod |= {
         "nodeSelector": {"karpenter.sh/capacity-type": "spot"},

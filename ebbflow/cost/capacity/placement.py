@@ -86,6 +86,8 @@ class Placement:
     # time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to
     # which it moves (`ebbflow.core.terms.Fallback` as JSON). None if there is neither.
     fallback: dict[str, Any] | None = field(default=None, repr=False)
+    # labels of the nodes of a pool of `kubernetes.pools`; None for a type of Amazon's
+    node_selector: dict[str, str] | None = None
 
     @property
     def pool(self) -> str:
