@@ -696,6 +696,8 @@ class BatchAttemptPayload(Payload):
     status: AnyText = None
     reason: AnyText = None
     exit_code: AnyInteger = None  # of the main container
+    # Who ended a terminated job: ebbflow, limit, operator or unknown
+    terminated_by: Text = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,6 +172,8 @@ class Catalogue:
     """
 
     types: tuple[InstanceType, ...]
+    # The types are pools of the configuration, which `cluster.instance_types` does not name
+    are_pools: bool = False
 
     def __getitem__(self, name: str) -> InstanceType:
         for kind in self.types:
@@ -183,6 +185,8 @@ class Catalogue:
         """Return the types whose names begin with any of the prefixes; all types if there are no
         prefixes.
         """
+        if self.are_pools:
+            return self.types
         return tuple(
             kind for kind in self.types if not prefixes or kind.name.startswith(tuple(prefixes))
         )

@@ -15,12 +15,15 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ebbflow.flows.attempts.submission import wrap_command
 from ebbflow.infra.batch import QueueState
 from ebbflow.infra.batch.queues import Market
+from ebbflow.infra.instance import VARIABLES
+from ebbflow.infra.kubernetes.pod_shape import EFA, make_security_context, make_tolerations
 
 if TYPE_CHECKING:
     from metaflow.runtime import CLIArgs
@@ -37,10 +40,6 @@ _MARKET_LABELS = {
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
 ZONE = "topology.kubernetes.io/zone"
 ZONE_ID = "topology.k8s.aws/zone-id"
-# Taints of the NodePools in nodepools.yaml, which keep other pods off costly nodes.
-TAINT = "ebbflow/training"
-GPU_TAINT = "nvidia.com/gpu"
-EFA = "vpc.amazonaws.com/efa"
 _ZONE_ID = re.compile(r"[a-z]+\d+-[a-z]{2,}\d+")  # use1-az1; a zone's name is us-east-1a
 
 # Memory that a pod must leave free, unlike a Batch job: kubelet 255 MiB + 11 MiB for each of
@@ -50,15 +49,21 @@ _KUBELET_MIB = 255 + 11 * 30 + 100
 _OWN_PODS_MIB = 339
 
 GRACE_VARIABLE = "EBBFLOW_GRACE_SECONDS"
+# Variables of the container (JSON), in which a pod of a configured pool reads what it is: its
+# price is the pool's, whatever the machine below says of itself.
+POD_VARIABLES = "EBBFLOW_POD_VARIABLES"
+_asked_to_leave = threading.Event()  # of this submitting process
 _LABELS = {"ebbflow/training": "true"}
 
 
 def node_selector(placement: Placement, nodes: str = "karpenter") -> dict[str, str]:
     """Return the node labels that select the machines of a placement.
 
-    If the placement names a zone, all nodes are in that zone. `nodes` is the value of
-    `kubernetes.nodes` in the configuration.
+    If the placement names a zone, all nodes are in that zone. A pool of `kubernetes.pools` has
+    labels of its own. `nodes` is the value of `kubernetes.nodes` in the configuration.
     """
+    if placement.node_selector is not None:
+        return dict(placement.node_selector)
     label, (spot, on_demand) = _MARKET_LABELS[nodes]
     if placement.market == "spot":
         market = spot
@@ -69,16 +74,6 @@ def node_selector(placement: Placement, nodes: str = "karpenter") -> dict[str, s
         label = ZONE_ID if _ZONE_ID.fullmatch(placement.zone) else ZONE
         chosen[label] = placement.zone
     return chosen
-
-
-def tolerations(placement: Placement) -> list[dict[str, str]]:
-    """Return tolerations (with V1Toleration's fields as keys) that let a pod run on the tainted
-    training nodes.
-    """
-    keys = [TAINT]
-    if placement.gpu:
-        keys.append(GPU_TAINT)
-    return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
 
 
 def pod_annotations(metrics_port: int | None) -> dict[str, str]:
@@ -131,8 +126,11 @@ def pod_markets() -> dict[str, QueueState]:
 def apply_to_pod(
     cli_args: CLIArgs, order: AttemptOrder, placement: Placement, config: RunConfig
 ) -> None:
-    """Set the options of Metaflow's `kubernetes step` from the order and its placement, replacing
-    those of @kubernetes.
+    """Set the options of Metaflow's `kubernetes step` from the order and its placement.
+
+    They replace the resources of @kubernetes. The user's tolerations, node selectors, labels,
+    annotations, extended resources, volumes, image and service account are kept; a selector of the
+    placement takes precedence over one of the same name.
     """
     from ebbflow.cost.catalogue import efa_interfaces  # late, as in `decorators.apply_to_batch`
 
@@ -148,19 +146,29 @@ def apply_to_pod(
     options["gpu"] = str(placement.gpu) if placement.gpu else None
     options["memory"] = str(pod_memory_mib(placement.memory_mib))
     options["shared_memory"] = str(config.batch.shared_memory_mib)
-    options["node_selector"] = [f"{key}={value}" for key, value in selector.items()]
-    options["tolerations"] = json.dumps(tolerations(placement))
+    given = [
+        pair for pair in options.get("node_selector") or () if pair.split("=")[0] not in selector
+    ]
+    options["node_selector"] = [*given, *(f"{key}={value}" for key, value in selector.items())]
+    wanted = json.loads(options.get("tolerations") or "[]") or []
+    own = [item for item in make_tolerations(gpu=placement.gpu > 0) if item not in wanted]
+    options["tolerations"] = json.dumps([*wanted, *own])
     options["labels"] = json.dumps({**labels, **_LABELS})
     options["annotations"] = json.dumps({**annotations, **pod_annotations(config.metrics.port)})
     options["run-time-limit"] = int(placement.wall_seconds)
-    options["extended_resources"] = options.get("extended_resources")
+    extended = _json_option(options, "extended_resources")
     if efa:
-        options["extended_resources"] = json.dumps({EFA: str(efa)})
-    if config.batch.image:
+        extended[EFA] = str(efa)
+    options["extended_resources"] = json.dumps(extended) if extended else None
+    if config.batch.image and not options.get("image"):
         options["image"] = config.batch.image
     if "num-parallel" in options:  # Metaflow refuses a JobSet of one node
         options["num-parallel"] = str(order.nodes) if order.nodes > 1 else None
     cli_args.env[GRACE_VARIABLE] = str(config.checkpoint.stop_seconds)
+    if placement.node_selector is not None:
+        facts = {"instance_type": placement.instance_type, "market": placement.market}
+        variables = {VARIABLES[name]: value for name, value in facts.items()}
+        cli_args.env[POD_VARIABLES] = json.dumps(variables)
 
 
 def exit_when_asked() -> None:
@@ -178,10 +186,15 @@ def exit_when_asked() -> None:
     def leave(number: int, _frame: object) -> None:
         for handled in numbers:
             signal.signal(handled, signal.SIG_IGN)
+        _asked_to_leave.set()
         sys.exit(128 + number)
 
     for number in numbers:
         signal.signal(number, leave)
+
+
+def was_asked_to_leave() -> bool:
+    return _asked_to_leave.is_set()
 
 
 def set_grace_period() -> None:
@@ -192,16 +205,24 @@ def set_grace_period() -> None:
     makes every pod, because Metaflow sets the grace period to 0, and its shell, process 1 of the
     container, passes no signal on. It also removes privileges that training does not need.
     """
-    from kubernetes.client import V1PodSpec
+    from kubernetes.client import V1EnvVar, V1PodSpec
 
     seconds = round(float(os.environ.get(GRACE_VARIABLE) or 0))
+    variables: dict[str, str] = json.loads(os.environ.get(POD_VARIABLES) or "{}")
     make = V1PodSpec.__init__
     name = "termination_grace_period_seconds"
 
     def make_with_grace(spec: V1PodSpec, *args: Any, **fields: Any) -> None:
         for container in fields.get("containers") or []:
             container.command = wrap_command(container.command or []) or None
-            container.security_context = container.security_context or _security_context(container)
+            container.env = [
+                *(container.env or []),
+                *(V1EnvVar(name=name, value=value) for name, value in variables.items()),
+            ]
+            devices = (container.resources and container.resources.limits) or {}
+            container.security_context = container.security_context or make_security_context(
+                efa=EFA in devices
+            )
         # Metaflow asks for the full name as host name; a pod whose full name has more than 64
         # characters never starts.
         own = {"set_hostname_as_fqdn": None, name: max(fields.get(name) or 0, seconds)}
@@ -212,15 +233,3 @@ def set_grace_period() -> None:
 
 def _json_option(options: Mapping[str, str | None], name: str) -> dict[str, str]:
     return json.loads(options.get(name) or "{}") or {}
-
-
-def _security_context(container: Any) -> Any:
-    """Return the least privileges with which a training container works; EFA needs pinned memory."""
-    from kubernetes.client import V1Capabilities, V1SeccompProfile, V1SecurityContext
-
-    pins = EFA in ((container.resources and container.resources.limits) or {})
-    return V1SecurityContext(
-        allow_privilege_escalation=False,
-        capabilities=V1Capabilities(drop=["ALL"], add=["IPC_LOCK"] if pins else None),
-        seccomp_profile=V1SeccompProfile(type="RuntimeDefault"),
-    )

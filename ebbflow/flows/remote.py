@@ -141,6 +141,12 @@ def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] 
             "batch.job_role or METAFLOW_ECS_S3_ACCESS_IAM_ROLE; `ebbflow deploy --env` writes "
             "one, `ebbflow adopt` finds an existing one"
         )
+    if backend in ("batch", "kubernetes") and not _names_image(config, backend, words):
+        return (
+            f"--with {backend}: no container image, and Metaflow's own default (python) has no "
+            f"torch\n  fix: set batch.image or METAFLOW_{backend.upper()}_CONTAINER_IMAGE; "
+            "docs/aws.md has the script that builds and pushes one"
+        )
     return None
 
 
@@ -167,3 +173,10 @@ def _is_set(name: str) -> bool:
 def _names_role(config: RunConfig, words: Sequence[str]) -> bool:
     given = any("iam_role=" in value for value in option_values(words, "--with"))
     return given or bool(config.batch.job_role) or _is_set("METAFLOW_ECS_S3_ACCESS_IAM_ROLE")
+
+
+def _names_image(config: RunConfig, backend: str, words: Sequence[str]) -> bool:
+    """Return whether the containers' image is named where Metaflow looks for it."""
+    given = any("image=" in value for value in option_values(words, "--with"))
+    settings = (f"METAFLOW_{backend.upper()}_CONTAINER_IMAGE", "METAFLOW_DEFAULT_CONTAINER_IMAGE")
+    return given or bool(config.batch.image) or any(_is_set(name) for name in settings)

@@ -1,5 +1,5 @@
-"""Notices that this machine or process is about to be ended: their sources, and the thread that
-polls the sources.
+"""Notices that this machine or process is about to be ended: their sources, and the threads that
+poll the sources.
 
 Sources:
 
@@ -39,14 +39,20 @@ REBALANCE = "rebalance"  # a recommendation: an interruption is more likely than
 STALE_SECONDS = 10.0  # a notice whose time passed longer ago is void, since the machine still runs
 
 _SILENT_POLLS = 5  # failures in a row before they are reported
+_SILENT_STARTS = 3  # failed starts in a row before they are reported
+_FIRST_START_PAUSE_SECONDS = 0.25  # doubled after each failed start
+_LONGEST_START_PAUSE_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 10.0
 _SHORTEST_PAUSE_SECONDS = 0.02
 _CLOSE_SECONDS = 3.0
 
 _INSTANCE_ACTION = "meta-data/spot/instance-action"
 _REBALANCE = "meta-data/events/recommendations/rebalance"
-_FIRST_ANSWERS_SECONDS = 0.9
-_ANSWER_SECONDS = 1.0
+# Deadlines of the first requests for a token; the last applies to all later ones. A node that has
+# just booted can take seconds to answer.
+_TOKEN_DEADLINES = (0.5, 2.0, 5.0)
+_WITHOUT_TOKEN_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
 _TOKEN_TTL_SECONDS = 6 * 3600
 # Statuses with which services without version 2 answer the PUT
 _NO_SUCH_REQUEST = (400, 404, 405, 501)
@@ -87,15 +93,17 @@ class Notice:
 
 
 class Source(Protocol):
-    """A source of notices. Only the thread of `NoticeWatcher` calls its methods."""
+    """A source of notices. Only its thread of `NoticeWatcher` calls its methods."""
 
     name: NoticeSource
     poll_seconds: float
+    may_begin_later: bool  # whether `begin` can succeed after it has failed
 
     def begin(self) -> str:
-        """Prepare for polling, in about a second at most.
+        """Prepare for polling.
 
-        Return "" if this source is available, else why it is not.
+        Return "" if this source is available, else why it is not. The first call takes about a
+        second at most.
         """
         ...
 
@@ -108,23 +116,26 @@ class Source(Protocol):
 
 
 class NoticeWatcher:
-    """A thread that polls sources of notices until it is closed.
+    """Threads, one for each source of notices, that poll their sources until the watcher is closed.
 
-    It skips the sources that are unavailable at the start. A slow source delays the other sources
-    by at most its own deadline (about 2 s).
+    A source that is unavailable at the start is tried again, quickly at first and then every 5 s.
+    A slow source delays no other.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = list(sources)
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._absent: dict[str, str] = {}
         self._problems: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._decided = threading.Event()
-        self._looked = threading.Event()
+        self._names = [source.name for source in sources]
+        self._polled: dict[str, threading.Event] = {name: threading.Event() for name in self._names}
         self._closed = threading.Event()
         self._known_ends: dict[tuple[str, str], float] = {}
-        self._thread = threading.Thread(target=self._watch, name="notices", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._watch, args=(source,), name="notices", daemon=True)
+            for source in sources
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def new_notices(self) -> list[Notice]:
         """Return the notices that arrived since the last call.
@@ -136,14 +147,18 @@ class NoticeWatcher:
         return _all(self._notices)
 
     def wait_for_first_poll(self, seconds: float) -> bool:
-        """Wait until each available source has been polled once.
+        """Wait until each source has been polled once or was found unavailable.
 
         Return False if this takes longer than `seconds`.
         """
-        return self._looked.wait(seconds)
+        limit = time.monotonic() + seconds
+        return all(
+            polled.wait(max(limit - time.monotonic(), 0.0)) for polled in self._polled.values()
+        )
 
     def problems(self) -> list[str]:
-        """Return one message for each source that has failed five times in a row.
+        """Return one message for each source that has failed five times in a row, or that has not
+        become available in three tries.
 
         Each message is returned once.
         """
@@ -155,43 +170,51 @@ class NoticeWatcher:
 
         Return None until this is known, which takes about a second after the start.
         """
-        if self._decided.is_set():
-            return dict(self._absent)
-        return None
+        known = dict(self._absent)
+        if len(known) < len(self._names):
+            return None
+        return {name: known[name] for name in self._names}
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join(_CLOSE_SECONDS)
+        limit = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(limit - time.monotonic(), 0.0))
 
-    def _watch(self) -> None:
-        for source in self._sources:
-            try:
-                self._absent[source.name] = source.begin()
-            except Exception as error:
-                self._absent[source.name] = (
-                    f"cannot be watched: {str(error) or type(error).__name__}"
-                )
-        self._decided.set()
-        watched = [source for source in self._sources if not self._absent[source.name]]
-        due = {source.name: 0.0 for source in watched}
-        failed = {source.name: 0 for source in watched}
-        if not watched:
-            self._looked.set()
+    def _watch(self, source: Source) -> None:
+        if not self._begin(source):
             return
+        failed = 0
         while not self._closed.is_set():
-            for source in watched:
-                if time.monotonic() >= due[source.name]:
-                    if self._look(source, failed[source.name]):
-                        failed[source.name] = 0
-                    else:
-                        failed[source.name] = failed[source.name] + 1
-                    pause = min(
-                        source.poll_seconds * 2 ** min(failed[source.name], 8),
-                        _LONGEST_PAUSE_SECONDS,
-                    )
-                    due[source.name] = time.monotonic() + pause
-            self._looked.set()
-            self._closed.wait(max(min(due.values()) - time.monotonic(), _SHORTEST_PAUSE_SECONDS))
+            failed = 0 if self._look(source, failed) else failed + 1
+            self._polled[source.name].set()
+            pause = min(source.poll_seconds * 2 ** min(failed, 8), _LONGEST_PAUSE_SECONDS)
+            self._closed.wait(max(pause, _SHORTEST_PAUSE_SECONDS))
+
+    def _begin(self, source: Source) -> bool:
+        """Try to start a source until it is available. Return whether it is."""
+        pause = _FIRST_START_PAUSE_SECONDS
+        failed = 0
+        while True:
+            try:
+                problem = source.begin()
+            except Exception as error:
+                problem = f"cannot be watched: {str(error) or type(error).__name__}"
+            self._absent[source.name] = problem
+            if not problem:
+                return True
+            self._polled[source.name].set()
+            if not source.may_begin_later:
+                return False
+            failed += 1
+            if failed == _SILENT_STARTS:
+                self._problems.put(
+                    f"{source.name}: {problem}; asked again every "
+                    f"{_LONGEST_START_PAUSE_SECONDS:g} s"
+                )
+            if self._closed.wait(pause):
+                return False
+            pause = min(2 * pause, _LONGEST_START_PAUSE_SECONDS)
 
     def _look(self, source: Source, failed: int) -> bool:
         try:
@@ -229,23 +252,30 @@ class MetadataSource:
     ) -> None:
         self.poll_seconds = poll_seconds
         self._absent = metadata_unavailable_reason(environment, system)
+        self.may_begin_later = not self._absent
         self._service = MetadataService(metadata_endpoint(environment))
         self._token = ""
         self._token_until = 0.0
-        self._version_1 = self._knows_no_tokens = False
+        self._version_1 = False
+        self._knows_no_tokens = False
+        self._unanswered_tokens = 0  # requests for a token without any answer, until the first
+        self._has_answered_token = False
         self._ending = EffectiveTime()
 
     def begin(self) -> str:
         if self._absent:
             return self._absent
-        limit = time.monotonic() + _FIRST_ANSWERS_SECONDS
+        seconds = _TOKEN_DEADLINES[min(self._unanswered_tokens, len(_TOKEN_DEADLINES) - 1)]
         try:
-            problem = self._renew(0.6 * _FIRST_ANSWERS_SECONDS)
+            problem = self._renew(seconds)
             if problem and self._knows_no_tokens:
-                return self._without_token(limit - time.monotonic())
+                return self._without_token(problem)
             return problem
         except TimeoutError:
-            return self._without_token(limit - time.monotonic())
+            self._unanswered_tokens += 1
+            return self._without_token(
+                f"{self._service.endpoint} gave no token within {seconds:g} s"
+            )
         except (OSError, http.client.HTTPException, ValueError) as error:
             return f"{self._service.endpoint} does not answer: {str(error) or type(error).__name__}"
 
@@ -264,29 +294,33 @@ class MetadataSource:
                 raise OSError(f"{self._service.endpoint}: {error!r}") from error
         return found
 
-    def _without_token(self, seconds: float) -> str:
+    def _without_token(self, problem: str) -> str:
         """Try version 1 of the metadata service, which needs no token.
 
         Return "" if it works, else why it does not.
 
         In a container, a small hop limit can block the response that carries the token, but not the
-        other responses.
+        other responses. So does a slow service at first; only if no request for a token was ever
+        answered, whatever its deadline, the hop limit is named.
         """
-        problem = f"{self._service.endpoint} gave no token in time"
         try:
-            status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=seconds)
+            status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=_WITHOUT_TOKEN_SECONDS)
         except (OSError, http.client.HTTPException, ValueError):
             return f"{problem}, and no other answer"
         if status in (200, 404):
             self._version_1 = True  # less secure, but better than no notice
             return ""
+        problem = f"{problem}, while it answers {status} without one"
+        if self._has_answered_token or self._unanswered_tokens < len(_TOKEN_DEADLINES):
+            return problem
         return (
-            f"{problem}, while it answers {status} without one: the hop limit is too small; fix: "
-            f"{HOP_LIMIT_FIX}"
+            f"{problem}, and none in {self._unanswered_tokens} requests: the hop limit may be too "
+            f"small; fix: {HOP_LIMIT_FIX}"
         )
 
     def _renew(self, seconds: float) -> str:
         status, token = self._service.token(ttl_seconds=_TOKEN_TTL_SECONDS, seconds=seconds)
+        self._has_answered_token = True
         if status == 403:
             return f"{self._service.endpoint} is turned off (403)"
         self._knows_no_tokens = status in _NO_SUCH_REQUEST
@@ -385,6 +419,7 @@ class MetaflowSource:
 
     name = NoticeSource.METAFLOW
     poll_seconds = 0.5
+    may_begin_later = False
 
     def __init__(self, path: Path = Path(METAFLOW_FILE)) -> None:
         self._path = path
@@ -420,6 +455,7 @@ class RehearsalSource:
 
     name = NoticeSource.REHEARSAL
     poll_seconds = 0.1
+    may_begin_later = False
 
     def __init__(self, path: Path) -> None:
         self._path = path

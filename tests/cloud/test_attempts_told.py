@@ -20,7 +20,7 @@ from ebbflow.infra.batch import (
     describe_attempts,
     describe_queues,
 )
-from ebbflow.infra.batch.jobs import classify_cause
+from ebbflow.infra.batch.jobs import classify_cause, find_terminator
 from tests.support.batch.fixture import LocalBatch, local_batch
 
 _RESOURCES = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
@@ -93,6 +93,20 @@ def test_batch_jobs_that_never_ran_differ_from_ended_ones(reason: str) -> None:
     assert classify_cause("FAILED", late, None, started=False, ended_by_call=True) == "not_made"
     assert classify_cause("RUNNABLE", [reason], None, started=False) == "unknown"
     assert classify_cause("SUCCEEDED", [_EXITED], 0, started=True) == "ended"
+
+
+@pytest.mark.parametrize(
+    ("reason", "author"),
+    [
+        ("stop, Ann", "operator"),
+        ("User initiated termination", "operator"),
+        ("Ebbflow: ended: the launcher was asked to leave", "ebbflow"),
+        ("Job attempt duration exceeded timeout", "limit"),
+        ("Metaflow initiated job termination.", "unknown"),
+    ],
+)
+def test_a_terminated_batch_job_has_its_author(reason: str, author: str) -> None:
+    assert find_terminator([_EXITED, reason]) == author
 
 
 def test_a_gang_whose_nodes_are_not_known_may_have_lost_one() -> None:

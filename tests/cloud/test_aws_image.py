@@ -49,14 +49,17 @@ def test_the_image_installs_requirements_txt_with_every_line_pinned(
     steps: list[tuple[str, str]],
 ) -> None:
     [install] = [rest for rest in of(steps, "RUN") if "pip install" in rest]
-    assert "-r requirements.txt" in install
+    assert "-r requirements.txt -r requirements-kubernetes.txt" in install, (
+        "the supervisor asks the API server"
+    )
     assert not re.search(r"pip install[^&]*[a-z0-9_-]+[=~]=", install), (
         "no version is named beside requirements.txt"
     )
-    lines = [
-        line.partition("#")[0].strip()
-        for line in (ROOT / "requirements.txt").read_text().splitlines()
+    texts = [
+        path.read_text()
+        for path in (ROOT / "requirements.txt", ROOT / "requirements-kubernetes.txt")
     ]
+    lines = [line.partition("#")[0].strip() for line in "\n".join(texts).splitlines()]
     names = set()
     for line in filter(None, lines):
         pin = re.fullmatch(r"([a-z0-9.-]+)(==|~=)\d+(\.\d+)+", line)
@@ -86,9 +89,13 @@ def test_the_image_has_a_compiler_tokenizers_and_gpu_counters(
 def test_the_image_holds_the_project_and_the_head_jobs_command(
     steps: list[tuple[str, str]],
 ) -> None:
-    copied = {rest.split()[0] for rest in of(steps, "COPY") if not rest.startswith("--from")}
+    copied = set()
+    for rest in of(steps, "COPY"):
+        if not rest.startswith("--from"):
+            copied |= set(rest.split()[:-1])
     assert copied == {
         "requirements.txt",
+        "requirements-kubernetes.txt",
         "ebbflow",
         "flows",
         "training",

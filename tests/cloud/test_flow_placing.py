@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.errors import Outcome
 from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, PLACED, read_events
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
@@ -70,6 +71,18 @@ def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def ask(flow: SimpleNamespace, name: AttemptName = NAME, *, last: bool = False) -> PlacementRequest:
     return PlacementRequest(flow=flow, name=name, round=1, one_node=True, last=last)
+
+
+def submit(batch: LocalBatch, name: str) -> str:
+    """Submit a job that sleeps, and return its id."""
+    aws = batch.client()
+    aws.update_job_queue(jobQueue="od-g5", state="ENABLED")
+    needs = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
+    container = {"image": "local", "command": ["sleep", "600"], "resourceRequirements": needs}
+    aws.register_job_definition(
+        jobDefinitionName=name, type="container", containerProperties=container
+    )
+    return aws.submit_job(jobName=name, jobQueue="od-g5", jobDefinition=name)["jobId"]
 
 
 def test_a_placed_attempt_leaves_its_order_and_events(
@@ -242,18 +255,28 @@ def test_jobs_of_a_dead_submitter_are_ended_before_the_next_attempt(
 ) -> None:
     """Also in the same run: a submitter that is killed ends nothing."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
-    aws = batch.client()
-    aws.update_job_queue(jobQueue="od-g5", state="ENABLED")
-    needs = [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "1000"}]
-    container = {"image": "local", "command": ["sleep", "600"], "resourceRequirements": needs}
-    aws.register_job_definition(
-        jobDefinitionName="left", type="container", containerProperties=container
-    )
-    job_id = aws.submit_job(jobName="left", jobQueue="od-g5", jobDefinition="left")["jobId"]
+    job_id = submit(batch, "left")
     with Job.of(flow, NAME.run).events("test") as log:
         log.emit(BATCH_SUBMITTED, job_id=job_id, step=NAME.step, task=NAME.task)
     assert place_attempt(ask(flow, replace(NAME, attempt=1))).trouble == ""
     assert job_when(batch, "left", "FAILED")["status"] == "FAILED"
+
+
+def test_a_run_whose_job_an_operator_terminates_places_no_further_attempt(
+    flow: SimpleNamespace, batch: LocalBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_BATCH", batch.endpoint)
+    assert place_attempt(ask(flow)).trouble == ""
+    job_id = submit(batch, "by-ann")
+    with Job.of(flow, NAME.run).events("test") as log:
+        log.emit(BATCH_SUBMITTED, job_id=job_id, step=NAME.step, task=NAME.task)
+    batch.client().terminate_job(jobId=job_id, reason="stop, Ann")
+    order = place_attempt(ask(flow, replace(NAME, attempt=1))).order
+    assert order is not None and (order.does, order.outcome) == ("stop", Outcome.INTERRUPTED)
+    assert order.message == f"{job_id} was terminated by an operator (stop, Ann)"
+    again = AttemptName(run="1734", step=NAME.step, task=NAME.task, attempt=0)
+    order = place_attempt(ask(flow, again)).order
+    assert order is not None and order.does == "train", "another run goes on"
 
 
 def test_jobs_whose_end_is_untold_are_known_by_their_submit_or_by_their_agent(

@@ -21,12 +21,16 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
+from ebbflow.core.config.load import load_config
 from ebbflow.cost.capacity import Placement
 from ebbflow.flows.attempts.order import SubmitOrder
 from ebbflow.flows.attempts.pod_submission import PodSubmission
-from ebbflow.flows.pods import TAINT, node_selector, pod_markets, pod_memory_mib
+from ebbflow.flows.pods import node_selector, pod_markets, pod_memory_mib
+from ebbflow.flows.remote import refusal_reason
 from ebbflow.flows.supervising.options import read_options
+from ebbflow.infra.aws.deploy import TEMPLATE, read_template
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, PodState
+from ebbflow.infra.kubernetes.pod_shape import GPU_TAINT, TAINT
 from ebbflow.observe.command import RULES
 from tests.support.capacity import JobLog, batch_config, placed_now
 from tests.support.kubernetes import schema
@@ -36,6 +40,7 @@ pytest.importorskip("kubernetes")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "ebbflow/infra" / "kubernetes"
+EKS_ROLES = ROOT / "ebbflow/infra/aws/eks-roles.yaml"
 VERSIONS = ("1.31", "1.34", "1.37")
 OTHERS = {"karpenter.sh/v1": {"NodePool"}, "karpenter.k8s.aws/v1": {"EC2NodeClass"}}
 OTHERS |= {"monitoring.coreos.com/v1": {"ServiceMonitor"}}
@@ -87,6 +92,7 @@ def test_every_manifest_is_valid_strictly(version: str) -> None:
     kinds = {checked_document["kind"] for checked_document in checked}
     assert kinds == {
         "Namespace",
+        "ConfigMap",
         "ServiceAccount",
         "Role",
         "RoleBinding",
@@ -217,7 +223,10 @@ def test_node_pools_make_nodes_that_pods_of_a_placement_select() -> None:
             "kind": "EC2NodeClass",
             "name": node_class["metadata"]["name"],
         }
-        assert [taint["key"] for taint in spec["taints"]] == [TAINT]
+        taints = [taint["key"] for taint in spec["taints"]]
+        assert taints == [GPU_TAINT], "what the NVIDIA plugin's chart tolerates, and no more"
+        labels = pool["spec"]["template"]["metadata"]["labels"]
+        assert labels["nvidia.com/gpu.present"] == "true", "what it selects without NFD"
         wanted = {requirement["key"]: requirement["values"] for requirement in spec["requirements"]}
         assert all(requirement["operator"] == "In" for requirement in spec["requirements"])
         assert len(wanted["topology.kubernetes.io/zone"]) == 1, "a gang never spans zones"
@@ -289,12 +298,9 @@ def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
         job for job in of_kind("Job") if job["metadata"]["name"] == "ebbflow-supervisor"
     ]
     [container] = supervisor["spec"]["template"]["spec"]["containers"]
-    [url] = [
-        variable["value"]
-        for variable in container["env"]
-        if variable["name"] == "METAFLOW_SERVICE_URL"
-    ]
-    address = urlsplit(url)
+    [settings] = of_kind("ConfigMap")
+    assert container["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
+    address = urlsplit(settings["data"]["METAFLOW_SERVICE_URL"])
     namespace = {
         "namespaceSelector": {
             "matchLabels": {"kubernetes.io/metadata.name": address.hostname.split(".")[1]}
@@ -311,6 +317,59 @@ def test_tasks_reach_the_metadata_service_that_the_supervisor_names() -> None:
     assert command[command.index("--set") + 1] == "cluster.plan_for=kubernetes", (
         "the file names another"
     )
+
+
+def test_the_supervisors_settings_send_its_pods_to_the_store_with_an_image_and_a_region(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [settings] = of_kind("ConfigMap")
+    for name, value in settings["data"].items():
+        monkeypatch.setenv(name, value.replace("BUCKET", "bucket").replace("REGION", "us-east-1"))
+    config = load_config(
+        ROOT / "ebbflow/configs/aws.yaml", ["cluster.plan_for=kubernetes"], project_root=ROOT
+    ).config
+    assert config.store == "s3://bucket/ebbflow"
+    assert refusal_reason(config, "kubernetes", ["--with", "kubernetes"]) is None
+    accounts = {account["metadata"]["name"] for account in of_kind("ServiceAccount")}
+    assert settings["data"]["METAFLOW_KUBERNETES_SERVICE_ACCOUNT"] in accounts
+    assert settings["data"]["AWS_DEFAULT_REGION"]
+
+
+def test_each_service_account_has_an_aws_role_that_its_pods_may_assume() -> None:
+    template = read_template(EKS_ROLES.read_text())
+    resources = template["Resources"].values()
+    associations = [
+        resource["Properties"]
+        for resource in resources
+        if resource["Type"] == "AWS::EKS::PodIdentityAssociation"
+    ]
+    names = {association["ServiceAccount"] for association in associations}
+    assert names == {account["metadata"]["name"] for account in of_kind("ServiceAccount")}
+    roles = [
+        resource["Properties"]["AssumeRolePolicyDocument"]["Statement"]
+        for resource in resources
+        if resource["Type"] == "AWS::IAM::Role"
+    ]
+    assert len(roles) == len(names)
+    for [statement] in roles:
+        assert statement["Principal"] == {"Service": "pods.eks.amazonaws.com"}
+        assert statement["Action"] == ["sts:AssumeRole", "sts:TagSession"]
+    batch = json.dumps(read_template(TEMPLATE.read_text())["Resources"]["StepAccess"])
+    for statement in template["Resources"]["BucketAccess"]["Properties"]["PolicyDocument"][
+        "Statement"
+    ]:
+        assert all(f'"{action}"' in batch for action in statement["Action"]), "no more than there"
+
+
+@pytest.mark.parametrize(("address", "port"), [("169.254.170.23/32", 80), ("169.254.20.10/32", 53)])
+def test_pods_reach_pod_identity_and_nodelocal_dns(address: str, port: int) -> None:
+    for policy in of_kind("NetworkPolicy"):
+        [ports] = [
+            [entry["port"] for entry in rule["ports"]]
+            for rule in policy["spec"]["egress"]
+            if {"ipBlock": {"cidr": address}} in rule["to"]
+        ]
+        assert set(ports) == {port}
 
 
 def test_a_schedule_starts_what_the_supervisor_starts_under_a_name_of_each_execution() -> None:
@@ -416,7 +475,7 @@ def rendered(
 
 def assert_placed(pod: dict[str, Any], annotations: dict[str, str]) -> None:
     assert pod["nodeSelector"] == node_selector(PLACED)
-    assert {toleration["key"] for toleration in pod["tolerations"]} == {TAINT, "nvidia.com/gpu"}
+    assert {toleration["key"] for toleration in pod["tolerations"]} == {TAINT, GPU_TAINT}
     assert pod["terminationGracePeriodSeconds"] == 110, (
         "the time that a last save has, which Metaflow sets to 0"
     )

@@ -100,9 +100,9 @@ def test_pods_that_never_start_are_deleted_and_the_last_attempt_reports_it(
 def three(
     running: LocalCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Submitted, int, str]]:
-    """Four attempts at once, each of two nodes, by the name of what happens to them."""
+    """Five attempts at once, each of two nodes, by the name of what happens to them."""
     running.change(
-        pools=[{"name": "spot", "size": 9}],
+        pools=[{"name": "spot", "size": 12}],
         faults=[{"path": "POST .*jobsets", "status": 429, "times": 1}],
     )
     asked: dict[str, dict[str, Any]] = {
@@ -110,6 +110,7 @@ def three(
         "lost": {"node_replacements": 1},
         "tainted": {},
         "left": {},
+        "deleted": {},
     }
     gate = tmp_path_factory.mktemp("gate") / "open"
     made = {
@@ -129,7 +130,11 @@ def three(
     running.ask("lose", {"node": workers["lost"]})
     running.ask("notice", {"node": workers["tainted"]})
     made["left"].process.send_signal(signal.SIGTERM)
-    ended = {name: made[name].finish() for name in ("left", "tainted")}
+    [submit] = made["deleted"].events("batch_submitted")
+    Cluster(kubernetes.config.new_client_from_config(str(running.kubeconfig()))).delete(
+        submit["job_id"]
+    )
+    ended = {name: made[name].finish() for name in ("left", "tainted", "deleted")}
     made["lost"].pods(2)  # with the replacement
     gate.touch()
     return {
@@ -181,11 +186,20 @@ def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_
     assert code == 128 + signal.SIGTERM, output
     ended, past = pods_of(three, "left")
     assert ended["cause"] == "terminated" and len(ended["node_times"]) == len(past) == 2
+    assert ended["terminated_by"] == "ebbflow"
     assert not [
         pod
         for pod in submitted.cluster.items("pods")
         if ended["job_name"] in pod["metadata"]["name"]
     ]
+
+
+def test_a_jobset_that_is_deleted_from_outside_has_an_unknown_author(
+    three: dict[str, Any],
+) -> None:
+    ended, _ = pods_of(three, "deleted")
+    assert (ended["cause"], ended["terminated_by"]) == ("terminated", "unknown")
+    assert "it was deleted from outside of this run" in ended["reason"]
 
 
 def test_a_pod_whose_node_is_announced_to_go_is_evicted(three: dict[str, Any]) -> None:
@@ -205,7 +219,7 @@ def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:
         "command": ["bash", "-c", command],
     }
     container["resources"] = {"requests": {"cpu": "1"}}
-    toleration = {"key": "ebbflow/training", "operator": "Exists", "effect": "NoSchedule"}
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     pod = {"restartPolicy": "Never", "containers": [container], "tolerations": [toleration]}
     pod |= {
         "nodeSelector": {"karpenter.sh/capacity-type": "spot"},

@@ -43,6 +43,7 @@ from ebbflow.flows.attempts.placement import (
     give_up_reason,
     make_fresh_plan,
     make_order,
+    operator_stop_reason,
     place_attempt,
 )
 from ebbflow.flows.job import Job
@@ -624,6 +625,35 @@ def test_five_failed_attempts_in_a_row_end_the_job(cause: str) -> None:
 @pytest.mark.parametrize("cause", ["reclaimed", "ended", "terminated"])
 def test_a_machine_that_was_lost_or_ended_is_no_failure(cause: str) -> None:
     assert reason(attempts(*[cause] * 9)) is None
+
+
+@pytest.mark.parametrize(
+    ("authors", "stops"),
+    [
+        (["operator"], True),
+        (["ebbflow", "operator"], True),
+        (["operator", "ebbflow"], False),
+        (["unknown"] * 2, False),
+        (["unknown"] * 3, True),
+        (["unknown"] * 2 + ["limit", "unknown"], False),
+        (["ebbflow"] * 9, False),
+        (["limit"] * 9, False),
+        ([None] * 9, False),
+    ],
+)
+def test_a_run_ends_when_an_operator_ends_its_attempt(
+    authors: list[str | None], stops: bool
+) -> None:
+    past = [
+        replace(attempt, terminated_by=author, job_id="j-1", reason="by Ann")
+        for author in authors
+        for attempt in attempts("terminated")
+    ]
+    history = AttemptHistory(attempts=tuple(past))
+    found = operator_stop_reason(history, run="r")
+    assert bool(found) is stops
+    assert not stops or ("j-1" in found and "(by Ann)" in found)
+    assert operator_stop_reason(history, run="the next run") == ""
 
 
 @pytest.mark.parametrize("cause", ["never_started", "terminated"])

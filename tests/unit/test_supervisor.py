@@ -27,6 +27,7 @@ from ebbflow.core.events import (
     GENERATION_STARTED,
     NOTICE,
     OUTCOME,
+    PLACED,
     PLAN,
     SUPERVISED,
     Event,
@@ -43,6 +44,7 @@ from ebbflow.flows.supervising.options import SupervisorOptions, read_options
 from ebbflow.flows.supervising.record import FINAL
 from ebbflow.flows.supervising.supervisor import Supervisor, main
 from tests.support.commits import put_commit, put_generation
+from tests.support.placing import placement
 from tests.support.programs import Programs
 from tests.support.timelines import plan_event
 
@@ -457,6 +459,33 @@ def test_an_interrupted_run_restarts_at_once_and_then_after_a_pause(desk: Desk) 
         f"interrupted (exit code -9), 3 runs, 3 interruptions, {counts}; {FREE}; again in 20 s",
     ]
     assert desk.pauses == [0.0, 10.0, 20.0]
+
+
+def test_a_job_that_an_operator_terminates_is_not_started_again(desk: Desk) -> None:
+    placed = {"step": "train_node", "task": "1", "placement": placement().to_json()}
+
+    def run() -> None:
+        desk.gang(1, "agent_stopped")()
+        desk.emit(
+            (PLACED, placed),
+            (BATCH_SUBMITTED, {"step": "train_node", "task": "1", "job_id": "j-1"}),
+            (
+                BATCH_ATTEMPT,
+                {
+                    "job_id": "j-1",
+                    "cause": "terminated",
+                    "terminated_by": "operator",
+                    "reason": "stop, Ann",
+                },
+            ),
+        )
+
+    assert desk.supervise(codes=[75], effects=[run]) == 75
+    assert desk.said[-1] == (
+        f"stopped, interrupted: j-1 was terminated by an operator (stop, Ann); {FREE}; the same "
+        "command continues it"
+    )
+    assert desk.supervise(codes=[0]) == 0, "the stop was of that run alone"
 
 
 def test_missing_capacity_is_asked_for_again_after_its_own_pause(desk: Desk) -> None:

@@ -86,6 +86,27 @@ class BatchConfig(Section):
     )
 
 
+class KubernetesPoolConfig(Section):
+    """Nodes of a Kubernetes cluster that a plan may choose, on any cloud or premises."""
+
+    name: str = key(..., "the pool's name in plans and reports", min_length=1)
+    gpu: str = key(
+        ..., "GPU model of cost/gpus.csv and number on each node, such as H100:8; one without number"
+    )
+    node_selector: dict[str, str] = key(
+        ..., "labels of the pool's nodes, such as {cloud.google.com/gke-nodepool: h100}", min_length=1
+    )
+    usd_per_node_hour: float = key(..., "price of a node in US dollars per hour", ge=0)
+    preemptible: bool = key(False, "its nodes are taken away at short notice, as on Spot")
+    gpu_memory_gib: float | None = key(
+        None, "memory of one GPU; null: the smallest of the model's in cost/instances.csv", gt=0
+    )
+    cpus: Count | None = key(None, "processors that a pod may request; null: 4 for each GPU")
+    memory_gib: float | None = key(
+        None, "memory that a pod may request; null: 16 for each GPU", gt=0
+    )
+
+
 class KubernetesConfig(Section):
     """Settings for `--with kubernetes`.
 
@@ -95,6 +116,9 @@ class KubernetesConfig(Section):
     queue: str | None = key(None, "Kueue's local queue, which admits the job's pods; null: none")
     nodes: Literal["karpenter", "eks"] = key(
         "karpenter", "labels that select nodes: Karpenter's, or those of EKS managed node groups"
+    )
+    pools: list[KubernetesPoolConfig] = key(
+        [], "pools of nodes to choose from; empty: Amazon's instance types, by their node labels"
     )
     node_replacements: int = key(
         0,

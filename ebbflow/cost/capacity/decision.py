@@ -34,8 +34,9 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.terms import Fallback
 from ebbflow.cost.capacity import placement
-from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
+from ebbflow.cost.catalogue import Catalogue, InstanceType
 from ebbflow.cost.errors import PlacementError
+from ebbflow.cost.kubernetes_pools import catalogue_of, find_pool
 from ebbflow.cost.plan.guarantee import (
     DEARER,
     DECIDE_HOURS,
@@ -102,7 +103,7 @@ def choose_placement(
         raise PlacementError(plan.refusal.outcome, f"{plan.refusal.message} ({plan.refusal.hint})")
     now = history.latest_utc(now_utc)
     if catalogue is None:
-        kinds = load_catalogue()
+        kinds = catalogue_of(config)
     else:
         kinds = catalogue
     region = config.batch.region
@@ -398,6 +399,7 @@ def _placement(
     else:
         wait = choice.wait_hours
     start_by = now_utc + choice.start_within_hours * HOUR
+    pool_config = find_pool(config, pool.instance_type)
     return placement.Placement(
         instance_type=pool.instance_type,
         nodes=pool.nodes,
@@ -419,6 +421,7 @@ def _placement(
         policy=choice.rule,
         start_by_utc=None if math.isinf(start_by) else start_by,
         fallback=choice.fallback and asdict(choice.fallback),
+        node_selector=None if pool_config is None else dict(pool_config.node_selector),
     )
 
 

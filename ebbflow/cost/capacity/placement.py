@@ -86,6 +86,8 @@ class Placement:
     # time and dollars that a Spot attempt reserves for finishing on demand, and the reservation to
     # which it moves (`ebbflow.core.terms.Fallback` as JSON). None if there is neither.
     fallback: dict[str, Any] | None = field(default=None, repr=False)
+    # labels of the nodes of a pool of `kubernetes.pools`; None for a type of Amazon's
+    node_selector: dict[str, str] | None = None
 
     @property
     def pool(self) -> str:
@@ -169,6 +171,8 @@ class PastAttempt:
     # only if no agent reports another cause.
     cause: str = UNKNOWN
     reason: str = ""  # AWS Batch's text about the end, or ""
+    # Who ended an attempt whose cause is "terminated": ebbflow, limit, operator or unknown
+    terminated_by: str | None = None
     created_utc: float | None = None
     started_utc: float | None = None
     stopped_utc: float | None = None
@@ -438,6 +442,7 @@ def _with_end(
         job_id=job_id,
         cause=cause,
         reason=recorded.reason or "",
+        terminated_by=recorded.terminated_by if cause == TERMINATED else None,
         created_utc=_moment(recorded.created_utc),
         started_utc=_moment(recorded.started_utc),
         stopped_utc=_moment(recorded.stopped_utc),

@@ -205,6 +205,10 @@ def judge_pools(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate | 
             work=work,
             run_at=cache(partial(expect_run, settled, work)),
         )
+        if sources.catalogue.are_pools:  # their places are their own
+            for judged in _judge_region(job, replace(pool, region=config.cost.regions[0])):
+                yield replace(judged, region=None, zone=None)
+            continue
         for region in config.cost.regions:
             yield from _judge_region(job, replace(pool, region=region))
 

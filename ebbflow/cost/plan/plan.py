@@ -21,9 +21,10 @@ from ebbflow.core.errors import Outcome
 from ebbflow.core.footprint import ModelShape, causal_lm_shape
 from ebbflow.core.terms import PriceWatch, Terms
 from ebbflow.core.untrusted_text import one_line
-from ebbflow.cost.catalogue import RATES_KIND, Catalogue, load_catalogue, on_demand_recorded
+from ebbflow.cost.catalogue import RATES_KIND, Catalogue, on_demand_recorded
 from ebbflow.cost.errors import PlanError
 from ebbflow.cost.job_history import JobHistory
+from ebbflow.cost.kubernetes_pools import catalogue_of, default_prices
 from ebbflow.cost.plan.candidates import (
     NO_PROGRESS,
     JobProgress,
@@ -50,7 +51,7 @@ from ebbflow.cost.plan.refusal import (
     warn_unlikely,
 )
 from ebbflow.cost.plan.throughput import speed_fingerprint
-from ebbflow.cost.prices.quote import PriceSource, StaticPrices, warn_of_age
+from ebbflow.cost.prices.quote import PriceSource, warn_of_age
 from ebbflow.cost.prices.reservations import CapacityEvidence, open_evidence
 
 if TYPE_CHECKING:
@@ -397,7 +398,8 @@ def make_plan(  # noqa: PLR0913
         catalogue: None means the shipped tables.
         simulated: Whether the job runs on this machine. The backend `local` implies it.
         shape: Size of the model. None means the built-in model.
-        prices: From `cost.prices.source.open_prices`. None means the static table.
+        prices: From `cost.prices.source.open_prices`. None means the static table, or the prices of
+            `kubernetes.pools`.
         history: Measurements of earlier jobs. None means that there are none.
         progress: Work that the job has already done. Only the remaining work is planned.
         queues: AWS Batch queues by name. Pools that no queue can run are rejected. None means that
@@ -412,9 +414,9 @@ def make_plan(  # noqa: PLR0913
         shape = causal_lm_shape(config.model)
     config = shape.applied_to(config)
     sources = PlanInputs(
-        catalogue=load_catalogue() if catalogue is None else catalogue,
+        catalogue=catalogue_of(config) if catalogue is None else catalogue,
         shape=shape,
-        prices=StaticPrices() if prices is None else prices,
+        prices=default_prices(config, now_utc) if prices is None else prices,
         now_utc=now_utc,
         history=JobHistory() if history is None else history,
         progress=progress,

@@ -17,6 +17,7 @@ from ebbflow.core.program import DEFAULT_CONFIG
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.catalogue import InstanceType, load_catalogue
 from ebbflow.cost.errors import PriceError
+from ebbflow.cost.kubernetes_pools import default_prices, uses_pools
 from ebbflow.cost.plan_json import PlanJson
 from ebbflow.cost.prices.ec2_prices import LivePrices, PriceAnswers, query_spot_prices
 from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices, format_short_age, is_zone_of
@@ -73,8 +74,8 @@ def open_prices(
         CatalogueError: A shipped table is invalid.
     """
     cost = config.cost
-    if cost.prices == "static":
-        return StaticPrices()
+    if uses_pools(config) or cost.prices == "static":
+        return default_prices(config, now_utc)
     if cost.prices != "live":
         return RecordedPrices.read(project_root / cost.prices, now_utc)
     if not network:

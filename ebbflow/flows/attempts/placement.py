@@ -42,6 +42,7 @@ _REQUEST_SECONDS = 20.0
 # This many failed attempts in a row, without a lost machine, end the job: another would fail too.
 _MOST_IN_VAIN = 5
 _FAILED_CAUSES = ("user_code", "unknown", "not_made")
+_MOST_TERMINATED = 3  # attempts in a row that were ended from outside, by an unknown author
 _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as with a missing image
 
 
@@ -204,6 +205,29 @@ def give_up_reason(
     )
 
 
+def operator_stop_reason(history: AttemptHistory, *, run: str) -> str:
+    """Return why the run must end because an operator ended its newest attempts, or "".
+
+    One termination by an operator suffices. If the backend does not tell who ended an attempt, the
+    third in a row counts as an operator's. Commits in between do not matter.
+    """
+    mine = [attempt for attempt in history.attempts if attempt.run == run]
+    if not mine:
+        return ""
+    last = mine[-1]
+    if last.terminated_by == "operator":
+        return f"{last.job_id} was terminated by an operator ({last.reason or 'no reason given'})"
+    unknown = list(
+        itertools.takewhile(lambda attempt: attempt.terminated_by == "unknown", reversed(mine))
+    )
+    if len(unknown) < _MOST_TERMINATED:
+        return ""
+    return (
+        f"{len(unknown)} attempts in a row were ended from outside of the run, the last one "
+        f"{last.job_id} ({last.reason or 'no reason given'})"
+    )
+
+
 def describe_order(order: AttemptOrder) -> str:
     if order.does == "stop":
         return f"no further attempt: {order.outcome}: {order.message}"
@@ -234,6 +258,9 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         events += settle_attempts(job, events, client, log)
         history = read_attempts(events)
         comes = config.cost.deadline_hours is not None
+        stopped = operator_stop_reason(history, run=job.run)
+        if stopped:
+            return _put_order(job, request, AttemptOrder.stop(Outcome.INTERRUPTED, stopped))
         ending = give_up_reason(history, events, run=job.run, on_demand_comes=comes)
         if ending is not None:
             return _put_order(job, request, AttemptOrder.stop(*ending))

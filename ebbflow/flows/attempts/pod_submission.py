@@ -30,13 +30,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ebbflow.core.errors import CloudError, CloudForbidden, Outcome
+from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, Outcome
 from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, OUTCOME
 from ebbflow.core.json_values import JsonObject
 from ebbflow.cost.capacity import batch_attempt_data
 from ebbflow.flows.attempts.order import StopOrder, SubmitLimits, SubmitOrder
 from ebbflow.flows.attempts.submission import StartLimits, longest_wait_seconds, submit_events
+from ebbflow.flows.pods import was_asked_to_leave
 from ebbflow.infra.batch.jobs import NEVER_STARTED, Cause
+from ebbflow.infra.kubernetes.checks import describe_refusal_fix
 from ebbflow.infra.kubernetes.cluster import (
     QUEUE_LABEL,
     QUOTA,
@@ -172,6 +174,9 @@ class PodSubmission:
             name = body["metadata"]["name"]
             groups = body["spec"].get("replicatedJobs") or [{}]
             nodes = sum(group.get("replicas", 1) for group in groups)
+            refusal = self._refused_pod(body, kind)
+            if refusal is not None:
+                raise SystemExit(self._record_outcome(refusal))
             job_id = f"{options['namespace']}/{kind}/{name}"
             self._watch = AttemptWatch(job_id, nodes, self._roll_call_seconds)
             _report_errors(lambda: self._note(job_id))
@@ -253,6 +258,41 @@ class PodSubmission:
             for group in body["spec"]["replicatedJobs"]:
                 if replacements and group["name"] == "worker":
                     group["template"]["spec"] |= replacement_policy(replacements)
+
+    def _refused_pod(self, body: dict[str, Any], kind: str) -> StopOrder | None:
+        """Return how the job ends if the cluster does not admit its pods, after a dry run of each.
+
+        A Job whose pods are refused waits for them for ever, and a gang's other machines are paid
+        for meanwhile.
+        """
+        if kind == "jobs":
+            templates = [body["spec"]["template"]]
+        else:
+            groups = body["spec"]["replicatedJobs"]
+            templates = [group["template"]["spec"]["template"] for group in groups]
+        for template in templates:
+            labels = (template.get("metadata") or {}).get("labels") or {}
+            metadata = {"generateName": "ebbflow-check-", "labels": labels}
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": metadata,
+                "spec": template["spec"],
+            }
+            try:
+                open_cluster().try_create_pod(pod)
+            except CloudRefused as error:
+                # A quota is full for now; other codes are of servers that cannot try a pod
+                if error.code in ("403", "422") and QUOTA not in str(error):
+                    step = "a step" if self._order is None else self._order.step
+                    message = (
+                        f"the cluster refuses the pods of {step}: {error}; fix: "
+                        f"{describe_refusal_fix(error)}"
+                    )
+                    return StopOrder(outcome=Outcome.FAILED, message=message)
+            except CloudError:  # the create itself meets it, or this account may not try
+                pass
+        return None
 
     def _refusal(self, error: ApiException) -> StopOrder:
         """Return how the job ends after Kubernetes refused to create its Job or JobSet."""
@@ -397,11 +437,13 @@ class PodSubmission:
             try:
                 cluster = open_cluster()
                 watch.look(cluster, time.time())
-                if (
-                    not watch.ended or watch.gone
-                ) and not watch.disrupted:  # Metaflow may have deleted it already
+                # Metaflow may have deleted it already
+                asked = was_asked_to_leave()
+                if (not watch.ended or (watch.gone and asked)) and not watch.disrupted:
                     self._ended_by = self._ended_by or "terminated"
                     self._why = self._why or "the launcher was asked to leave"
+                elif watch.gone and not watch.disrupted:
+                    self._why = self._why or "it was deleted from outside of this run"
                 watch.end(cluster, began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS))
             except CloudError as error:
                 _say(f"the end of {watch.job_id} is unknown: {error}")
@@ -417,7 +459,8 @@ class PodSubmission:
             return
         attempt = self._watch.attempt(now=time.time(), ended_by=self._ended_by, reason=self._why)
         data = batch_attempt_data(attempt, order.placement)
-        data.update(self._watch.given())
+        if order.placement.node_selector is None:  # else the machine is the configured pool's
+            data.update(self._watch.given())
         with submit_events(order) as log:
             log.emit(BATCH_ATTEMPT, **data)
             if order.last and attempt.cause in ("never_started", "not_made"):

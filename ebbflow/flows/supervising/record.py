@@ -26,9 +26,11 @@ from ebbflow.core.events import (
 )
 from ebbflow.core.layout import parse_commit_key
 from ebbflow.core.store import Store
+from ebbflow.cost.capacity import read_attempts
 from ebbflow.cost.errors import CostError
 from ebbflow.cost.ledger.generations import find_final_outcome, read_generations
 from ebbflow.cost.report.report import RunReport, build_report
+from ebbflow.flows.attempts.placement import operator_stop_reason
 from ebbflow.flows.attempts.settlement import unsettled_jobs
 from ebbflow.training.checkpoint.lineage import newest_commits
 from ebbflow.training.checkpoint.signing import use_signing_key
@@ -94,6 +96,8 @@ class JobRecord:
     no_progress: str = ""
     # Likewise: more time or dollars without a new commit than the configuration allows
     exceeded_bound: str = ""
+    # How an operator ended the newest run, with the attempt's id; "" if none did
+    operator_stop: str = ""
 
     @property
     def begun(self) -> bool:
@@ -191,6 +195,7 @@ def read_record(job_store: Store, config: RunConfig) -> JobRecord:
         final_message="" if final is None else final.message or "",
         no_progress=no_progress,
         exceeded_bound=exceeded,
+        operator_stop=operator_stop_reason(read_attempts(events), run=events[-1].run),
     )
 
 

@@ -126,10 +126,18 @@ class Supervisor:
                 failures = count_failures(before, after)
             else:
                 failures = 0
+            # An earlier run's stop ended that run alone
+            stopped = after.operator_stop != before.operator_stop and after.operator_stop
             before = self._write(verdict, code, time.monotonic() - started, after, failures)
             end = self._end(verdict, code, before)
             if end is not None:
                 return end
+            if stopped:
+                self._say(
+                    f"stopped, interrupted: {stopped}; {before.cost()}; the same command continues "
+                    "it"
+                )
+                return Outcome.INTERRUPTED.exit_code
             self._pause(verdict, code, before)
             if self._child.asked_to_leave:
                 return self._leave(before)

@@ -16,43 +16,11 @@ if TYPE_CHECKING:
     from botocore.client import BaseClient
 
 
-def batch_client(region: str | None = None) -> BaseClient:
-    """Make a client for AWS Batch (see `aws_client`). Raises CloudRefused."""
-    return aws_client("batch", region)
-
-
 # Ebbflow's reasons begin with these words, which distinguish its terminations from those of users
 # and of Metaflow.
 NEVER_STARTED = "Ebbflow: did not start in time"  # it waited for capacity
 NOT_MADE = "Ebbflow: its container was not made in time"  # it had capacity
 TERMINATED = "Ebbflow: ended"
-
-
-def cancel_job(
-    job_id: str,
-    reason: str,
-    client: BaseClient,
-    *,
-    words: str = NEVER_STARTED,
-    deadline_seconds: float = 20.0,
-) -> None:
-    """Terminate a Batch job in any state. A job that has already ended is not changed.
-
-    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words, followed by `reason`,
-    as the job's status reason. `describe_attempts` derives the job's `Cause` from them. Raises
-    CloudError if Batch rejects the request.
-    """
-    text = f"{words}: {reason}"
-    # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:
-    # https://docs.aws.amazon.com/batch/latest/APIReference/API_CancelJob.html
-    call_aws(
-        client,
-        "terminate_job",
-        RequestDeadline.after(deadline_seconds),
-        jobId=job_id,
-        reason=text[:1024],
-    )
-
 
 Cause = Literal[
     "reclaimed", "user_code", "never_started", "not_made", "terminated", "ended", "unknown"
@@ -69,6 +37,14 @@ Cause = Literal[
 - unknown: the job still runs, or Batch's texts match no known cause.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+Terminator = Literal["ebbflow", "limit", "operator", "unknown"]
+"""Who ended a job whose cause is "terminated".
+
+- ebbflow: the launcher or the supervisor of the job.
+- limit: its own time limit.
+- operator: a person or program outside of the run, such as `aws batch terminate-job`.
+- unknown: the backend does not tell.
+"""
 FINISHED = ("SUCCEEDED", "FAILED")
 
 _SECONDS = 20.0
@@ -79,9 +55,9 @@ _NODES_SECONDS = 5.0
 # A lost EC2 machine, as AWS's guide matches it, or an interrupted task of Fargate Spot.
 _RECLAIMED = re.compile(r"Host EC2\b|Your Spot Task was interrupted")
 _TOO_LONG = re.compile(r"Job attempt duration exceeded timeout")
-_ENDED_BY_SOMEBODY = re.compile(
-    r"Metaflow initiated job termination|Operator\b|User (requested|initiated)\b", re.IGNORECASE
-)
+# Metaflow ends a job both when its own process dies and at `batch kill`.
+_ENDED_BY_METAFLOW = re.compile(r"Metaflow initiated job termination", re.IGNORECASE)
+_ENDED_BY_OPERATOR = re.compile(r"Operator\b|User (requested|initiated)\b", re.IGNORECASE)
 # https://docs.aws.amazon.com/batch/latest/userguide/job_stuck_in_runnable.html
 _NO_PLACE = re.compile(
     r"(Canceled by JobStateTimeLimit action due to reason: )?(CAPACITY|MISCONFIGURATION):|"
@@ -123,10 +99,42 @@ class BatchAttempt:
     node_times: tuple[
         tuple[float | None, float | None], ...
     ] = ()  # (started, stopped) of ended nodes
+    terminated_by: Terminator | None = None  # None unless the cause is "terminated"
 
     @property
     def finished(self) -> bool:
         return self.status in FINISHED
+
+
+def batch_client(region: str | None = None) -> BaseClient:
+    """Make a client for AWS Batch (see `aws_client`). Raises CloudRefused."""
+    return aws_client("batch", region)
+
+
+def cancel_job(
+    job_id: str,
+    reason: str,
+    client: BaseClient,
+    *,
+    words: str = NEVER_STARTED,
+    deadline_seconds: float = 20.0,
+) -> None:
+    """Terminate a Batch job in any state. A job that has already ended is not changed.
+
+    words: NEVER_STARTED, NOT_MADE or TERMINATED. Batch records these words, followed by `reason`,
+    as the job's status reason. `describe_attempts` derives the job's `Cause` from them. Raises
+    CloudError if Batch rejects the request.
+    """
+    text = f"{words}: {reason}"
+    # TerminateJob also cancels a job before STARTING; CancelJob silently ignores later states:
+    # https://docs.aws.amazon.com/batch/latest/APIReference/API_CancelJob.html
+    call_aws(
+        client,
+        "terminate_job",
+        RequestDeadline.after(deadline_seconds),
+        jobId=job_id,
+        reason=text[:1024],
+    )
 
 
 def describe_attempts(
@@ -192,9 +200,9 @@ def classify_cause(  # noqa: PLR0911 (one return for each cause, in the order of
         return "never_started"
     if NOT_MADE in text and not started:
         return "not_made"
-    if TERMINATED in text or _TOO_LONG.search(text) or _ENDED_BY_SOMEBODY.search(text):
+    if TERMINATED in text or _TOO_LONG.search(text) or _ENDED_BY_METAFLOW.search(text):
         return "terminated"
-    if ended_by_call:
+    if ended_by_call or _ENDED_BY_OPERATOR.search(text):
         return "terminated"
     if _NO_IMAGE.search(text):
         return "user_code"
@@ -205,6 +213,23 @@ def classify_cause(  # noqa: PLR0911 (one return for each cause, in the order of
     if _EXITED.search(text) and exit_code not in _KILLED and not main_alone:
         return "user_code"
     return "unknown"
+
+
+def find_terminator(reasons: Sequence[str]) -> Terminator:
+    """Return who ended a terminated job.
+
+    TerminateJob's reason becomes the job's status reason
+    (https://docs.aws.amazon.com/batch/latest/APIReference/API_TerminateJob.html). Calls of Ebbflow,
+    of Metaflow and of Batch's timeout have texts of their own; any other is an operator's.
+    """
+    text = "\n".join(reasons)
+    if TERMINATED in text:
+        return "ebbflow"
+    if _TOO_LONG.search(text):
+        return "limit"
+    if _ENDED_BY_METAFLOW.search(text):
+        return "unknown"
+    return "operator"
 
 
 def _describe(
@@ -238,7 +263,14 @@ def _attempt(job: JobDetail, parts: Sequence[JobDetail]) -> BatchAttempt:
     started = _seconds(job.get("startedAt")) or first
     stopped = _seconds(job.get("stoppedAt")) or last
     status = str(job.get("status", ""))
-    ended_by_call = bool(job.get("isTerminated") or job.get("isCancelled"))
+    cause = classify_cause(
+        status,
+        reasons,
+        code,
+        started=started is not None,
+        ended_by_call=bool(job.get("isTerminated") or job.get("isCancelled")),
+        main_alone=_nodes(job) > 1 and not parts,
+    )
     return BatchAttempt(
         job_id=job["jobId"],
         job_name=job.get("jobName", ""),
@@ -250,15 +282,9 @@ def _attempt(job: JobDetail, parts: Sequence[JobDetail]) -> BatchAttempt:
         stopped_utc=stopped,
         exit_code=code,
         reason="; ".join(" ".join(text.split()) for text in reasons),
-        cause=classify_cause(
-            status,
-            reasons,
-            code,
-            started=started is not None,
-            ended_by_call=ended_by_call,
-            main_alone=_nodes(job) > 1 and not parts,
-        ),
+        cause=cause,
         node_times=times,
+        terminated_by=find_terminator(reasons) if cause == "terminated" else None,
     )
 
 

@@ -4,7 +4,9 @@
 
 import argparse
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 
 from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable, Outcome
 from ebbflow.core.json_values import JsonObject
@@ -17,7 +19,8 @@ from ebbflow.core.preflight import (
     render_results,
     skipped,
 )
-from ebbflow.infra.kubernetes.answers import JobManifest
+from ebbflow.infra.aws.account import metaflow_setting
+from ebbflow.infra.kubernetes.answers import JobManifest, Node
 from ebbflow.infra.kubernetes.cluster import (
     JOBSET_GROUP,
     QUOTA,
@@ -26,8 +29,20 @@ from ebbflow.infra.kubernetes.cluster import (
     namespace,
     open_cluster,
 )
+from ebbflow.infra.kubernetes.pod_shape import (
+    EFA,
+    GPU,
+    GPU_TAINT,
+    make_security_context,
+    make_tolerations,
+)
 
 _SECONDS = 4.0
+_SETTLE_SECONDS = 600.0
+# Defaults of the chart of NVIDIA's device plugin, release 0.17: tolerations and node affinity
+# (deployments/helm/nvidia-device-plugin/values.yaml in NVIDIA/k8s-device-plugin)
+_PLUGIN_TOLERATES = ("CriticalAddonsOnly", GPU_TAINT)
+_PLUGIN_LABELS = ("feature.node.kubernetes.io/pci-10de.present", "nvidia.com/gpu.present")
 _NEEDED = (
     *[(verb, "batch", "jobs") for verb in ("create", "get", "delete", "patch")],
     *[(verb, JOBSET_GROUP, "jobsets") for verb in ("create", "get", "delete")],
@@ -54,7 +69,8 @@ def _for_cluster(
                 "log in to the cluster again: the kubeconfig's credentials are missing, wrong or "
                 "expired"
             )
-            return failed(str(error), login if "(401)" in str(error) else _RBAC)
+            unknown = "(401)" in str(error) or "system:anonymous" in str(error)
+            return failed(str(error), login if unknown else _RBAC)
         except CloudUnavailable as error:
             return failed(
                 f"the API server does not answer: {error}",
@@ -69,34 +85,29 @@ def _for_cluster(
 
 @_for_cluster
 def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check, with a dry run, that the API server accepts a JobSet (for one node, a Job) similar to
-    the job's.
+    """Check, with dry runs, that the API server accepts a JobSet (for one node, a Job) like the
+    job's, and admits its very pod.
 
-    This covers permissions, the namespace, its quota, and the installed JobSet definition.
+    This covers permissions, the namespace, its quota, its Pod Security profile, and the installed
+    JobSet definition.
     """
-    body = _example(context)
+    pod = _make_pod(context)
+    body = _make_job(context, pod)
     try:
         cluster.try_create(body)
+        cluster.try_create_pod({"apiVersion": "v1", "kind": "Pod", **pod})
+    except CloudForbidden as error:
+        if "create pods (dry run)" not in str(error):
+            raise
+        return passed(
+            f"a {body['kind']} would be accepted in namespace {namespace()}; whether its pods are "
+            f"is unknown, since this account may not try: {_RBAC}"
+        )
     except CloudRefused as error:
-        text = str(error)
-        if "namespaces" in text:
-            return failed(
-                text,
-                "kubectl apply -f infra/kubernetes/namespace.yaml; set "
-                "METAFLOW_KUBERNETES_NAMESPACE",
-            )
-        if error.code == "404":
-            release = (
-                "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
-            )
-            return failed(
-                f"the cluster has no JobSet, which several nodes need: {text}",
-                f"kubectl apply --server-side -f {release}",
-            )
-        if QUOTA in text:
-            return failed(text, QUOTA_FIX)
-        return failed(text, "the API server's message names the field")
-    return passed(f"a {body['kind']} would be accepted in namespace {namespace()}")
+        return failed(str(error), describe_refusal_fix(error))
+    return passed(
+        f"a {body['kind']} would be accepted and its pod admitted in namespace {namespace()}"
+    )
 
 
 @_for_cluster
@@ -130,9 +141,9 @@ def check_queue(context: PreflightContext, cluster: Cluster) -> CheckFinding:
 
 @_for_cluster
 def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check that existing nodes of the configured types show the required GPUs and EFA devices.
+    """Check that nodes of the configured types have allocatable GPUs and EFA devices.
 
-    Nodes that Karpenter creates later are not checked.
+    Nodes that Karpenter creates later, and those younger than ten minutes, are not checked.
     """
     try:
         nodes = cluster.nodes()
@@ -140,33 +151,35 @@ def check_nodes(context: PreflightContext, cluster: Cluster) -> CheckFinding:
         return skipped(
             "this account may not list nodes; infra/kubernetes/rbac.yaml has the ClusterRole"
         )
-    types = context.config.cluster.instance_types
-    label = "node.kubernetes.io/instance-type"
-    kinds = [(node["metadata"].get("labels") or {}).get(label, "") for node in nodes]
-    found = [node for node, kind in zip(nodes, kinds, strict=True) if kind.startswith(tuple(types))]
-    if context.config.cluster.device == "cpu":
-        wanted = []
+    config = context.config
+    selectors = [pool.node_selector for pool in config.kubernetes.pools]
+    if selectors:
+        named = [pool.name for pool in config.kubernetes.pools]
+        wanted = [node for node in nodes if _has_labels(node, selectors)]
     else:
-        wanted = ["nvidia.com/gpu"]
-    if context.config.batch.efa_interfaces:
-        wanted += ["vpc.amazonaws.com/efa"]
-    for resource in wanted:
-        without = [
-            node["metadata"]["name"]
-            for node in found
-            if resource not in node["status"].get("allocatable", {})
-        ]
-        if without:
+        named = config.cluster.instance_types
+        wanted = [node for node in nodes if _instance_type(node).startswith(tuple(named))]
+    if config.cluster.device == "cpu":
+        devices = {}
+    else:
+        ranks = config.cluster.processes_per_node
+        devices = {GPU: 1 if ranks == "auto" else ranks}
+    if config.batch.efa_interfaces:
+        devices[EFA] = 1
+    settled = [node for node in wanted if _has_settled(node)]
+    for device, least in devices.items():
+        lacking = [node for node in settled if _allocatable(node, device) < least]
+        if lacking and len(lacking) == len(settled):
+            first = lacking[0]
             return failed(
-                f"{len(without)} of {len(found)} nodes of {', '.join(types)} show no {resource}: "
-                f"{without[0]}",
-                "install the NVIDIA (or EFA) device plugin with a toleration of "
-                "ebbflow/training, or correct the pool",
+                f"none of {len(settled)} nodes of {', '.join(named)} has {least} allocatable "
+                f"{device}: {first['metadata']['name']} has {_allocatable(first, device)}"
+                f"{_why_unregistered(first)}",
+                "install the device plugin, and give the nodes the taint and label that it expects "
+                "(infra/kubernetes/nodepools.yaml, docs/kubernetes.md)",
             )
-    return passed(
-        f"{len(nodes)} nodes, {len(found)} of the wanted types; "
-        f"{', '.join(wanted) or 'no device'} needed"
-    )
+    needed = ", ".join(devices) or "no device"
+    return passed(f"{len(nodes)} nodes, {len(wanted)} of the wanted kinds; {needed} needed")
 
 
 CHECKS = [
@@ -192,7 +205,7 @@ CHECKS = [
     Check(
         "kubernetes-devices",
         "nodes show their devices",
-        "warning",
+        "error",
         "quick",
         30.0,
         ("A04",),
@@ -215,17 +228,107 @@ def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(command=_check)
 
 
-def _example(context: PreflightContext) -> JobManifest:
-    """Return a minimal Job or, unless the job has one node, JobSet with a control job and a worker
-    job.
-    """
-    image = (
-        context.config.batch.image
-        or os.environ.get("METAFLOW_KUBERNETES_CONTAINER_IMAGE")
-        or "python"
+def describe_refusal_fix(error: CloudRefused) -> str:
+    """Return what to do about a Job, JobSet or pod that the API server refused."""
+    text = str(error)
+    if "namespaces" in text and error.code == "404":
+        return "kubectl apply -f infra/kubernetes/namespace.yaml; set METAFLOW_KUBERNETES_NAMESPACE"
+    if error.code == "404":
+        return (
+            "several nodes need JobSet: kubectl apply --server-side -f "
+            "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
+        )
+    if QUOTA in text:
+        return QUOTA_FIX
+    if "IPC_LOCK" in text:
+        return (
+            f"EFA pins memory: kubectl label --overwrite namespace {namespace()} "
+            "pod-security.kubernetes.io/enforce=privileged, or batch.efa_interfaces: 0"
+        )
+    return "change the pod's settings or the cluster's policy, as the API server's message says"
+
+
+def _has_labels(node: Node, selectors: Sequence[Mapping[str, str]]) -> bool:
+    labels = node["metadata"].get("labels") or {}
+    return any(selector.items() <= labels.items() for selector in selectors)
+
+
+def _instance_type(node: Node) -> str:
+    return (node["metadata"].get("labels") or {}).get("node.kubernetes.io/instance-type", "")
+
+
+def _has_settled(node: Node) -> bool:
+    """Return whether a node has been up for long enough that its device plugins have registered."""
+    ready = any(
+        condition["type"] == "Ready" and condition["status"] == "True"
+        for condition in node["status"].get("conditions") or []
     )
-    pod: JsonObject = {"restartPolicy": "Never", "containers": [{"name": "check", "image": image}]}
-    job_spec: JsonObject = {"backoffLimit": 0, "template": {"spec": pod}}
+    created = node["metadata"].get("creationTimestamp")
+    if created is None:
+        return ready
+    age = time.time() - datetime.fromisoformat(created.replace("Z", "+00:00")).timestamp()
+    return ready and age > _SETTLE_SECONDS
+
+
+def _allocatable(node: Node, device: str) -> int:
+    return int(node["status"].get("allocatable", {}).get(device) or 0)
+
+
+def _why_unregistered(node: Node) -> str:
+    """Return what keeps the device plugin of NVIDIA off a node, by the defaults of its chart, or
+    "".
+    """
+    taints = [taint["key"] for taint in (node.get("spec") or {}).get("taints") or []]
+    foreign = [key for key in taints if key not in _PLUGIN_TOLERATES]
+    if foreign:
+        return f"; the NVIDIA plugin's chart does not tolerate its taint {', '.join(foreign)}"
+    labels = node["metadata"].get("labels") or {}
+    if not any(labels.get(name) == "true" for name in _PLUGIN_LABELS):
+        return f"; the NVIDIA plugin's chart wants the label {_PLUGIN_LABELS[-1]}=true"
+    return ""
+
+
+def _make_pod(context: PreflightContext) -> JsonObject:
+    """Return the metadata and specification of a pod of the job, as far as admission and scheduling
+    depend on them.
+    """
+    config = context.config
+    efa = config.batch.efa_interfaces > 0 and config.cluster.nodes != 1
+    gpu = config.cluster.device != "cpu"
+    devices: JsonObject = {}
+    if gpu:
+        devices[GPU] = "1"
+    if efa:
+        devices[EFA] = str(config.batch.efa_interfaces)
+    size = f"{config.batch.shared_memory_mib}Mi"
+    container: JsonObject = {
+        "name": "main",
+        "image": config.batch.image
+        or metaflow_setting("METAFLOW_KUBERNETES_CONTAINER_IMAGE")
+        or "python",
+        "resources": {"requests": {"cpu": "1", "memory": size, **devices}, "limits": devices},
+        "securityContext": make_security_context(efa=efa),
+        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+    }
+    spec: JsonObject = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "tolerations": [{**toleration} for toleration in make_tolerations(gpu=gpu)],
+        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}}],
+    }
+    account = metaflow_setting("METAFLOW_KUBERNETES_SERVICE_ACCOUNT")
+    if account:
+        spec["serviceAccountName"] = account
+    return {
+        "metadata": {"name": "ebbflow-check", "labels": {"ebbflow/training": "true"}},
+        "spec": spec,
+    }
+
+
+def _make_job(context: PreflightContext, pod: JsonObject) -> JobManifest:
+    """Return a Job or, unless the job has one node, JobSet with a control job and a worker job."""
+    job_spec: JsonObject = {"backoffLimit": 0, "template": {"spec": pod["spec"]}}
     metadata: JsonObject = {"name": "ebbflow-check"}
     if context.config.cluster.nodes == 1:
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job_spec}

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from ebbflow.core.errors import CloudError, CloudForbidden, CloudRefused, CloudUnavailable
 from ebbflow.core.json_values import Json, JsonObject
 from ebbflow.core.retry import retry
-from ebbflow.infra.batch.jobs import BatchAttempt, Cause
+from ebbflow.infra.batch.jobs import BatchAttempt, Cause, Terminator
 from ebbflow.infra.kubernetes.answers import (
     AccessReview,
     EventList,
@@ -78,6 +79,8 @@ _ENDING = (
     "cloud.google.com/impending-node-termination",
     "ToBeDeletedByClusterAutoscaler",
 )
+_ADMISSION = re.compile(r'"[^"]+" is forbidden|denied the request')
+_NO_RIGHT = re.compile(r"\bcannot \w+ resource\b")
 Answer = TypeVar("Answer")
 # Method of the client. Without preloaded content it returns the HTTP response.
 ApiMethod = Callable[..., object]
@@ -342,6 +345,21 @@ class Cluster:
             dry_run="All",
         )
 
+    def try_create_pod(self, pod: JsonObject) -> None:
+        """Let the API server admit a pod without creating it. Raises CloudError.
+
+        Pod Security is enforced on pods only; a Job or JobSet that makes them is accepted
+        (https://kubernetes.io/docs/concepts/security/pod-security-admission).
+        """
+        self.ask(
+            "create pods (dry run)",
+            self._core.create_namespaced_pod,
+            namespace(),
+            pod,
+            shape=JsonObject,
+            dry_run="All",
+        )
+
     def queue_position(self, job_id: str, queue: str) -> int | None:
         """Return how many workloads are before this attempt in the Kueue queue, or None if this is
         unknown.
@@ -443,6 +461,10 @@ def _json(body: str | bytes | None) -> JsonObject:
 
 def _api_error(what: str, status: int, body: JsonObject) -> CloudError:
     text = f"Kubernetes: {what}: {str(body.get('message') or 'no reason given')[:500]} ({status})"
+    # A plugin of admission names the object that it refuses; a lack of rights does not.
+    by_admission = status == 403 and _ADMISSION.search(text) and not _NO_RIGHT.search(text)
+    if by_admission:
+        return CloudRefused(text, str(status))
     if status in (401, 403) and QUOTA not in text:
         return CloudForbidden(text)
     if status == 429 or status >= 500 or not status:
@@ -517,6 +539,7 @@ class AttemptWatch:
 
         `now` is Unix time. Raises CloudError.
         """
+        leaving = {name for name, pod in self.pods.items() if pod.leaving}
         # Read before the owner, whose deletion removes the pods
         found, version = cluster.pods(self.job_id)
         owner = cluster.owner(self.job_id)
@@ -555,8 +578,11 @@ class AttemptWatch:
                 # A container that is asked to end is paid for until it ends. A lost node's pod may
                 # stay for minutes. A pod that was deleted may leave an empty node behind, which the
                 # cluster removes as well.
+                # After a deletion from outside, a node that its pods have left may go as well.
+                emptied = self.gone and not self.failed and name in leaving
                 node_lost = (
                     self.ended
+                    and not emptied
                     and name in present
                     and bool(pod.machine)
                     and cluster.has_lost(pod.machine)
@@ -686,6 +712,14 @@ class AttemptWatch:
             return "unknown"
         return "never_started"
 
+    def _terminator(self, ended_by: Cause | None) -> Terminator:
+        """Return who terminated the attempt. The API does not tell who deleted an object."""
+        if ended_by is not None:
+            return "ebbflow"
+        if any(pod.late for pod in self.pods.values()):
+            return "limit"
+        return "unknown"
+
     def attempt(
         self, *, now: float, ended_by: Cause | None = None, reason: str = ""
     ) -> BatchAttempt:
@@ -701,10 +735,11 @@ class AttemptWatch:
         times = tuple(self._times(node, now) for node in range(self.nodes))
         begun = [start for start, _ in times if start is not None]
         over = [stop for _, stop in times if stop is not None]
+        cause: Cause = "unknown"
+        status = "RUNNING"
         if self.ended or ended_by:
+            cause = self.cause(ended_by)
             status = "SUCCEEDED" if self.succeeded else "FAILED"
-        else:
-            status = "RUNNING"
         return BatchAttempt(
             job_id=self.job_id,
             job_name=self.job_id.rpartition("/")[2],
@@ -720,8 +755,9 @@ class AttemptWatch:
                 (pod.exit_code for pod in reversed(main) if pod.exit_code is not None), None
             ),
             reason="; ".join(filter(None, texts))[:1000],
-            cause=self.cause(ended_by) if self.ended or ended_by else "unknown",
+            cause=cause,
             node_times=times if begun else (),
+            terminated_by=self._terminator(ended_by) if cause == "terminated" else None,
         )
 
     def _times(self, node: int, now: float) -> tuple[float | None, float | None]:
@@ -789,7 +825,9 @@ def open_cluster(seconds: float = _SECONDS) -> Cluster:
         if not os.environ.get("KUBECONFIG") and os.environ.get("KUBERNETES_SERVICE_HOST"):
             config.load_incluster_config(made)
         else:
-            config.load_kube_config(client_configuration=made)
+            # The package reads the variable only when it is imported
+            path = os.environ.get("KUBECONFIG") or None
+            config.load_kube_config(config_file=path, client_configuration=made)
     except (config.ConfigException, OSError, ValueError, TypeError) as error:
         raise CloudRefused(
             f"no usable kubeconfig: {error}; fix: set KUBECONFIG, or run in a pod"

@@ -81,7 +81,7 @@ class Drain:
         )
         self._signalled_at: float | None = None  # time.monotonic() of the first signal
         self._signal_taken = False  # whether the signal has become a notice
-        self._sources_reported = False
+        self._watched: list[str] | None = None  # names of the sources, as last reported
         self._unsent: list[Notice] = []  # neither recorded as an event nor sent yet
         # Notices that this node received before its ranks start. The ranks start only after these
         # have expired.
@@ -387,22 +387,18 @@ class Drain:
         for problem in self._watcher.problems():
             emit(NOTICE_SOURCES, problem=problem)
             print_line(f"node {self._node}: notices may be missed: {problem}")
-        if self._sources_reported:
-            return
         decided = self._watcher.source_problems()
-        if decided is not None:
-            self._sources_reported = True
-            absent = {name: why for name, why in decided.items() if why}
-            emit(
-                NOTICE_SOURCES,
-                watched=[name for name in decided if name not in absent],
-                absent=absent,
-            )
-            why = decided.get(NoticeSource.METADATA, "")
-            if "hop limit" in why:
-                print_line(
-                    f"node {self._node}: spot interruption notices cannot be received: {why}"
-                )
+        if decided is None:
+            return
+        absent = {name: why for name, why in decided.items() if why}
+        watched = [name for name in decided if name not in absent]
+        if watched == self._watched:
+            return
+        if self._watched is not None:
+            gained = [name for name in watched if name not in self._watched]
+            print_line(f"node {self._node}: notices are now received from: {', '.join(gained)}")
+        self._watched = watched
+        emit(NOTICE_SOURCES, watched=watched, absent=absent)
 
 
 def may_be_repeated(notice: Notice) -> bool:

@@ -13,6 +13,24 @@ from tests.support.kubernetes.settings import Settings
 from tests.support.kubernetes.store import ApiError, Object, ObjectStore, timestamp
 
 JOBSET = "jobset.sigs.k8s.io"
+# https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline
+_BASELINE_CAPABILITIES = frozenset(
+    [
+        "AUDIT_WRITE",
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "KILL",
+        "MKNOD",
+        "NET_BIND_SERVICE",
+        "SETFCAP",
+        "SETGID",
+        "SETPCAP",
+        "SETUID",
+        "SYS_CHROOT",
+    ]
+)
 KUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _TRACKING = "batch.kubernetes.io/job-tracking"
 
@@ -567,3 +585,21 @@ def refuse_over_quota(
             f"{name}={most}"
         )
         raise ApiError(403, "Forbidden", message)
+
+
+def refuse_by_pod_security(settings: Settings, pod: Object) -> None:
+    """Raises ApiError for a pod that adds capabilities which the profile "baseline" does not have."""
+    if settings.pod_security == "privileged":
+        return
+    for container in pod["spec"]["containers"]:
+        added = (container.get("securityContext") or {}).get("capabilities") or {}
+        for name in added.get("add") or []:
+            if name not in _BASELINE_CAPABILITIES:
+                pod_name = pod["metadata"].get("name") or f"{pod['metadata']['generateName']}x"
+                raise ApiError(
+                    403,
+                    "Forbidden",
+                    f'pods "{pod_name}" is forbidden: violates PodSecurity "baseline:latest": '
+                    f'non-default capabilities (container "{container["name"]}" must not include '
+                    f'"{name}" in securityContext.capabilities.add)',
+                )

@@ -91,6 +91,7 @@ class Nodes:
                 pod, pool.taints()
             ):
                 continue
+            # Karpenter knows the GPUs of a type, whether or not its nodes will register them
             if need.get("nvidia.com/gpu", 0) > (pool.gpus if self._settings.device_plugin else 0):
                 continue
             if need.get("cpu", 0) > pool.cpus or need.get("memory", 0) > pool.memory_mib * 2**20:
@@ -119,7 +120,7 @@ class Nodes:
             pool.taints(),
             pool.cpus,
             pool.memory_mib * 2**20,
-            pool.gpus,
+            pool.gpus if pool.runs_device_plugin() else 0,
             machine.address,
         )
         document["spec"]["providerID"] = f"aws:///{pool.zone}/{machine.instance.id}"

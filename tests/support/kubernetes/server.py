@@ -18,7 +18,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 
 from tests.support.kubernetes import schema
-from tests.support.kubernetes.controllers import KUEUE_LABEL, Controllers, refuse_over_quota
+from tests.support.kubernetes.controllers import (
+    KUEUE_LABEL,
+    Controllers,
+    refuse_by_pod_security,
+    refuse_over_quota,
+)
 from tests.support.kubernetes.kubelet import Kubelet
 from tests.support.kubernetes.nodes import Nodes
 from tests.support.kubernetes.settings import Settings
@@ -472,6 +477,8 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self._check(document)
         refuse_over_quota(cluster.settings, cluster.store, resource, group, namespace)
+        if resource == "pods":
+            refuse_by_pod_security(cluster.settings, document)
         document.pop("status", None)
         if query.get("dryRun") == "All":
             return self._answer(201, document)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-TRAINING_TAINT = "ebbflow/training"
+GPU_TAINT = "nvidia.com/gpu"
+# Tolerations and node labels of the chart of NVIDIA's device plugin, release 0.17
+# (deployments/helm/nvidia-device-plugin/values.yaml in NVIDIA/k8s-device-plugin)
+PLUGIN_TOLERATES = ("CriticalAddonsOnly", "nvidia.com/gpu")
+PLUGIN_SELECTS = {
+    "feature.node.kubernetes.io/pci-10de.present": "true",
+    "nvidia.com/gpu.present": "true",
+}
 
 
 @dataclass
@@ -22,6 +29,7 @@ class Pool:
     memory_mib: float = 15000.0
     labels: dict[str, str] = field(default_factory=dict)
     tainted: bool = True
+    taint: str = GPU_TAINT
 
     def node_labels(self) -> dict[str, str]:
         return {
@@ -30,13 +38,20 @@ class Pool:
             "node.kubernetes.io/instance-type": self.instance_type,
             "topology.kubernetes.io/region": self.zone.rstrip("abcdef"),
             "topology.kubernetes.io/zone": self.zone,
+            "nvidia.com/gpu.present": "true",
             **self.labels,
         }
 
     def taints(self) -> list[dict[str, str]]:
         if self.tainted:
-            return [{"key": TRAINING_TAINT, "value": "true", "effect": "NoSchedule"}]
+            return [{"key": self.taint, "value": "true", "effect": "NoSchedule"}]
         return []
+
+    def runs_device_plugin(self) -> bool:
+        """Whether the pods of NVIDIA's device plugin run on these nodes."""
+        labels = self.node_labels()
+        selected = any(labels.get(name) == value for name, value in PLUGIN_SELECTS.items())
+        return selected and all(taint["key"] in PLUGIN_TOLERATES for taint in self.taints())
 
 
 @dataclass
@@ -59,6 +74,7 @@ class Settings:
     missing_images: list[str] = field(default_factory=list)
     # Such as {"pods": 3, "count/jobsets.jobset.x-k8s.io": 0}
     quota: dict[str, int] = field(default_factory=dict)
+    pod_security: str = "baseline"  # profile that the namespaces enforce, or "privileged"
     forbidden: list[str] = field(default_factory=list)  # "verb resource" that the role lacks
     # {"path": regex, "status": 429, "times": 2}
     faults: list[dict[str, Any]] = field(default_factory=list)

@@ -4,6 +4,7 @@ sees the end."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from ebbflow.flows.pods import exit_when_asked, set_grace_period
 
 
 def main(asked: str, nodes: int, command: str) -> None:
+    devices = {"vpc.amazonaws.com/efa": "1"} if json.loads(asked).pop("efa", False) else {}
     exit_when_asked()
     set_grace_period()
     PodSubmission(SubmitOrder.model_validate_json(asked)).listen()
@@ -29,7 +31,7 @@ def main(asked: str, nodes: int, command: str) -> None:
     )
     made = Kubernetes(SimpleNamespace(TYPE="s3"), metadata, SimpleNamespace())
     made._command = lambda **_: ["bash", "-c", command]
-    toleration = {"key": "ebbflow/training", "operator": "Exists", "effect": "NoSchedule"}
+    toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     common = dict(  # noqa: C408 - as the call has them
         flow_name="TrainFlow",
         run_id="1",
@@ -60,6 +62,7 @@ def main(asked: str, nodes: int, command: str) -> None:
         env={},
         qos="Burstable",
         secrets=[],
+        extended_resources=devices,
     )
     made.launch_job(**common, **({"num_parallel": nodes} if nodes > 1 else {}))
     print("launched", flush=True)
