@@ -197,9 +197,7 @@ class HuggingFace(TextWorkload):
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Loss:
         configured = self._config.training.loss_chunk_tokens
-        chunk = configured
-        if configured == "auto":
-            chunk = self._automatic_chunk()
+        chunk = self._automatic_chunk() if configured == "auto" else configured
         if chunk is None:
             logits = model(input_ids=batch.inputs, use_cache=False).logits
             return Loss(sum_cross_entropy(nn.Identity(), logits, batch.targets), batch.weight)
