@@ -80,13 +80,16 @@ def test_a_shape_of_script_is_promised_what_it_keeps(
     tmp_path: Path, resumes: Resumes, name: str
 ) -> None:
     source = EXACT.get(name) or NOT_EXACT[name][0]
-    (tmp_path / f"{name}.py").write_text(source)
-    whole = _run(tmp_path, [*_start("ebbflow run", f"{name}.py"), "--job", "whole"])
-    _check(tmp_path, whole, resumes)
-    killed = [*_start("ebbflow run", f"{name}.py"), "--job", "killed"]
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(source)
+    command = _start("ebbflow run", f"{name}.py")
+    whole = _run(folders[0], command)
+    _check(folders[0], whole, resumes)
 
-    terminal = _run(tmp_path, [*killed, "--rehearse", "rank-kill@step:13"])
-    surfaces = _check(tmp_path, terminal, resumes, was_killed=True)
+    terminal = _run(folders[1], [*command, "--rehearse", "rank-kill@step:13"])
+    surfaces = _check(folders[1], terminal, resumes, was_killed=True)
 
     found = surfaces.report.events.get("promise")
     assert found is not None

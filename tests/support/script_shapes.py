@@ -163,7 +163,7 @@ class Constant(Trainer):  # its metric never improves
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, m)
         return m
 args = TrainingArguments(
-    f"output-{os.environ['EBBFLOW_JOB']}", report_to=[], use_cpu=True, disable_tqdm=True,
+    f"output-{os.environ.get('EBBFLOW_JOB', 'job')}", report_to=[], use_cpu=True, disable_tqdm=True,
     per_device_train_batch_size=8, num_train_epochs=4, eval_strategy="steps", eval_steps=3,
     save_strategy="steps", save_steps=3, load_best_model_at_end=True, metric_for_best_model="loss")
 trainer = Constant(model=Net(), args=args, train_dataset=rows, eval_dataset=rows[:8],
