@@ -96,8 +96,9 @@ def finish_job(
     replace_live_page(path.parent)
     report = RunReport.from_json(json.loads(path.read_text()))
     _print_report(report, job, width, with_notes=not (compares and code == 0))
-    if asked and not _completed_since(job, started):
-        return code
+    if asked:
+        # Metaflow's code is 75 then, also where the request came after the last step
+        return report.exit_code if _completed_since(job, started) else code
     refused = report.events.get("refused") or {}
     if refused.get("run") == job.run:  # a completed job stays complete, and this run did nothing
         return Outcome(refused["outcome"]).exit_code

@@ -5,11 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from ebbflow.core.errors import Outcome
+from ebbflow.core.events import read_events
 from ebbflow.core.launchers import HAND_OVER_SECONDS, stop_job
 from ebbflow.core.process import run_command
 from ebbflow.core.store import Store
 from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.cost.jobs import find_job_uri, read_job
+from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.cost.plan.candidates import read_progress
 
 
@@ -42,6 +44,10 @@ def _stop(job: str, store: str | None) -> int:
             file=sys.stderr,
         )
         return Outcome.FAILED.exit_code
+    outcome = find_final_outcome(read_events(job_store))
+    if outcome is not None and outcome.payload.outcome is Outcome.COMPLETED:
+        print(f"job {job}: completed before it could be stopped; ebbflow report {job} shows it")
+        return 0
     progress = read_progress(read_job(job, store))
     print(
         f"job {job}: stopped at step {progress.done_steps}, which is committed; "

@@ -255,7 +255,10 @@ def _no_such_name(module: ModuleType, name: str) -> str:
         for key, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__
     }
-    names = [key for key, value in own.items() if callable(value)]
+    # A module that imports on first use says what it offers
+    names = list(getattr(module, "__all__", ())) or [
+        key for key, value in own.items() if callable(value)
+    ]
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         hint = f"did you mean {close[0]}?"

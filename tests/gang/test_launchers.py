@@ -26,9 +26,12 @@ from ebbflow.core.errors import JobIsRunning
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import (
     BATCH_SUBMITTED,
+    GENERATION_STARTED,
+    NODE_STARTED,
     OUTCOME,
     PLAN,
     PREFLIGHT,
+    STEP,
     Event,
     Origin,
     read_events,
@@ -523,3 +526,22 @@ def test_a_run_whose_job_was_taken_over_ends_no_batch_job_and_writes_no_report(
     monkeypatch.setattr(Job, "remember", lambda job: None)
     assert finish.finish_job(job, 1, time.time(), asked=False) == 75
     assert "job mine was taken over" in capsys.readouterr().err and asked == [["x-1"]]
+
+
+def test_a_run_that_was_asked_to_leave_after_its_last_step_is_no_failure(
+    folder: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbflow.flows.job.RUNS", tmp_path / "runs")
+    job = Job(name="mine", run="1", config=RunConfig(store=folder.uri))
+    started = time.time() - 1
+    origin = Origin(job="mine", run="1", generation=1)
+    with EventLog(job.store, replace(origin, process="agent")) as log:
+        log.emit(GENERATION_STARTED, nodes=1, processes_per_node=1, parent_step=0)
+        log.emit(NODE_STARTED, ranks=[0], host="here")
+    with EventLog(job.store, replace(origin, rank=0)) as log:
+        log.emit(STEP, step=1, loss=1.0, seconds={"useful_step": 1e-6}, tokens=8)
+    assert finish.finish_job(job, 75, started, asked=True) == 75
+    with EventLog(job.store, replace(origin, rank=0, process="end")) as log:
+        log.emit(OUTCOME, outcome="completed", step=1)
+    (job.folder / "report.json").unlink()
+    assert finish.finish_job(job, 75, started, asked=True) == 0

@@ -510,7 +510,7 @@ def test_the_live_page_goes_on_without_trackers_that_end_their_process(
     wait_for(lambda: page.is_file() and "step 10" in page.read_text())
     assert process._process is not None
     process._process.kill()
-    wait_for(lambda: any("ended with exit code -9" in line for line in said))
+    wait_for(lambda: any("was killed by SIGKILL" in line for line in said))
     page.unlink()
     wait_for(page.is_file)
     process.end()

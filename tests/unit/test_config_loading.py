@@ -171,7 +171,7 @@ def test_the_path_of_a_file_is_absolute_and_shown_from_the_current_folder(tmp_pa
             "training.learning_rate must be greater than 0, not 0",
             "the default is 0.001",
         ),
-        ("training: {ema: 1}", "training.ema must be less than 1, not 1", None),
+        ("training: {ema: 1}", "training.ema must be less than 1, not 1", "the default is null"),
         (
             "training: {scheduler: {final_ratio: 1.5}}",
             "training.scheduler.final_ratio must be at most 1, not 1.5",
@@ -183,7 +183,11 @@ def test_the_path_of_a_file_is_absolute_and_shown_from_the_current_folder(tmp_pa
             "cluster.processes_per_node must be at least 1, not -1",
             "the default is 1",
         ),
-        ("metrics: {port: 65536}", "metrics.port must be at most 65535, not 65536", None),
+        (
+            "metrics: {port: 65536}",
+            "metrics.port must be at most 65535, not 65536",
+            "the default is null",
+        ),
         (
             "batch: {queues: [{name: a, market: spot}], tags: {a: b}, shared_memory_mib: 0}",
             "batch.shared_memory_mib must be at least 1, not 0",

@@ -119,7 +119,8 @@ bad.yaml:4:3: model.num_heads is given twice; the first is at bad.yaml:2:3
         """\
 bad.yaml:2:14: training.max_steps must be a whole number, not the text 'many'
      2 |   max_steps: many
-       |              ^^^^""",
+       |              ^^^^
+  hint: the default is 300""",
     ),
     "number in quotes": (
         'training:\n  max_steps: "300"\n',
@@ -158,7 +159,8 @@ bad.yaml:2:9: parallel.mode must be one of ddp, fsdp2, hsdp, not the text 'FSDP'
         """\
 bad.yaml:1:30: training.scheduler.type must be one of constant, linear_warmup, cosine, wsd, not the text 'on'
      1 | training: {scheduler: {type: on}}
-       |                              ^^""",
+       |                              ^^
+  hint: the default is cosine""",
     ),
     "out of range": (
         "training:\n  batch_size: 0\n",
@@ -173,7 +175,8 @@ bad.yaml:2:15: training.batch_size must be at least 1, not 0
         """\
 bad.yaml:2:18: training.learning_rate must be a finite number, not .inf
      2 |   learning_rate: .inf
-       |                  ^^^^""",
+       |                  ^^^^
+  hint: the default is 0.001""",
     ),
     "key without a value": (
         "training:\n  max_steps:\n",

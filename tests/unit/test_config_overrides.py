@@ -17,7 +17,8 @@ OVERRIDES = {
         """\
 --set model.num_heads=many:1:17: model.num_heads must be a whole number, not the text 'many'
      1 | model.num_heads=many
-       |                 ^^^^""",
+       |                 ^^^^
+  hint: the default is 4""",
     ),
     "misspelt section": (
         "modle.num_heads=8",

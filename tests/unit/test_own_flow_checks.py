@@ -264,7 +264,12 @@ def test_metaflow_imports_no_more_than_the_decorator_and_nothing_heavy(tmp_path:
 def test_metaflow_works_where_a_code_package_has_the_registration_and_not_ebbflow(
     tmp_path: Path,
 ) -> None:
-    shutil.copytree(ROOT / "metaflow_extensions", tmp_path / "metaflow_extensions")
+    # Other tests may compile the file meanwhile
+    shutil.copytree(
+        ROOT / "metaflow_extensions",
+        tmp_path / "metaflow_extensions",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     code = (
         "import sys; from pathlib import Path\n"
         "sys.path = [p for p in sys.path if p and not Path(p, 'ebbflow').is_dir()]\n"
@@ -276,7 +281,7 @@ def test_metaflow_works_where_a_code_package_has_the_registration_and_not_ebbflo
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert (done.stdout.strip(), done.stderr) == ("False False", "")
+    assert (done.stdout.strip(), done.stderr) == ("False False", ""), done
 
 
 def test_the_packages_of_ebbflow_are_added_to_pypi_and_named_for_conda() -> None:

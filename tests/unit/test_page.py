@@ -410,7 +410,7 @@ def test_unknown_prices_are_no_free_machines() -> None:
     page = render(report)
     assert "$0.0000" not in page and "the price is unknown" in page
     running = replace(report, outcome=None, running=LAUNCHER)
-    assert "dollars unknown" in render_verdict(running) and "$0.0000" not in "".join(
+    assert "price unknown" in render_verdict(running) and "$0.0000" not in "".join(
         summarize_status(running)
     )
 

@@ -172,12 +172,9 @@ def test_environment_variables_that_are_read_get_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Among them what the launcher sets for the processes below it, in which preflight runs."""
-    files = []
-    for room in ("flows", "infra", "cost", "training"):
-        files += (ROOT / room).rglob("*")
     code = [
         path.read_text()
-        for path in files
+        for path in (ROOT / "ebbflow").rglob("*")
         if path.suffix in (".py", ".c", ".yaml") and path.name != "advice.py"
     ]
     names = set()

@@ -469,10 +469,14 @@ def test_a_cgroup_is_followed_with_each_sample(node: Node) -> None:
 def test_a_nodes_sample_is_that_of_its_living_ranks_disk_and_gpus(node: Node) -> None:
     gpus = SimpleNamespace(sample=lambda: {"gpus": 8})
     watch = node.start(2, gpus=gpus)
-    sizes = [worker.process.pid for worker in node.workers]
-    wait_until("their sizes", lambda: all(map(resident_bytes, sizes)), timeout=60, pause=0.01)
+    pids = [worker.process.pid for worker in node.workers]
+    wait_until("their sizes", lambda: all(map(resident_bytes, pids)), timeout=60, pause=0.01)
+
+    def is_their_sum() -> bool:  # once they have grown
+        return watch.sample()["resident_bytes"] == sum(map(resident_bytes, pids)) > 0
+
+    wait_until("the sum of their sizes", is_their_sum, timeout=60, pause=0.01)
     sample = watch.sample()
-    assert sample["resident_bytes"] == sum(map(resident_bytes, sizes)) > 0
     assert sorted(sample) == [
         "disk_free_bytes",
         "gpus",
@@ -481,7 +485,7 @@ def test_a_nodes_sample_is_that_of_its_living_ranks_disk_and_gpus(node: Node) ->
         "shared_memory_free_bytes",
     ]
     node.end(0)
-    assert watch.sample()["resident_bytes"] == resident_bytes(sizes[1])
+    assert watch.sample()["resident_bytes"] == resident_bytes(pids[1])
     assert "disk_free_bytes" not in node_sample([], node.folder / "missing")
 
 

@@ -271,7 +271,10 @@ def _convert(given: Given) -> JsonObject:
             values[key] = convert(entry.node, Expected.of(annotation_of(key)))
         except MismatchError as mismatch:
             given.complain(
-                f"{key} {mismatch.message}", key, entry.place_of(mismatch.node), mismatch.hint
+                f"{key} {mismatch.message}",
+                key,
+                entry.place_of(mismatch.node),
+                mismatch.hint or _default_hint(key),
             )
     return values
 
@@ -330,12 +333,17 @@ def _range_message(entry: Entry, details: ErrorDetails) -> tuple[str, str | None
     wanted = [f"{words} {context[name]:g}" for name, words in limits.items() if name in context]
     if not wanted or not isinstance(entry.node, ScalarNode):
         return f"{key}: {details['msg']}", None
-    default = leaf_fields()[key].default
-    if default is None:
-        hint = None
-    else:
-        hint = f"the default is {default}"
-    return f"{key} must be {wanted[0]}, not {entry.node.value}", hint
+    return f"{key} must be {wanted[0]}, not {entry.node.value}", _default_hint(key)
+
+
+def _default_hint(key: str) -> str | None:
+    field = leaf_fields().get(key)
+    if field is None or field.is_required():
+        return None
+    default = field.get_default(call_default_factory=True)
+    if default is None or isinstance(default, bool):
+        return f"the default is {json.dumps(default)}"
+    return f"the default is {default}"
 
 
 def _entry(key: str, entries: Mapping[str, Entry]) -> Entry | None:

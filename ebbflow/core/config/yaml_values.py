@@ -35,6 +35,8 @@ _NON_FINITE = re.compile(r"[-+]?\.?(inf|nan|infinity)", re.IGNORECASE)
 # .5e3 is a number in the standard, but text in ruamel.yaml
 _FRACTION = re.compile(r"[-+]?\.[0-9]+[eE][-+]?[0-9]+")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
+_NUMBER_IN_TEXT = re.compile(r"[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_UNSPACED_KEY = re.compile(r"\s*([A-Za-z_]\w*:\S+)")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+")
 _YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
 _BRACKETS = re.compile(r"[\[\]{}]")
@@ -42,6 +44,8 @@ _DEEPEST = 200  # nested brackets; no configuration has a tenth of them
 _LARGEST = 10**15  # far above anything sensible, and exact as a float
 _LARGEST_FLOAT = 1e30  # a learning rate that rehearses a loss that is not finite
 
+_INDENT_ALIKE = "indent the keys of a section alike, two spaces deeper than its name"
+_SPACE_AFTER_COLON = "write 'key: value', with a space after the colon"
 _SYNTAX_HINTS = (
     ("found character '\\t'", "YAML indents with spaces; replace the tab"),
     ("found character '@'", "put the value in quotes"),
@@ -52,8 +56,8 @@ _SYNTAX_HINTS = (
     ),
     ("found unexpected end of stream", "a quote or bracket is not closed"),
     ("<stream end>", "a quote or bracket is not closed"),
-    ("expected <block end>", "indent the keys of a section alike, two spaces deeper than its name"),
-    ("could not find expected ':'", "write 'key: value', with a space after the colon"),
+    ("expected <block end>", _INDENT_ALIKE),
+    ("could not find expected ':'", _SPACE_AFTER_COLON),
     ("found undefined alias", "put a text that begins with '*' in quotes"),
     ("found another document", "remove the '---' line: one file holds one configuration"),
 )
@@ -214,7 +218,10 @@ def convert(node: Node, expected: Expected) -> Any:
         )
     if isinstance(node, SequenceNode):
         if list not in expected.types:
-            raise MismatchError(f"must be {expected}, not a list")
+            hint = None
+            if len(node.value) == 1 and isinstance(node.value[0], ScalarNode):
+                hint = f"write {node.value[0].value}, without brackets"
+            raise MismatchError(f"must be {expected}, not a list", hint)
         return [
             _convert_item(item, number, expected.section)
             for number, item in enumerate(node.value, start=1)
@@ -269,12 +276,34 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark or error.context_mark
     cause = error.problem or "it cannot be parsed"
     hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in cause), None)
+    if mark is not None and hint in (_INDENT_ALIKE, _SPACE_AFTER_COLON):
+        hint = _hint_on_line_before(source.text, mark.line) or hint
     if "found character '\\t'" in cause:
         cause = "a tab where YAML wants spaces"
     message = f"not valid YAML: {cause}" + (f" {error.context}" if error.context else "")
     if mark is None:
         return Problem(message=f"{source.name}: {message}", hint=hint)
     return Problem(message=message, place=source.span(mark, mark), hint=hint)
+
+
+def _hint_on_line_before(text: str, line: int) -> str | None:
+    """Return a hint if the line before line number `line` (counted from 0) is what the parser
+    stumbles over: it has no space after its colon, or is indented unlike the line.
+    """
+    lines = _LINE_BREAK.split(text)
+    before = max((number for number in range(line) if lines[number].strip()), default=None)
+    if before is None:
+        return None
+    unspaced = _UNSPACED_KEY.match(lines[before])
+    if unspaced:
+        return f"line {before + 1} has no space after its colon: {unspaced[1]}"
+    widths = [len(lines[number]) - len(lines[number].lstrip()) for number in (before, line)]
+    if widths[0] != widths[1] and not lines[before].rstrip().endswith(":"):
+        return (
+            f"indent the keys of a section alike: line {before + 1} by {widths[0]} spaces, "
+            f"line {line + 1} by {widths[1]}"
+        )
+    return None
 
 
 def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> Any:
@@ -402,6 +431,11 @@ def _text_hint(text: str, expected: Expected, plain: bool) -> str | None:  # noq
     close = closest_match(text, expected.choices)
     if close:
         return f"did you mean {close}?"
+    numbers = _NUMBER_IN_TEXT.findall(text)
+    if numeric and len(numbers) == 1:
+        return f"write {numbers[0]}"
+    if expected.types == {bool}:
+        return "write true or false"
     return None
 
 

@@ -494,7 +494,7 @@ def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) ->
 def _nothing_fits(config: RunConfig, rejected: tuple[Rejection, ...]) -> str:
     if not rejected:
         return (
-            "no instance type of the catalogue begins with "
+            "cluster.instance_types: no instance type of the catalogue begins with "
             f"{', '.join(config.cluster.instance_types)}"
         )
     nearest = min(rejected, key=_distance)

@@ -17,6 +17,7 @@ from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passe
 from ebbflow.core.program import python_path
 from ebbflow.core.requirements import NEWEST_PYTHON, OLDEST_PYTHON, REQUIREMENTS, TESTED_PYTHON
 from ebbflow.core.signing_key import NAME_VARIABLE, signing_key_problem
+from ebbflow.core.store.marker import VARIABLE as MARKER_VARIABLE
 from ebbflow.infra.checks.gpu import NoAnswer, gpu_files, has_rdma, run_program
 from ebbflow.infra.instance import VARIABLES as MACHINE_VARIABLES
 
@@ -48,6 +49,7 @@ _OWN_VARIABLES = (
     "EBBFLOW_SHIM_RULES",
     "EBBFLOW_SHIM_FILES",
     NAME_VARIABLE,
+    MARKER_VARIABLE,
     *MACHINE_VARIABLES.values(),
 )
 _ON = ("1", "true", "yes", "on", "y", "t")
