@@ -28,6 +28,8 @@
 <store>/workloads/<module and name>/...                prepared data of a user's workload
 <store>/scripts/<sha256>.tar                           folder of a user's script
 <store>/experience/<day>-<job>.json                    job history: pools and throughput
+<store>/team/team.yaml                                 the team's budgets, if they are in the store
+<store>/team/reservations/<number>.json                budgets that running jobs hold; the highest number counts
 """
 
 import contextlib
@@ -45,6 +47,8 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Names that runs/<job> cannot have.
 _TAKEN = frozenset({"jobs", "tokens", "workloads", "scripts", "experience", "latest"})
 JOB_HISTORY_PREFIX = "experience/"
+TEAM_FILE_KEY = "team/team.yaml"
+RESERVATIONS_PREFIX = "team/reservations/"
 LAUNCHERS_PREFIX = "launchers/"
 # Events of the flow's processes, such as plans and prices, which belong to no generation
 FLOW_EVENTS_PREFIX = "events/000000/"
@@ -262,6 +266,10 @@ def parse_commit_key(key: str) -> tuple[int, int, str]:
 
 def launcher_key(number: int) -> str:
     return f"{LAUNCHERS_PREFIX}{number:06d}.json"
+
+
+def reservations_key(number: int) -> str:
+    return f"{RESERVATIONS_PREFIX}{number:08d}.json"
 
 
 def clock_key(name: str) -> str:

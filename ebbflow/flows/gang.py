@@ -19,8 +19,9 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ebbflow.core.config.schema import RunConfig
@@ -275,7 +276,7 @@ def _run_node(
         prices = None
         if spec.terms is not None and spec.terms.price_look_seconds:
             prices = _HeldPrice(flow, Job.of(flow, this.run_id), order).read
-        outcome = run_gang(spec, prices=prices)
+        outcome = run_gang(spec, prices=prices, is_reserved=_reservation_check(flow, this, node))
     except (TrainingError, InfraError) as error:
         if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
@@ -400,6 +401,20 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
         say(f"the price of this machine is unknown, so the planned one applies: {error}")
         return terms
     return terms.at_price(price.price_at(time.time()), spent_usd=spent)
+
+
+def _reservation_check(
+    flow: TrainArtifacts, this: CurrentTask, node: int
+) -> Callable[[], bool] | None:
+    """Return a function that tells whether the team's budget has the job's reservation; None for
+    other nodes, and for a job without a team.
+    """
+    job = Job.of(flow, this.run_id)
+    if node != 0 or job.config.cost.team_file is None:
+        return None
+    from ebbflow.cost.finance.team_store import is_reserved
+
+    return partial(is_reserved, job.root_store, job.name)
 
 
 class _HeldPrice:
