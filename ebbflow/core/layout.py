@@ -29,6 +29,8 @@
 <store>/scripts/<sha256>.tar                           folder of a user's script
 <store>/experience/<day>-<job>.json                    job history: pools and throughput
 <store>/shared-budgets/<sweep>/<number>.json           dollars that each trial of a sweep holds; the highest number counts
+<store>/team/team.yaml                                 the team's budgets, if they are in the store
+<store>/team/reservations/<number>.json                budgets that running jobs hold; the highest number counts
 """
 
 import contextlib
@@ -53,10 +55,13 @@ _TAKEN = frozenset(
         "experience",
         "shared-budgets",
         "slurm-jobs",
+        "team",
         "latest",
     }
 )
 JOB_HISTORY_PREFIX = "experience/"
+TEAM_FILE_KEY = "team/team.yaml"
+RESERVATIONS_PREFIX = "team/reservations/"
 LAUNCHERS_PREFIX = "launchers/"
 # Events of the flow's processes, such as plans and prices, which belong to no generation
 FLOW_EVENTS_PREFIX = "events/000000/"
@@ -288,6 +293,10 @@ def parse_shared_budget_key(key: str) -> int:
 
 def launcher_key(number: int) -> str:
     return f"{LAUNCHERS_PREFIX}{number:06d}.json"
+
+
+def reservations_key(number: int) -> str:
+    return f"{RESERVATIONS_PREFIX}{number:08d}.json"
 
 
 def clock_key(name: str) -> str:

@@ -4,20 +4,20 @@ Batch.
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ebbflow.core.errors import CloudError, InfraError, Outcome, StoreError
 from ebbflow.core.footprint import size_text
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext
 from ebbflow.core.store import Store
+from ebbflow.core.store.objects import StoreClock
 from ebbflow.cost.capacity.placement import QueueOffer, explain_no_offer, find_offers
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PriceError, TeamError
-from ebbflow.cost.finance.team import admit, read_team
+from ebbflow.cost.finance.team_store import judge_job, load_team, read_state
 from ebbflow.cost.job_history import JobHistory, load_job_history, load_or_use_priors
-from ebbflow.cost.job_list import RUNNING, config_money, read_records
-from ebbflow.cost.jobs import list_known_jobs
+from ebbflow.cost.job_list import config_money
 from ebbflow.cost.plan.candidates import NO_SPOT_PRICE
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.ec2_prices import query_spot_prices
@@ -192,20 +192,18 @@ def check_team_budget(context: PreflightContext) -> CheckFinding:
     cost = context.config.cost
     if cost.team_file is None:
         return CheckFinding.skipped("cost.team_file is not set")
-    now = time.time()
     try:
-        team = read_team(context.project_root / cost.team_file)
+        root = Store.open(context.config.store, request_timeout_seconds=_STORE_SECONDS)
+        team = load_team(cost.team_file, root, context.project_root)
+        now = StoreClock().now(root, time.time())
+        mine = config_money(context.job or "", context.config, now)
+        verdict = judge_job(read_state(root, team), team, mine, now)
     except TeamError as error:
         return CheckFinding.failed(str(error), "repair cost.team_file")
-    records = read_records([*list_known_jobs(), *team.jobs], None)
-    name = context.job or ""
-    mine = config_money(name, context.config, now)
-    before = next((record.money for record in records if record.money.job == name), None)
-    if before is not None:
-        mine = replace(mine, spent=before.spent)
-    others = [record for record in records if record.money.job != name]
-    running = [other.money for other in others if other.state == RUNNING]
-    [verdict] = admit(team, now, [*(other.money for other in others), mine], running, [mine])
+    except StoreError as error:
+        return CheckFinding.failed(
+            str(error), "repair the store, which has the team's reservations"
+        )
     if verdict.verdict == "start":
         return CheckFinding.passed(verdict.words)
     fix = (

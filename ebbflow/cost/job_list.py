@@ -20,7 +20,9 @@ from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.core.events import Event, select_events
 from ebbflow.core.grouping import sum_by_key
 from ebbflow.core.json_values import JsonObject
-from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.core.layout import TEAM_FILE_KEY
+from ebbflow.core.program import DEFAULT_CONFIG, PROJECT_ROOT
+from ebbflow.core.store import Store
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_count, format_usd, round_amount
 from ebbflow.cost.errors import CostError, ReportError
@@ -28,7 +30,6 @@ from ebbflow.cost.finance.focus import (
     focus_rows,
     month_of,
     read_settings,
-    spent_by_month,
     write_focus,
 )
 from ebbflow.cost.finance.team import (
@@ -40,6 +41,13 @@ from ebbflow.cost.finance.team import (
     left_text,
     left_usd,
     read_team,
+)
+from ebbflow.cost.finance.team_store import (
+    IN_STORE,
+    TeamState,
+    load_team,
+    read_money,
+    read_state,
 )
 from ebbflow.cost.jobs import find_running_launcher, list_jobs, read_job
 from ebbflow.cost.ledger.generations import find_final_outcome
@@ -116,16 +124,7 @@ def record_job(events: Sequence[Event], *, running: bool) -> TeamJob:
         state = str(outcome.payload.outcome)
     else:
         state = "interrupted"
-    limit = settings.get("cost.budget_usd")
-    hours = settings.get("cost.deadline_hours")
-    started = read_progress(events).started_utc
-    money = JobMoney(
-        job=events[0].job,
-        project=str(settings.get("cost.project") or ""),
-        spent=spent_by_month(rows),
-        limit_usd=None if limit is None else Decimal(str(limit)),
-        runs_until=started + 3600 * float(hours) if started is not None and hours else None,
-    )
+    money = read_money(events, rows)
     return TeamJob(
         money=money,
         state=state,
@@ -257,10 +256,15 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--team",
-        type=Path,
+        nargs="?",
+        const=IN_STORE,
         default=None,
         metavar="FILE",
-        help="budgets by project and month, waiting jobs",
+        help="budgets by project and month, waiting jobs, and what running jobs hold; without FILE, "
+        "of the team file in the store",
+    )
+    parser.add_argument(
+        "--publish", action="store_true", help="put the file of --team into the store"
     )
     parser.add_argument("--store", default=None, metavar="URI", help="the store of the jobs")
     parser.add_argument(
@@ -367,43 +371,33 @@ def _group_key(text: str) -> str:
 
 
 def _jobs(arguments: argparse.Namespace) -> int:
-    if arguments.team is None:
-        team = Team()
-    else:
-        team = read_team(arguments.team)
-    names = arguments.job or [*list_jobs(arguments.store), *team.jobs]
-    records = read_records(names, arguments.store)
+    store = arguments.store
+    if arguments.team == IN_STORE and store is None:
+        store = load_config(DEFAULT_CONFIG, [], project_root=PROJECT_ROOT).config.store
+    if arguments.publish:
+        return _publish(arguments.team, store)
+    team = Team()
+    root = None
+    if arguments.team is not None and store is not None:
+        root = Store.open(store, create=False)
+        team = load_team(arguments.team, root, Path())
+    elif arguments.team is not None:
+        team = read_team(Path(arguments.team))
+    records = read_records(arguments.job or [*list_jobs(store), *team.jobs], store)
+    if root is not None:
+        records = _with_reservations(records, read_state(root, team))
     now = time.time()
     if arguments.team is not None:
-        try:
-            waiting = list(_waiting_records(team, arguments.team.parent, records))
-        except ConfigError as error:
-            raise ReportError(
-                f"{arguments.team}: a waiting job's configuration is invalid:\n{error}"
-            ) from error
-        named = {record.money.job for record in waiting}
-        records = [*(record for record in records if record.money.job not in named), *waiting]
-        said = {
-            admission.job.job: f"{admission.verdict}: {admission.words}"
-            for admission in admit_waiting(team, now, records)
-        }
-        order = {name: number for number, name in enumerate(said)}
-        records = [
-            replace(record, words=said.get(record.money.job, record.words)) for record in records
-        ]
-        records.sort(
-            key=lambda record: (record.state == WAITING, order.get(record.money.job, len(order)))
-        )
+        records = _with_waiting(team, arguments.team, now, records)
     if not records:
         raise ReportError(
-            "no job in "
-            f"{arguments.store or 'the list of this machine; fix: name one, or give --store'}"
+            f"no job in {store or 'the list of this machine; fix: name one, or give --store'}"
         )
     rows = [row for record in records for row in record.rows]
     if arguments.focus is not None:
         print(f"{arguments.focus}: {write_focus(arguments.focus, rows)} charges", file=sys.stderr)
     if arguments.html is not None:
-        _write_page(arguments.html, records, arguments.store)
+        _write_page(arguments.html, records, store)
     if arguments.by is not None:
         grouped = group_rows(rows, arguments.by)
         lines = [
@@ -416,6 +410,53 @@ def _jobs(arguments: argparse.Namespace) -> int:
     else:
         print(render_jobs(records, team, now))
     return 0
+
+
+def _with_waiting(
+    team: Team, file: str, now_utc: float, records: Sequence[TeamJob]
+) -> list[TeamJob]:
+    """Return the records with those of waiting jobs, which say whether each may start, last."""
+    folder = Path() if file == IN_STORE else Path(file).parent
+    try:
+        waiting = list(_waiting_records(team, folder, records))
+    except ConfigError as error:
+        raise ReportError(f"{file}: a waiting job's configuration is invalid:\n{error}") from error
+    named = {record.money.job for record in waiting}
+    every = [*(record for record in records if record.money.job not in named), *waiting]
+    said = {
+        admission.job.job: f"{admission.verdict}: {admission.words}"
+        for admission in admit_waiting(team, now_utc, every)
+    }
+    order = {name: number for number, name in enumerate(said)}
+    every = [replace(record, words=said.get(record.money.job, record.words)) for record in every]
+    return sorted(
+        every,
+        key=lambda record: (record.state == WAITING, order.get(record.money.job, len(order))),
+    )
+
+
+def _publish(file: str | None, store: str | None) -> int:
+    """Put a team file into the store."""
+    if file in (None, IN_STORE) or store is None:
+        raise ReportError("--publish needs --team FILE and --store URI")
+    path = Path(str(file))
+    read_team(path)
+    root = Store.open(store)
+    root.put(TEAM_FILE_KEY, path.read_bytes())
+    print(f"{root.uri}/{TEAM_FILE_KEY}: written; use it with cost.team_file={IN_STORE}")
+    return 0
+
+
+def _with_reservations(records: Sequence[TeamJob], state: TeamState) -> list[TeamJob]:
+    """Return the records with those of jobs that hold a reservation as running."""
+    by_name = {record.money.job: record for record in records}
+    held = state.held()
+    for reservation in state.reservations:
+        money = held[reservation.job]
+        words = f"holds {left_text(money.may_spend_usd)}, {reservation.holder}"
+        known = by_name.get(reservation.job) or TeamJob(money=money, state=RUNNING)
+        by_name[reservation.job] = replace(known, money=money, state=RUNNING, words=words)
+    return list(by_name.values())
 
 
 def _write_page(path: Path, records: Sequence[TeamJob], store: str | None) -> None:

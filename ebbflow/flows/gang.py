@@ -19,13 +19,15 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
-from ebbflow.core.events import PRICES, Event, LogFollower, read_events
+from ebbflow.core.event_payloads import NodeStartedPayload
+from ebbflow.core.events import PRICES, Event, LogFollower, read_events, select_events
 from ebbflow.core.layout import FLOW_EVENTS_PREFIX
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
 from ebbflow.core.terms import Fallback, RankPrice, Terms
@@ -273,7 +275,7 @@ def _run_node(
         prices = None
         if spec.terms is not None and spec.terms.price_look_seconds:
             prices = _HeldPrice(flow, Job.of(flow, this.run_id), order).read
-        outcome = run_gang(spec, prices=prices)
+        outcome = run_gang(spec, prices=prices, is_reserved=_reservation_check(flow, this, node))
     except (TrainingError, InfraError) as error:
         if isinstance(error, InfraError) or error.curable:  # the store may come back
             raise StepFailed(error.outcome, str(error)) from error
@@ -404,12 +406,29 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
     if order is not None and order.placement is not None:
         reserve = order.placement.fallback
     terms = replace(terms, fallback=Fallback(**reserve) if reserve else None)
+    held = _HeldPrice(flow, job, order)
     try:
-        price = _HeldPrice(flow, job, order).read(events)
+        price = held.read(events).price_at(time.time())
     except (CostError, InfraError) as error:
         say(f"the price of this machine is unknown, so the planned one applies: {error}")
         return terms
-    return terms.at_price(price.price_at(time.time()), spent_usd=spent)
+    booted = held.boot_seconds(events) * gang_shape(flow, order).nodes
+    ranks = gang_shape(flow, order).processes_per_node
+    return terms.at_price(price, spent_usd=spent + booted * ranks * price)
+
+
+def _reservation_check(
+    flow: TrainArtifacts, this: CurrentTask, node: int
+) -> Callable[[], bool] | None:
+    """Return a function that tells whether the team's budget has the job's reservation; None for
+    other nodes, and for a job without a team.
+    """
+    job = Job.of(flow, this.run_id)
+    if node != 0 or job.config.cost.team_file is None:
+        return None
+    from ebbflow.cost.finance.team_store import is_reserved
+
+    return partial(is_reserved, job.root_store, job.name)
 
 
 class _HeldPrice:
@@ -424,11 +443,27 @@ class _HeldPrice:
         self._plan = cast("PlanJson", plan)
         self._ranks_per_node = gang_shape(flow, order).processes_per_node
         self._machine: MachineFacts = {}
+        self._instance_id: str | None = None
+        self._uptime_seconds = 0.0
         if in_container():
-            identity = identify_machine().to_json()
-            self._machine = cast("MachineFacts", identity)
+            identity = identify_machine()
+            self._machine = cast("MachineFacts", identity.to_json())
+            self._instance_id = identity.instance_id
+            self._uptime_seconds = identity.uptime_seconds or 0.0
         self._log = LogFollower(job.store, wanted=lambda key: key.startswith(FLOW_EVENTS_PREFIX))
         self._events: list[Event] = []
+
+    def boot_seconds(self, events: Sequence[Event]) -> float:
+        """Return the paid time of this machine before this attempt, as the ledger will count it: 0 if
+        an earlier attempt or another job has started the machine. Other nodes count alike.
+        """
+        from ebbflow.cost.ledger.instances import LONGEST_IDLE_SECONDS
+
+        before = {event.payload.instance_id for event in select_events(events, NodeStartedPayload)}
+        uptime = self._uptime_seconds
+        if uptime > LONGEST_IDLE_SECONDS or self._instance_id in before:
+            return 0.0
+        return uptime
 
     def read(self, events: Sequence[Event] = ()) -> RankPrice:
         """Return the price as far as it is recorded now, in `events` or else in the store.

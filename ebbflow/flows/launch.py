@@ -24,8 +24,9 @@ from ebbflow.core.launchers import (
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.observer_process import shows_live_page
 from ebbflow.core.process import children
-from ebbflow.core.program import own_command
+from ebbflow.core.program import PROJECT_ROOT, own_command
 from ebbflow.core.store import Store
+from ebbflow.core.store.objects import StoreClock
 from ebbflow.flows.command_line import FLAGS, CommandLine, reorder_words
 from ebbflow.flows.live_page import RunObserver
 from ebbflow.flows.price_watch import LauncherPrices
@@ -117,8 +118,36 @@ class Launch:
             sys.exit(error.outcome.exit_code)
         except InfraError as error:
             print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
+        if config.cost.team_file is not None:
+            self._reserve_budget(config, job)
         if permits:
             self._give_permits(permits, job, config.store)
+
+    def _reserve_budget(self, config: RunConfig, job: str) -> None:
+        """Reserve the job's dollars in the team's budget.
+
+        Exits with 3 if they do not fit, or if the store has no valid answer: nobody may start
+        unseen.
+        """
+        from ebbflow.cost.errors import CostError
+        from ebbflow.cost.finance.team_store import load_team, reserve_budget
+        from ebbflow.cost.job_list import config_money
+
+        fix = "fix: lower cost.budget_usd, wait, or raise the budget (ebbflow jobs --team)"
+        try:
+            root = Store.open(config.store, request_timeout_seconds=REPORT_REQUEST_SECONDS)
+            team = load_team(str(config.cost.team_file), root, PROJECT_ROOT)
+            now = StoreClock().now(root, time.time())
+            verdict = reserve_budget(root, team, config_money(job, config, now))
+        except (CostError, InfraError) as error:
+            refusal = f"team budget: {error}"
+        else:
+            if verdict.verdict == "start":
+                return
+            refusal = f"team budget: {verdict.words}; {fix}"
+        print(refusal, file=sys.stderr)
+        self.release()
+        sys.exit(Outcome.PREFLIGHT.exit_code)
 
     def _give_permits(self, permits: Sequence[str], job: str, store: str) -> None:
         # Late, since importing the options imports the checks of all packages

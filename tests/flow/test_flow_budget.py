@@ -59,6 +59,8 @@ def test_a_price_that_triples_at_the_first_commit_ends_the_job_within_its_budget
         "checkpoint__deadline_seconds": 5,
         "cluster__expected_start_seconds": 5,
         "cluster__instance_types": ["g5.xlarge"],
+        "cluster__market": "spot",
+        "cost__confidence": 0.01,
     }
     # An option of the flow's decorators, as in docs/metaflow.md, does not disturb the launcher.
     process = runner.start(
@@ -82,12 +84,13 @@ def test_a_price_that_triples_at_the_first_commit_ends_the_job_within_its_budget
     line = re.search(r"ebbflow (run --job \S+ --set cost.budget_usd=([\d.]+))", broke.output)
     assert line and float(line[2]) > broke.report["total_usd"] + BUDGET_USD, broke.output
 
-    # What the line asks for is enough: with it the plan of the rest is not refused, as it is
+    # What the line asks for is enough at the price that was planned: with it the plan of the rest is not refused, as it is
     # without.
     config = RunConfig.model_validate(
         json.loads((broke.folder / "config.json").read_text())["config"]
     )
     store = Store.open(str(broke.folder))
+    record(prices, [(long_ago, USD_PER_HOUR)])
     known = {
         "progress": read_progress(read_events(store)),
         "prices": RecordedPrices.read(prices, time.time()),

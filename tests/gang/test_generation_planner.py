@@ -126,6 +126,18 @@ def test_each_generation_has_less_to_spend_and_fewer_nodes_cost_less(spec: GangS
     assert (first.colocated_nodes(0), second.colocated_nodes(1)) == (2, 1)
 
 
+def test_a_node_is_paid_for_from_its_join_on(spec: GangSpec) -> None:
+    """Node 0 alone for 100 s, two nodes for 800 s, three for 100 s, of two ranks each."""
+    terms = Terms(usd_per_rank_second=0.01, budget_usd=90.0)
+    planner = GenerationPlanner(
+        replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: 1000.0
+    )
+    joined = {2: 100.0, 1: 900.0}
+    start = planner.plan(planner.open(), [0, 1, 2], ["a", "b", "c"], joined)
+    assert start.terms is not None
+    assert start.terms.spent_usd == pytest.approx(0.02 * (100 + 2 * 800 + 3 * 100))
+
+
 def test_spending_follows_the_price_from_the_time_of_its_change(spec: GangSpec) -> None:
     """100 s with 6 ranks at a cent, then 50 s at 3 cents, of which the launcher told late."""
     terms = Terms(usd_per_rank_second=0.01, budget_usd=20.0, reserve_usd=1.0)

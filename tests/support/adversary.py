@@ -24,12 +24,12 @@ from ebbflow.cost.plan.guarantee import DECIDE_HOURS, start_hours
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.infra.batch.queues import QueueState
 from tests.support.capacity import batch_config
+from tests.support.price_leap import PriceLeap
 from tests.support.virtual_batch import (
     BEGAN_UTC,
     BOTH,
     HOUR,
     Adversary,
-    PriceLeap,
     Run,
     Strike,
     VirtualBatch,

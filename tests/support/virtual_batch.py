@@ -23,42 +23,18 @@ from ebbflow.cost.capacity import (
     read_attempts,
     with_placement,
 )
-from ebbflow.cost.catalogue import InstanceType, load_catalogue
+from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.guarantee import busy_hours, start_hours
 from ebbflow.cost.plan.plan import Plan, make_plan
-from ebbflow.cost.prices.quote import PriceSource, Quote, StaticPrices
+from ebbflow.cost.prices.quote import PriceSource
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import Market, QueueState
+from tests.support.price_leap import LeaptPrices, PriceLeap
 
 HOUR = 3600.0
 ANSWER_SECONDS = 2.0  # from a new price to the agents' store, beside the looks
 BEGAN_UTC = 1_800_000_000.0  # of every job
-
-
-@dataclass(frozen=True)
-class PriceLeap:
-    """A leap of all Spot prices to `factor` times those of the static table, at second `at`.
-
-    A running attempt knows it as late as its watch allows (`PriceWatch`); later plans know it at
-    once.
-    """
-
-    at: float
-    factor: float
-
-
-@dataclass(frozen=True)
-class LeaptPrices(StaticPrices):
-    """The static table with Spot prices multiplied by a factor."""
-
-    factor: Decimal = Decimal(1)
-
-    def spot(self, kind: InstanceType, region: str) -> Sequence[Quote]:
-        return [
-            replace(quote, usd_per_hour=quote.usd_per_hour * self.factor)
-            for quote in super().spot(kind, region)
-        ]
 
 
 def queue(name: str, market: Market | None, types: Sequence[str] = (), **known: Any) -> QueueState:

@@ -17,7 +17,12 @@ import pytest
 from ebbflow.core.events import Event
 from ebbflow.cost.errors import BillError
 from ebbflow.cost.finance.bill import read_bill
-from ebbflow.cost.finance.daily_costs import compare_days, is_daily_costs, read_daily_costs
+from ebbflow.cost.finance.daily_costs import (
+    compare_days,
+    is_daily_costs,
+    read_daily_costs,
+    render_days,
+)
 from ebbflow.cost.finance.focus import focus_rows, spent_by_month, write_focus
 from ebbflow.cost.finance.reconcile import reconcile, render
 from tests.support.bills import Instance, rows_of, storage_row, write_report
@@ -199,9 +204,18 @@ def test_a_job_over_midnight_is_divided_between_its_days(tmp_path: Path) -> None
     assert len(days) >= 2 and sum(day.metered_usd for day in days) == pytest.approx(Decimal(144))
     assert not any(day.fault for day in days)
     [*_, last] = days
-    less = daily(tmp_path / "less.csv", head, *rows[: len(days) - 1])
-    [*_, missing] = compare_days(job(40.0), read_daily_costs(less), job_tag="ebbflow-job")
-    assert missing.day == last.day and missing.billed_usd == 0 and missing.fault is not None
+    less = read_daily_costs(daily(tmp_path / "less.csv", head, *rows[: len(days) - 1]))
+    [*covered, missing] = compare_days(job(40.0), less, job_tag="ebbflow-job")
+    assert (missing.day, missing.billed_usd, missing.fault) == (last.day, None, None)
+    assert all(day.billed_usd for day in covered)
+    shown = render_days("demo", less, [missing])
+    assert f"not in the export, which covers {utc_day(WALL)} to {covered[-1].day}" in shown
+    gap = daily(tmp_path / "gap.csv", head, rows[0], f'"{utc_day(WALL + 5 * 86400)}","90","90"')
+    [*_, free] = compare_days(job(40.0), read_daily_costs(gap), job_tag="ebbflow-job")
+    assert free.billed_usd == 0 and free.fault is not None, "within the period: billed nothing"
+    before = daily(tmp_path / "before.csv", head, f'"{utc_day(WALL - 9 * 86400)}","90","90"')
+    with pytest.raises(BillError, match=r"covers .* fix: export these days"):
+        compare_days(job(40.0), read_daily_costs(before), job_tag="ebbflow-job")
 
 
 def test_daily_costs_that_cannot_hold_the_job_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,10 @@ from ebbflow.core.store import Store
 from ebbflow.core.terms import Fallback, Terms
 from ebbflow.cost.capacity import choose_placement, read_attempts
 from ebbflow.cost.plan.candidates import JobProgress, read_progress
+from ebbflow.cost.plan.guarantee import start_hours
 from ebbflow.cost.plan.live_forecast import ZONE_SPELLS, simulate_live
 from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.plan.spot_belief import ZoneSpells
 from ebbflow.flows.job import CLOCK_TOLERANCE_SECONDS, ClockReading
 from ebbflow.training.launch.messages import end_if_unaffordable
 from ebbflow.training.limits import Limits, Stop
@@ -226,3 +229,21 @@ def test_the_dollar_band_allows_for_a_zone_unlike_the_recorded_ones() -> None:
     )
     assert float(numpy.quantile(runs.usd, 0.9)) > 3.5
     assert float(numpy.quantile(runs.usd, 0.1)) < 1.7
+
+
+def test_a_large_gang_on_spot_pays_for_its_machine_failures() -> None:
+    """A failure per 2 h beside capacity that never ends: each costs a start and half an interval."""
+    spot = next(pool for pool in planned(batch_config(), BEGAN_UTC).ranked if pool.market == "spot")
+    endless = {"zone": ZoneSpells(1.0, (1e6,) * 6, (1e-6,) * 6)}
+    sound = replace(spot, case=replace(spot.case, failures_per_hour=0.0, start_chance=1.0))
+    frail = replace(spot, case=replace(sound.case, failures_per_hour=0.5))
+    simulate = partial(simulate_live, hours_left=None, usd_left=100.0, zones=endless)
+    before = simulate(batch_config(), sound, None)
+    after = simulate(batch_config(), frail, None)
+    each = start_hours(spot) + spot.case.interval_hours / 2
+    longer = float(after.hours.mean() - before.hours.mean())
+    assert longer == pytest.approx(
+        0.5 * each * float(before.hours.mean() - start_hours(spot)), rel=0.05
+    )
+    assert float(after.losses.mean()) == pytest.approx(0.5 * float(after.hours.mean()), rel=0.05)
+    assert float(before.losses.mean()) < 0.05

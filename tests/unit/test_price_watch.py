@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.core.events import PLAN, PRICES, read_events
+from ebbflow.core.events import NODE_STARTED, PLAN, PRICES, read_events
 from ebbflow.core.terms import PriceWatch, RankPrice
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.recorded import RecordedPrices
@@ -19,6 +19,7 @@ from ebbflow.flows import gang, price_watch
 from ebbflow.flows.job import Job
 from ebbflow.infra.instance import VARIABLES
 from tests.support.flow import wait_until
+from tests.support.timelines import event
 
 
 def test_a_price_is_asked_a_hundred_times_per_budget_and_every_three_minutes() -> None:
@@ -81,7 +82,7 @@ def test_an_agent_reads_its_own_zones_price_from_what_the_launcher_records(
     watch = price_watch.LauncherPrices("job", config, tmp_path / "run-id", said.append)
 
     def told() -> list[dict[str, Any]]:
-        return [event.data for event in read_events(job.store) if event.name == PRICES]
+        return [told.data for told in read_events(job.store) if told.name == PRICES]
 
     watch.start()
     try:
@@ -97,6 +98,13 @@ def test_an_agent_reads_its_own_zones_price_from_what_the_launcher_records(
         order = cast(Any, SimpleNamespace(plan=plan, nodes=1, processes_per_node=1))
         held = gang._HeldPrice(flow, job, order)
         assert held.read().price_at(time.time()) == pytest.approx(0.5 / 3600)
+        # Its boot counts against the budget, unless an earlier attempt or another job has paid it
+        assert held.boot_seconds([]) in (0.0, held._uptime_seconds) and held._uptime_seconds > 0
+        held._uptime_seconds = 300.0
+        assert held.boot_seconds([]) == 300.0
+        assert held.boot_seconds([event(NODE_STARTED, 0.0, ranks=[0], instance_id="i-1")]) == 0.0
+        held._uptime_seconds = 601.0
+        assert held.boot_seconds([]) == 0.0
         record(prices, ("use1-az4", 3600.0, 0.4), ("use1-az6", 3600.0, 0.5), ("use1-az6", 0.0, 1.5))
         wait_until("a new price", lambda: len(told()) == 2, 20)
         assert held.read().price_at(time.time() + 1.0) == pytest.approx(1.5 / 3600)

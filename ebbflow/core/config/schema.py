@@ -572,7 +572,8 @@ class CostConfig(Section):
     )
     team_file: str | None = key(
         None,
-        "YAML file with the team's dollars per project and month; a job that exceeds them waits",
+        "YAML file with the team's dollars per project and month, or store: the one that ebbflow jobs "
+        "--publish has put into the store; a job that exceeds them does not start",
     )
     prices: str = key(
         "static",

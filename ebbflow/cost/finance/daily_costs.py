@@ -50,6 +50,10 @@ class DailyCosts:
     groups: list[str]
     usd: dict[date, dict[str, Decimal]]  # by group
 
+    def covers(self, day: date) -> bool:
+        """Whether the day is from the first to the last day of the file."""
+        return bool(self.usd) and min(self.usd) <= day <= max(self.usd)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DayComparison:
@@ -57,12 +61,14 @@ class DayComparison:
 
     day: date
     metered_usd: Decimal
-    billed_usd: Decimal
+    billed_usd: Decimal | None  # None: the file does not cover the day
     most_usd: Decimal | None  # more than this is not the job's; None: others are on the bill too
 
     @property
     def fault(self) -> str | None:
         """What is wrong with the day; None if nothing is."""
+        if self.billed_usd is None:
+            return None
         least = self.metered_usd * (1 - _AGREED_SHARE) - _AGREED_USD
         if self.billed_usd < least:
             return "less was billed than the job metered"
@@ -121,7 +127,7 @@ def compare_days(
     """Compare each day on which the job was metered with the groups of the bill that can hold it.
 
     Raises:
-        BillError: No group can hold the job's instances.
+        BillError: No group can hold the job's instances, or the file covers none of the job's days.
         LedgerError: The events contradict each other.
     """
     ledger = fold(events)
@@ -138,14 +144,22 @@ def compare_days(
     found = []
     for day, usd in sorted(metered.items()):
         row = costs.usd.get(day, {})
+        billed = None
+        if costs.covers(day):
+            billed = sum((row.get(name, Decimal(0)) for name in mine), Decimal(0))
         most = usd * (1 + _AGREED_SHARE) + extra + _AGREED_USD
         found.append(
             DayComparison(
                 day=day,
                 metered_usd=usd,
-                billed_usd=sum((row.get(name, Decimal(0)) for name in mine), Decimal(0)),
+                billed_usd=billed,
                 most_usd=most if tagged else None,
             )
+        )
+    if found and all(day.billed_usd is None for day in found):
+        raise BillError(
+            f"{costs.path}: covers {_describe_period(costs)}, and the job was metered from "
+            f"{found[0].day} to {found[-1].day}; fix: export these days"
         )
     return found
 
@@ -155,10 +169,11 @@ def render_days(job: str, costs: DailyCosts, days: Sequence[DayComparison]) -> s
         f"job {one_line(job)} beside Cost Explorer by {one_line(costs.grouped_by)}, days in UTC"
     ]
     for day in days:
-        words = (
-            f"{day.day}  metered {format_usd(day.metered_usd, 2)}  billed "
-            f"{format_usd(day.billed_usd, 2)}"
-        )
+        if day.billed_usd is None:
+            billed = f"not in the export, which covers {_describe_period(costs)}"
+        else:
+            billed = f"billed {format_usd(day.billed_usd, 2)}"
+        words = f"{day.day}  metered {format_usd(day.metered_usd, 2)}  {billed}"
         if day.fault is None:
             lines.append(f"  · {words}")
         else:
@@ -169,6 +184,12 @@ def render_days(job: str, costs: DailyCosts, days: Sequence[DayComparison]) -> s
             "a Cost and Usage Report with resource ids tells"
         )
     return "\n".join(lines)
+
+
+def _describe_period(costs: DailyCosts) -> str:
+    if not costs.usd:
+        return "no day"
+    return f"{min(costs.usd)} to {max(costs.usd)}"
 
 
 def _groups_of(ledger: Ledger, costs: DailyCosts, job: str, job_tag: str) -> list[str]:

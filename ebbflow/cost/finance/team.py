@@ -15,7 +15,7 @@ its unspent budget fits into the remaining budget of every month in which it can
 is the project's budget, less the dollars that its jobs spent in that month, less the dollars that
 its running jobs may still spend. A running job without `cost.budget_usd` may spend all of it. Thus
 no month is overspent as long as jobs stop at their own budgets and deadlines, and are admitted one
-at a time.
+at a time, as `ebbflow.cost.finance.team_store` does.
 
 **Order.** Jobs are ordered by `value_usd` per dollar that they may still spend, highest first. Jobs
 without a value come last, in the order of the file. A job that does not fit waits, and smaller jobs
@@ -214,13 +214,17 @@ def read_team(path: Path) -> Team:
     Raises TeamError with file:line and the key for an invalid value.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_LineLoader) or {}
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-        yaml.YAMLError,
-    ) as error:  # ValueError: a date such as 2026-02-30
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TeamError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    return parse_team(text, str(path))
+
+
+def parse_team(text: str, path: str) -> Team:
+    """Parse the text of a team file, which messages name as `path`. Raises TeamError."""
+    try:
+        data = yaml.load(text, Loader=_LineLoader) or {}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # a date such as 2026-02-30
         raise TeamError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise TeamError(f"{path}:1: expected the keys budgets, waiting and jobs")
@@ -288,14 +292,14 @@ class _LineLoader(yaml.SafeLoader):
         return {**found, "line": node.start_mark.line + 1}
 
 
-def _entries(path: Path, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def _entries(path: str, data: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     found = data.get(key) or []
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise TeamError(f"{path}:{data['line']}: {key}: expected a list of mappings")
     return found
 
 
-def _check_keys(path: Path, entry: Mapping[str, Any], needed: set[str], optional: set[str]) -> None:
+def _check_keys(path: str, entry: Mapping[str, Any], needed: set[str], optional: set[str]) -> None:
     given = set(entry) - {"line"}
     missing = needed - given
     if missing:
@@ -308,7 +312,7 @@ def _check_keys(path: Path, entry: Mapping[str, Any], needed: set[str], optional
         )
 
 
-def _usd(path: Path, entry: Mapping[str, Any], key: str) -> Decimal:
+def _usd(path: str, entry: Mapping[str, Any], key: str) -> Decimal:
     with contextlib.suppress(ValueError):
         usd = read_decimal(str(entry[key]))
         if usd >= 0:

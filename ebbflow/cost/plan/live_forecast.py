@@ -171,6 +171,9 @@ class LiveRuns:
         up, rest = self._begin(spells, spot.case.start_chance)
         start = start_hours(spot)
         price = spot.gang_usd_per_hour
+        # Machine failures, which leave the capacity, cost a start and half an interval each
+        failures = spot.case.failures_per_hour
+        slower = 1.0 + failures * (start + spot.case.interval_hours / 2)
         runs = numpy.arange(DRAWS)
         for _ in range(_MOST_ATTEMPTS):
             longest = spare(runs)
@@ -183,13 +186,14 @@ class LiveRuns:
                 return
             drawn = spells[runs, 1, self.chance.integers(groups, size=len(runs))]
             stay = numpy.where(up[runs], rest[runs], drawn)
-            needed = start + self.work[runs]
+            needed = start + self.work[runs] * slower
             ends = needed <= stay
             held = numpy.minimum(needed, stay)
             self.hours[runs] += wait[~given_up] + held
             self.usd[runs] += held * price
+            self.losses[runs] += failures * held
             redone = spot.case.interval_hours * self.chance.random(len(runs))
-            kept = numpy.maximum(0.0, stay - start - redone)
+            kept = numpy.maximum(0.0, (stay - start) / slower - redone)
             self.done[runs[ends]] = True
             self.work[runs[ends]] = 0.0
             lost = runs[~ends]

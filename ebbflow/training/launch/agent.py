@@ -26,6 +26,7 @@ from ebbflow.infra.slurm.environment import stop_signals
 from ebbflow.training.checkpoint.signing import use_signing_key
 from ebbflow.training.errors import GangError, TrainingError
 from ebbflow.training.launch import messages
+from ebbflow.training.launch.budget_lease import BudgetLease
 from ebbflow.training.launch.coordinator import REGROUP_SECONDS, Coordinator
 from ebbflow.training.launch.logs import flush_output
 from ebbflow.training.launch.membership import FollowerPeers
@@ -157,7 +158,12 @@ def run_follower(own: NodeRuntime) -> messages.GenerationEnd:
         own.log.close(last.reason)
 
 
-def run_gang(spec: messages.GangSpec, *, prices: PriceLookup | None = None) -> messages.GangOutcome:
+def run_gang(
+    spec: messages.GangSpec,
+    *,
+    prices: PriceLookup | None = None,
+    is_reserved: Callable[[], bool] | None = None,
+) -> messages.GangOutcome:
     """Run this node's ranks as part of a gang until the gang ends, and return the outcome that all
     ranks agreed on.
 
@@ -167,6 +173,8 @@ def run_gang(spec: messages.GangSpec, *, prices: PriceLookup | None = None) -> m
     Args:
         prices: looks up the price of the held pool while the gang runs, on node 0; None: the price
             of `spec.terms` applies.
+        is_reserved: returns whether the team's budget still has the job's reservation, on node 0;
+            None: it needs none.
 
     Raises:
         GangError: the gang failed, and another generation in this attempt cannot succeed. The
@@ -179,7 +187,7 @@ def run_gang(spec: messages.GangSpec, *, prices: PriceLookup | None = None) -> m
     with _handle_signals(own.drain.on_signal):
         try:
             if spec.node == 0:
-                end = Coordinator(own, prices).run()
+                end = _coordinate(own, prices, is_reserved)
             else:
                 end = run_follower(own)
         except (TrainingError, InfraError):
@@ -214,6 +222,18 @@ def main(argv: list[str]) -> int:
         result = {"error": str(error), "curable": curable, "outcome": error.outcome}
     result_path.write_text(json.dumps(result))
     return int("error" in result)
+
+
+def _coordinate(
+    own: NodeRuntime, prices: PriceLookup | None, is_reserved: Callable[[], bool] | None
+) -> messages.GenerationEnd:
+    if is_reserved is None:
+        return Coordinator(own, prices).run()
+    lease = BudgetLease(is_reserved, own.drain.on_signal)
+    try:
+        return Coordinator(own, prices).run()
+    finally:
+        lease.close()
 
 
 def _wait_out_notice(

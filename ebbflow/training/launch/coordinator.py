@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -208,7 +208,8 @@ class Coordinator:
                 self._update_secret(self._own.secret.withdraw)
             self._take_new_terms()
             start = self._retry_store(
-                lambda: planner.plan(generation, nodes, peers.hosts(nodes)), peers.keep_in_touch
+                lambda: planner.plan(generation, nodes, peers.hosts(nodes), peers.joined_at()),
+                peers.keep_in_touch,
             )
             refusal = messages.end_if_unaffordable(
                 start,
@@ -346,6 +347,7 @@ class GenerationPlanner:
         # Price per rank-second, and the ranks that are paid for since a time on the clock `now`
         self._price = RankPrice(spec.terms.usd_per_rank_second if spec.terms is not None else 0.0)
         self._paid = [_PaidRanks(since=born, ranks=spec.world_size)]
+        self._world_size = spec.world_size
         self._failed: list[FailedGeneration] = []
         self._number = 0
         # Missing commits that a user accepted; None once recorded
@@ -376,10 +378,22 @@ class GenerationPlanner:
         return generation
 
     def plan(
-        self, generation: Generation, nodes: Sequence[int], hosts: Sequence[str]
+        self,
+        generation: Generation,
+        nodes: Sequence[int],
+        hosts: Sequence[str],
+        joined: Mapping[int, float] | None = None,
     ) -> messages.GenerationStart:
+        """Return the start of a generation, with the money that is left.
+
+        Args:
+            joined: time at which each follower of the first generation joined, on the clock `now`:
+                before, nobody pays for it.
+        """
         spec = self._spec
         now = self._now()
+        if len(self._paid) == 1 and joined:
+            self._paid = _paid_while_joining(self._paid[0].since, joined, spec.processes_per_node)
         fault = self._spec.rehearse
         if fault is not None and any(
             event.name == ev.FAULT_INJECTED for event in read_events(self._job_store)
@@ -407,7 +421,8 @@ class GenerationPlanner:
             overrides=read_overrides(self._job_store).to_json(),
             node_0=messages.describe_node(spec),
         )
-        self._paid.append(_PaidRanks(since=now, ranks=len(nodes) * spec.processes_per_node))
+        self._world_size = len(nodes) * spec.processes_per_node
+        self._paid.append(_PaidRanks(since=now, ranks=self._world_size))
         return start
 
     def follow_price(self, price: RankPrice) -> Terms | None:
@@ -500,10 +515,6 @@ class GenerationPlanner:
             lost["usd_lost"] = lost["lost_rank_seconds"] * self._terms.usd_per_rank_second
         return lost
 
-    @property
-    def _world_size(self) -> int:
-        return self._paid[-1].ranks
-
     def _terms_at(self, now: float) -> Terms | None:
         """Return the job's budget, price and spending at a time on the clock `now`.
 
@@ -541,3 +552,14 @@ def end_from_open_error(error: TrainingError | InfraError) -> messages.Generatio
     return messages.GenerationEnd(
         culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome
     )
+
+
+def _paid_while_joining(
+    born: float, joined: Mapping[int, float], processes_per_node: int
+) -> list[_PaidRanks]:
+    """Return the paid ranks of a gang that grows from node 0 alone."""
+    paid = [_PaidRanks(since=born, ranks=processes_per_node)]
+    for at in sorted(joined.values()):
+        ranks = paid[-1].ranks + processes_per_node
+        paid.append(_PaidRanks(since=max(born, at), ranks=ranks))
+    return paid

@@ -117,6 +117,10 @@ class CoordinatorPeers(_Peers):
     def hosts(self, nodes: Sequence[int]) -> list[str]:
         return self._roster.hosts(nodes)
 
+    def joined_at(self) -> dict[int, float]:
+        """Return when each follower connected (time.monotonic())."""
+        return self._roster.joined_at()
+
     # Before a generation
 
     def announce_generation(self, number: int) -> None:

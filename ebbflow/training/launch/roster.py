@@ -67,6 +67,10 @@ class Roster:
     def hosts(self, nodes: Sequence[int]) -> list[str]:
         return [self.host_of(node) for node in nodes]
 
+    def joined_at(self) -> dict[int, float]:
+        """Return when each follower connected (time.monotonic())."""
+        return {node: found.opened_at for node, found in self._connections.items()}
+
     def add_joined(self, server: RollCallServer) -> None:
         """Add the followers that have joined at `server` since the last call."""
         for node, (connection, document) in server.joined.items():

@@ -128,6 +128,7 @@ class Connection:
         self._socket = peer
         self._silence_seconds = silence_seconds
         self._now = now
+        self.opened_at = now()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
         self._buffer = bytearray()
