@@ -270,7 +270,7 @@ class Checkpointer:
         Call it before the optimizer changes the state.
         """
         if self._steps_begun == 1:  # the first step is done, and no other rank waits for it
-            self._saves.uploader.running()
+            self._saves.uploader.start_ahead()
         self._steps_begun += 1
         if self._queued is not None:
             copied = self._queued[1].copied

@@ -37,6 +37,7 @@ from ebbflow.training.errors import CheckpointError, GenerationSuperseded, NoRoo
 
 _KILLED_SECONDS = 2.0  # a process in a hanging write dies only when the write ends
 _LOOK_SECONDS = 5.0
+_NICENESS = 10  # of an uploader that no save waits for
 _ANSWER_MARGIN_SECONDS = 2.0  # an uploader that is this late counts as stuck
 _LONGEST_WAIT_SECONDS = 10.0  # shorter than the hang threshold of this wait
 _FAILURES_IN_A_ROW = 2  # the first is only reported; the second in a row ends the gang
@@ -92,6 +93,16 @@ class UploaderClient:
         threading.Thread(
             target=_read_answers, args=(self._process, self._answers), daemon=True
         ).start()
+
+    def start_ahead(self) -> None:
+        """Start the process unless it runs. No save waits for it, so that its imports have less
+        priority than the steps of the ranks: many uploaders start at once.
+        """
+        if self._process is None:
+            self.start()
+            if self.pid is not None:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, self.pid, os.nice(0) + _NICENESS)
 
     def running(self) -> int | None:
         """Return the uploader's process id, after restarting the uploader if it has died."""

@@ -308,7 +308,8 @@ def main(argv: list[str]) -> int:
     die_with_parent(int(parent_pid))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)  # training has priority
+    if os.getpriority(os.PRIO_PROCESS, 0) == os.getpriority(os.PRIO_PROCESS, int(parent_pid)):
+        os.nice(_NICENESS)  # training has priority
     commands = CommandQueue()
     uploader = Uploader(store_uri, int(rank), [int(fd) for fd in buffers], commands)
     command = commands.next()
