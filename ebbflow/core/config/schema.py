@@ -91,10 +91,13 @@ class KubernetesPoolConfig(Section):
 
     name: str = key(..., "the pool's name in plans and reports", min_length=1)
     gpu: str = key(
-        ..., "GPU model of cost/gpus.csv and number on each node, such as H100:8; one without number"
+        ...,
+        "GPU model of cost/gpus.csv and number on each node, such as H100:8; one without number",
     )
     node_selector: dict[str, str] = key(
-        ..., "labels of the pool's nodes, such as {cloud.google.com/gke-nodepool: h100}", min_length=1
+        ...,
+        "labels of the pool's nodes, such as {cloud.google.com/gke-nodepool: h100}",
+        min_length=1,
     )
     usd_per_node_hour: float = key(..., "price of a node in US dollars per hour", ge=0)
     preemptible: bool = key(False, "its nodes are taken away at short notice, as on Spot")
