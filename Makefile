@@ -13,7 +13,7 @@ PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 JOBS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint types coverage mutants compat docs pictures recording observe bench soak soak-batch batch-demo kubernetes-demo slurm-demo soak-kubernetes metaflow-releases audit clean
+.PHONY: help run check test lint types coverage mutants compat docs pictures recording observe bench soak soak-batch batch-demo image kubernetes-demo slurm-demo soak-kubernetes metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -68,6 +68,9 @@ bench: $(VENV)/dev.stamp  ## measure what docs/benchmarks.md reports
 
 soak: $(VENV)/dev.stamp  ## a job under random kills ends like an uninterrupted one (ARGS="--kills 40 --seed 7")
 	$(BIN)/ebbflow soak $(ARGS)
+
+image:  ## build the image with Docker's buildx, without pushing it
+	PUSH=no bash ebbflow/infra/docker/build.sh $(or $(IMAGE),ebbflow:local)
 
 soak-kubernetes: $(VENV)/dev.stamp  ## long proofs on a local Kubernetes cluster: eviction, loss, no capacity, no API server, a killed launcher
 	$(BIN)/python -m pytest -s tests/soak/soak_kubernetes.py $(ARGS)

@@ -23,6 +23,7 @@ RELEASES = ("2.19.0", "2.19.20", "2.19.39")
 # A run on this machine that loses a node and a rank; in a local AWS Batch one node on Spot, then
 # two on demand.
 TESTS = (
+    "tests/unit/test_metaflow_contracts.py",
     "tests/flow/test_flow_survival.py::test_a_node_and_then_a_rank_are_lost[1]",
     "tests/soak/soak_batch_gang.py",
 )

@@ -317,6 +317,7 @@ def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
     # Late, since the flow file, which every card refresh imports, imports this module
     from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 
+    flow.attempt_order = None
     if training_backend(flow) in (None, "slurm"):
         return None
     trouble = os.environ.get(UNPLACED_VARIABLE)
@@ -331,9 +332,12 @@ def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
         run=str(this.run_id), step=this.step_name, task=task, attempt=int(this.retry_count)
     )
     try:
-        return AttemptOrder.get(Job.of(flow, this.run_id).store, name)
+        order = AttemptOrder.get(Job.of(flow, this.run_id).store, name)
     except InfraError as error:
         raise StepFailed(error.outcome, str(error)) from error
+    if order is not None:
+        flow.attempt_order = order.to_artifact()
+    return order
 
 
 def _gang_spec(

@@ -232,7 +232,7 @@ def _install_handlers(line: CommandLine) -> None:
         open_submission().listen()
         if needs_fixes:
             metaflow_fixes.fix_submitter()
-        elif metaflow_fixes.is_known_release():
+        else:  # they change requests, and nothing of Metaflow
             metaflow_fixes.fix_batch_requests()
     elif line.is_step_of("kubernetes"):
         from ebbflow.flows.attempts.pod_submission import open_pod_submission

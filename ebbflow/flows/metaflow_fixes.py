@@ -1,4 +1,5 @@
-"""Fixes for Metaflow on AWS Batch without a metadata service, applied only to known releases.
+"""Fixes for Metaflow on AWS Batch without a metadata service, applied to known releases, and to others
+whose patched parts have the shape that the fixes need (`broken_contract`).
 
 With local metadata, these releases have four faults:
 
@@ -11,7 +12,7 @@ With local metadata, these releases have four faults:
 - If a job left no metadata, the process that submitted it ends with an error about missing
   metadata. This hides why the job failed (Netflix/metaflow#2557).
 
-With a metadata service, Metaflow itself is not changed, and two faults remain. First, the commands
+With a metadata service, Metaflow itself is not changed, and two faults remain, of any release. First, the commands
 of the other nodes can still be wrong, because the first task ids of a new service are short
 numbers, which occur in other places too. This module then corrects the command in the request to
 AWS, and prints a message. Second, Metaflow relies on fields of an ended multi-node job that AWS may
@@ -23,6 +24,8 @@ failed, and would be run and paid for again.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 
 import functools
+import importlib
+import inspect
 import itertools
 import json
 import re
@@ -46,6 +49,35 @@ _LOOK_SECONDS = 2.0
 _PING_SECONDS = 4.0
 _ADVICE = "avoid pressing Ctrl+C"
 
+# Part of Metaflow that a fix replaces or calls: module, name in it, and parameters that it must have
+_CONTRACTS = (
+    (
+        "metaflow.plugins.aws.batch.batch_decorator",
+        "BatchDecorator._wait_for_mapper_tasks",
+        ("self", "flow", "step_name"),
+    ),
+    (
+        "metaflow.plugins.metadata_providers.local",
+        "LocalMetadataProvider.register_task_id",
+        ("self", "run_id", "step_name", "task_id"),
+    ),
+    (
+        "metaflow.plugins.metadata_providers.local",
+        "LocalMetadataProvider._ensure_meta",
+        ("self", "obj_type", "run_id", "step_name", "task_id"),
+    ),
+    (
+        "metaflow.datastore.flow_datastore",
+        "FlowDataStore.get_task_datastore",
+        ("self", "run_id", "step_name", "task_id", "attempt", "mode"),
+    ),
+    (
+        "metaflow.plugins.aws.batch.batch_cli",
+        "sync_local_metadata_from_datastore",
+        ("metadata_local_dir", "task_ds"),
+    ),
+)
+
 FIXES = ("#2564 command of other nodes", "#2557 reason of a failure", "end of other nodes", "cards")
 
 
@@ -56,15 +88,34 @@ def is_known_release(text: str | None = None) -> bool:
     return tuple(int(part) for part in re.findall(r"\d+", text or version("metaflow"))[:3]) in KNOWN
 
 
+def broken_contract() -> str:
+    """Return which part of the installed Metaflow lacks the shape that the fixes need, or "".
+
+    Works for any release, without running a flow.
+    """
+    for module_name, name, needed in _CONTRACTS:
+        try:
+            part: Any = importlib.import_module(module_name)
+            for attribute in name.split("."):
+                part = getattr(part, attribute)
+            parameters = inspect.signature(part).parameters
+        except (ImportError, AttributeError, TypeError, ValueError):
+            return f"{module_name} has no {name}"
+        lacking = [parameter for parameter in needed if parameter not in parameters]
+        if lacking:
+            return f"{module_name}: {name} has no parameter {', '.join(lacking)}"
+    return ""
+
+
 def needs_fixes(words: Sequence[str]) -> bool:
-    """Return whether a Metaflow process with this command line uses local metadata and a known
-    release.
+    """Return whether a Metaflow process with this command line uses local metadata and a release
+    that the fixes suit.
     """
     local = (
         any(pair == ("--metadata", "local") for pair in itertools.pairwise(words))
         or "--metadata=local" in words
     )
-    return local and is_known_release(version("metaflow"))
+    return local and (is_known_release() or not broken_contract())
 
 
 def check_metadata(context: PreflightContext) -> CheckFinding:
@@ -87,17 +138,7 @@ def check_metadata(context: PreflightContext) -> CheckFinding:
     service = "set METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL"
     if context.config.batch.metadata_fixes == "refuse":
         return failed("metadata are local and batch.metadata_fixes is refuse", service)
-    if not is_known_release(found):
-        known = ", ".join(".".join(map(str, release)) for release in KNOWN)
-        return failed(
-            f"metadata are local, and there are no fixes for Metaflow {found} on AWS Batch "
-            f"(known: {known})",
-            f"{service}, or install a known release",
-        )
-    return passed(
-        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); "
-        "meant for demonstrations, a metadata service needs no fixes"
-    )
+    return _judge_release(found, service)
 
 
 def drop_interrupt_advice() -> None:
@@ -292,6 +333,27 @@ CHECKS = [
         run=check_metadata,
     )
 ]
+
+
+def _judge_release(found: str, service: str) -> CheckFinding:
+    """Judge a release of Metaflow with local metadata. `service` is the fix for one that is unfit."""
+    known = ", ".join(".".join(map(str, release)) for release in KNOWN)
+    if not is_known_release(found):
+        broken = broken_contract()
+        if broken:
+            return failed(
+                f"metadata are local, and the fixes do not suit Metaflow {found} on AWS Batch: "
+                f"{broken}",
+                f"{service}, or install a known release ({known})",
+            )
+        return passed(
+            f"metadata are local: Metaflow {found} was never tried, and has all that the "
+            f"{len(FIXES)} fixes need (tried: {known})"
+        )
+    return passed(
+        f"metadata are local: {len(FIXES)} fixes for Metaflow {found} ({', '.join(FIXES)}); "
+        "meant for demonstrations, a metadata service needs no fixes"
+    )
 
 
 def _wait_for_mappers(self: Any, flow: Any, _step_name: str) -> None:

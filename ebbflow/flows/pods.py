@@ -151,8 +151,12 @@ def apply_to_pod(
     ]
     options["node_selector"] = [*given, *(f"{key}={value}" for key, value in selector.items())]
     wanted = json.loads(options.get("tolerations") or "[]") or []
-    own = [item for item in make_tolerations(gpu=placement.gpu > 0) if item not in wanted]
-    options["tolerations"] = json.dumps([*wanted, *own])
+    missing = [
+        toleration
+        for toleration in make_tolerations(gpu=placement.gpu > 0)
+        if toleration not in wanted
+    ]
+    options["tolerations"] = json.dumps([*wanted, *missing])
     options["labels"] = json.dumps({**labels, **_LABELS})
     options["annotations"] = json.dumps({**annotations, **pod_annotations(config.metrics.port)})
     options["run-time-limit"] = int(placement.wall_seconds)

@@ -33,6 +33,7 @@ from ebbflow.cost.prices.source import open_prices
 from ebbflow.flows.slurm.export import export_slurm
 
 MOUNT = "/ebbflow"
+_MOST_POOLS = 8  # of the plan's best that a task names
 _INSTALL = "-r requirements.txt -e ." if PROJECT_ROOT == IMPORT_ROOT else f"ebbflow=={__version__}"
 _SETUP = f"""python3 -m pip install uv
 python3 -m uv venv --allow-existing --python 3.11 .venv
@@ -97,7 +98,7 @@ def _export(arguments: argparse.Namespace) -> int:
         return plan.refusal.outcome.exit_code
     task = make_task(config, plan, str(path.relative_to(PROJECT_ROOT)), job, arguments.set)
     print(
-        f"# From {PROJECT_ROOT}: sky jobs launch FILE. Never run on a cloud; the schema of "
+        "# From the project's folder: sky jobs launch FILE. Never run on a cloud; the schema of "
         "SkyPilot accepts it."
     )
     print(yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=1000), end="")
@@ -122,17 +123,22 @@ def refusal_reason(config: RunConfig, path: Path) -> str | None:
 def make_task(
     config: RunConfig, plan: Plan, path: str, job: str, overrides: list[str]
 ) -> JsonObject:
-    """Build the SkyPilot task for the best pool of the plan.
+    """Build the SkyPilot task for the best pools of the plan, of which SkyPilot takes the cheapest
+    that it gets.
 
     Args:
         path: Path of the configuration, relative to the project's folder.
     """
-    chosen = plan.ranked[0]
+    places = dict.fromkeys((pool.instance_type, pool.market, pool.region) for pool in plan.ranked)
+    pools = list(places)[:_MOST_POOLS]
+    types = dict.fromkeys(instance_type for instance_type, _, _ in pools)
+    markets = {market for _, market, _ in pools}
+    regions = dict.fromkeys(str(region) for _, _, region in pools)
     settings = [
         *overrides,
-        f"cluster.instance_types=[{chosen.instance_type}]",
-        f"cluster.market={chosen.market}",
-        f"cost.regions=[{chosen.region}]",
+        f"cluster.instance_types=[{','.join(types)}]",
+        f"cluster.market={markets.pop() if len(markets) == 1 else 'auto'}",
+        f"cost.regions=[{','.join(regions)}]",
     ]
     words = [".venv/bin/ebbflow", "supervise", path, "--job", job]
     for setting in settings:
@@ -142,9 +148,14 @@ def make_task(
         "num_nodes": 1,
         "workdir": ".",
         "resources": {
-            "infra": f"aws/{chosen.region}",
-            "instance_type": chosen.instance_type,
-            "use_spot": chosen.market == "spot",
+            "any_of": [
+                {
+                    "infra": f"aws/{region}",
+                    "instance_type": instance_type,
+                    "use_spot": market == "spot",
+                }
+                for instance_type, market, region in pools
+            ],
             "disk_size": max(50, round(config.cost.volume_gib_per_node)),
             "job_recovery": {
                 "max_restarts_on_errors": 0,

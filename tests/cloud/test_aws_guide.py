@@ -28,11 +28,11 @@ def section(guide: str, title: str) -> str:
     return guide.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_there_are_ten_commands_and_their_files_exist(guide: str) -> None:
+def test_there_are_eight_commands_and_their_files_exist(guide: str) -> None:
     commands = re.findall(
         r"^ +(\d+)  (\S.*)$", section(guide, "From an empty account to the first run"), re.MULTILINE
     )
-    assert [int(number) for number, _ in commands] == list(range(1, 11))
+    assert [int(number) for number, _ in commands] == list(range(1, 9))
     words = " ".join(command for _, command in commands)
     files = re.findall(r"(?<![\w./])((?:configs|flows|infra)/[\w./-]+)", words)
     assert len(files) >= 2

@@ -6,6 +6,7 @@ What it installs, holds and lacks is what the project says.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 import shutil
@@ -255,3 +256,34 @@ MAINTAINER me
     assert lint(careless.replace("FROM ubuntu", "FROM ubuntu:latest")) == (
         set(rules.split()) - {"DL3006"}
     ) | {"DL3007"}
+
+
+@pytest.mark.parametrize("push", ["yes", "no"])
+def test_the_build_script_pins_both_bases_logs_in_and_pushes(tmp_path: Path, push: str) -> None:
+    """Run the script with commands that record what they are asked."""
+    digest = "sha256:" + "a" * 64
+    (tmp_path / "docker").write_text(
+        f'#!/bin/bash\necho "docker $*" >> {tmp_path}/asked\n'
+        f'case "$*" in *imagetools*) echo {digest};; *login*) cat > /dev/null;; esac\n'
+    )
+    (tmp_path / "aws").write_text(f'#!/bin/bash\necho "aws $*" >> {tmp_path}/asked\n')
+    for name in ("docker", "aws"):
+        (tmp_path / name).chmod(0o755)
+    script = DOCKERFILE.with_name("build.sh")
+    image = "1234.dkr.ecr.eu-west-1.amazonaws.com/ebbflow:v2"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PUSH": push}
+    nameless = subprocess.run(
+        ["bash", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert nameless.returncode == 2 and "METAFLOW_BATCH_CONTAINER_IMAGE" in nameless.stderr
+    subprocess.run(
+        ["bash", script, image, "--build-arg", "EFA_INSTALLER=1.37.0"], env=environment, check=True
+    )
+    asked = (tmp_path / "asked").read_text()
+    build = asked.splitlines()[-1]
+    for base in ("CUDA_IMAGE=nvidia/cuda:", "PYTHON_IMAGE=python:"):
+        assert re.search(rf"--build-arg {base}\S+@{digest} ", build), build
+    assert f"--tag {image} " in build and "--provenance=false" in build
+    assert build.endswith(" --build-arg EFA_INSTALLER=1.37.0 .")
+    assert ("--push" in build) is (push == "yes") is ("aws ecr get-login" in asked)
+    assert push == "no" or "--region eu-west-1" in asked

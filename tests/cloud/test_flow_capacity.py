@@ -394,12 +394,15 @@ def test_batch_without_a_role_is_refused_before_metaflow_does_it_with_a_tracebac
 ) -> None:
     monkeypatch.setenv("METAFLOW_HOME", str(tmp_path))
     monkeypatch.delenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", raising=False)
-    there = RunConfig(store="s3://bucket/x")
+    image = {"image": "ebbflow:1"}
+    there = RunConfig.model_validate({"store": "s3://bucket/x", "batch": image})
     role = "arn:aws:iam::000000000000:role/job"
     said = refusal_reason(there, "batch", ["--with", "batch"])
     assert said is not None and "no role" in said and "METAFLOW_ECS_S3_ACCESS_IAM_ROLE" in said
     assert refusal_reason(there, "batch", ["--with", f"batch:iam_role={role}"]) is None
-    configured = RunConfig.model_validate({"store": there.store, "batch": {"job_role": role}})
+    configured = RunConfig.model_validate(
+        {"store": there.store, "batch": {"job_role": role, **image}}
+    )
     assert refusal_reason(configured, "batch") is None
     assert refusal_reason(there, "kubernetes") is None
     monkeypatch.setenv("METAFLOW_ECS_S3_ACCESS_IAM_ROLE", role)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.config import ConfigError
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.cost.capacity import AttemptHistory, Placement, choose_placement
 from ebbflow.cost.errors import CatalogueError
@@ -97,6 +98,15 @@ def test_a_pod_selects_its_pool_and_keeps_what_the_user_gave() -> None:
         "EBBFLOW_INSTANCE_TYPE": "owned",
         "EBBFLOW_MARKET": "on_demand",
     }
+
+
+def test_pools_are_read_from_yaml() -> None:
+    texts = "{name: a, gpu: 'L4:2', node_selector: {x/y: 'true'}, usd_per_node_hour: 1.5}"
+    config = batch_config("cluster.plan_for=kubernetes", f"kubernetes.pools=[{texts}]")
+    [pool] = config.kubernetes.pools
+    assert (pool.gpu, pool.node_selector) == ("L4:2", {"x/y": "true"})
+    with pytest.raises(ConfigError, match="must be names with texts"):
+        batch_config(f"kubernetes.pools=[{texts.replace(chr(39) + 'true' + chr(39), '[1]')}]")
 
 
 @pytest.mark.parametrize(

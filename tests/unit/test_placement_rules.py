@@ -586,6 +586,21 @@ def test_an_order_is_read_back_by_its_attempts_name(tmp_path: Path) -> None:
         AttemptOrder(placement=replace(placed, wall_seconds=math.inf)).put(store, NAME)
 
 
+def test_an_order_is_readable_as_an_artifact() -> None:
+    """With pool, nodes, limits and reason, and without the plan."""
+    _, placed = chosen()
+    artifact = AttemptOrder(nodes=placed.nodes, placement=placed).to_artifact()
+    assert json.loads(json.dumps(artifact)) == artifact and "plan" not in artifact
+    assert artifact["pool"] == str(placed) and artifact["reason"] == placed.reason
+    assert artifact["limits"] == {
+        "wall_seconds": placed.wall_seconds,
+        "runnable_seconds": placed.runnable_seconds,
+        "start_by_utc": placed.start_by_utc,
+    }
+    stop = AttemptOrder.stop(Outcome.BUDGET, "spent").to_artifact()
+    assert stop == {"does": "stop", "nodes": 1, "reason": "spent"}
+
+
 def test_records_of_placing_take_names_only_and_are_frozen(flow: SimpleNamespace) -> None:
     for record in (AttemptName, PlacementRequest, PlacementResult):
         assert takes_names_only(record) and is_frozen(record)

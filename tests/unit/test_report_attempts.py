@@ -81,6 +81,7 @@ def test_each_attempt_has_its_place_its_plan_and_what_came_of_it(report: RunRepo
         pytest.approx(525 / 3600),
     ]
     assert attempts[0]["actual"]["usd"] is None and attempts[0]["actual"]["wait_seconds"] == 60.0
+    assert all(attempt["planned"]["wall_seconds"] >= 60 for attempt in attempts)
     for attempt in attempts[1:]:
         assert attempt["actual"]["usd_per_hour"] == pytest.approx(
             attempt["planned"]["usd_per_hour"], rel=1e-4

@@ -226,6 +226,8 @@ def convert(node: Node, expected: Expected) -> Any:
             _convert_item(item, number, expected.section)
             for number, item in enumerate(node.value, start=1)
         ]
+    if isinstance(node, MappingNode) and dict in expected.types:
+        return _convert_texts(node)
     if isinstance(node, MappingNode):
         if str in expected.types:
             hint = "quote a text that has ': ' in it"
@@ -304,6 +306,18 @@ def _hint_on_line_before(text: str, line: int) -> str | None:
             f"line {line + 1} by {widths[1]}"
         )
     return None
+
+
+def _convert_texts(node: MappingNode) -> dict[str, str]:
+    """Convert a mapping inside an item of a list, such as a pool's labels: of texts alone."""
+    texts: dict[str, str] = {}
+    for name, value in node.value:
+        if not isinstance(name, ScalarNode) or not isinstance(value, ScalarNode):
+            raise MismatchError("must be names with texts, such as {pool: a}")
+        if name.value in texts:
+            raise MismatchError(f"has {name.value} twice")
+        texts[name.value] = value.value
+    return texts
 
 
 def _convert_item(node: Node, number: int, section: type[BaseModel] | None) -> Any:

@@ -591,8 +591,8 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[At
     """Compute planned and actual figures of each attempt on AWS Batch, oldest first; empty if there
     was none.
 
-    `planned` has the dollars per hour of all nodes, and estimates of the hours and dollars to
-    finish the job there. `actual` has the seconds for which the attempt waited for capacity, the
+    `planned` has the attempt's order: the dollars per hour of all nodes, estimates of the hours and
+    dollars to finish the job there, and its limits. `actual` has the seconds for which the attempt waited for capacity, the
     hours for which it ran according to Batch, and its dollars in the ledger. `ended` is the cause
     of its end, empty while unknown. `reason` is the text that Batch gave.
     """
@@ -633,6 +633,8 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[At
                     "hours": placement.expected_hours,
                     "usd": placement.expected_usd,
                     "kind": "estimated",
+                    "wall_seconds": placement.wall_seconds,
+                    "runnable_seconds": placement.runnable_seconds,
                 },
                 "actual": {
                     "wait_seconds": None

@@ -242,6 +242,8 @@ class PlannedAttempt(TypedDict):
     hours: float
     usd: float
     kind: str
+    wall_seconds: int  # after which it is ended
+    runnable_seconds: int  # longest wait for capacity
 
 
 class ActualAttempt(TypedDict):

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from ebbflow.core.errors import Outcome
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import order_key
 from ebbflow.core.store import Store
 from ebbflow.cost.capacity import Placement
@@ -98,6 +99,27 @@ class AttemptOrder(BaseModel):
         if job_store.head(name.key) is None:
             return None
         return cls.model_validate_json(job_store.get(name.key))
+
+    def to_artifact(self) -> JsonObject:
+        """Return the order without its plan, for `Task.data.attempt_order` of Metaflow's Client."""
+        order: JsonObject = {"does": self.does, "nodes": self.nodes, "reason": self.message}
+        placed = self.placement
+        if placed is None:
+            return order
+        return {
+            **order,
+            "pool": str(placed),
+            "queue": placed.queue,
+            "market": placed.market,
+            "instance_type": placed.instance_type,
+            "processes_per_node": self.processes_per_node,
+            "limits": {
+                "wall_seconds": placed.wall_seconds,
+                "runnable_seconds": placed.runnable_seconds,
+                "start_by_utc": placed.start_by_utc,
+            },
+            "reason": placed.reason,
+        }
 
     def put(self, job_store: Store, name: AttemptName) -> None:
         document = self.model_dump(mode="json")

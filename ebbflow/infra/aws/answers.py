@@ -319,6 +319,13 @@ class ZonesAnswer(TypedDict, total=False):
     AvailabilityZones: list[ZoneDetail]
 
 
+class TypeOffering(TypedDict):
+    """Instance type that a zone offers."""
+
+    InstanceType: str
+    Location: str
+
+
 class ReservationDetail(TypedDict, total=False):
     """Capacity reservation."""
 

@@ -8,6 +8,7 @@ and explains each failed resource in one line, which the SDK's waiters do not do
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shlex
@@ -32,6 +33,13 @@ from ebbflow.infra.aws.answers import (
     StacksAnswer,
 )
 from ebbflow.infra.aws.calls import RequestDeadline, aws_client, call_aws, paginate
+from ebbflow.infra.aws.offerings import (
+    FAMILIES_PARAMETER,
+    GANG_FAMILIES_PARAMETER,
+    choose_families,
+    keep_families,
+    refuse_too_many_queues,
+)
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -40,13 +48,15 @@ TEMPLATE = Path(__file__).with_name("template.yaml")
 # https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/cloudformation-limits.html: in a
 # request, in bytes.
 LARGEST_TEMPLATE = 51_200
+# Section of the template, and the field of its parts that is not sent
+_LEFT_OUT = {"Resources": "Metadata", "Parameters": "Description", "Outputs": "Description"}
 
 
 class TemplateParameter(TypedDict, total=False):
     """Parameter of the template."""
 
     Type: Required[str]
-    Default: str | int
+    Default: Required[str | int]
     AllowedValues: list[str | int]
     AllowedPattern: str
     MinValue: int
@@ -128,11 +138,18 @@ _Dumper.add_representer(dict, _write_short_form)
 
 
 def condense_template(template: Template) -> str:
-    """Return the template as it is sent: without comments and indentation, so that it fits into a
-    request.
+    """Return the template as it is sent: without comments, descriptions of parameters and outputs,
+    notes for linters, and indentation, so that it fits into a request.
     """
+    sent: dict[str, object] = dict(template)
+    for section, left_out in _LEFT_OUT.items():
+        kept_parts = {}
+        parts = cast("dict[str, dict[str, Json]]", template.get(section) or {})
+        for name, part in parts.items():
+            kept_parts[name] = {key: value for key, value in part.items() if key != left_out}
+        sent[section] = kept_parts
     text = yaml.dump(
-        template,
+        sent,
         Dumper=_Dumper,
         default_flow_style=True,
         width=10**9,
@@ -174,9 +191,7 @@ def planned_resources(
     """Return the resources that a new stack with these parameters would create, in the template's
     order.
     """
-    values = {
-        name: str(of["Default"]) for name, of in template["Parameters"].items() if "Default" in of
-    }
+    values = {name: str(of["Default"]) for name, of in template["Parameters"].items()}
     values |= {"AWS::Region": region, **given}
     conditions = template.get("Conditions", {})
     return [
@@ -327,10 +342,18 @@ class Stack:
     Requests have deadlines. `tell` prints progress.
     """
 
-    def __init__(self, client: BaseClient, name: str, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        client: BaseClient,
+        name: str,
+        tell: Callable[[str], None],
+        *,
+        template_bucket: str | None = None,
+    ) -> None:
         self._client = client
         self._name = name
         self._tell = tell
+        self._template_bucket = template_bucket
 
     def state(self, deadline: RequestDeadline) -> StackState | None:
         """Read the stack's state, or return None if there is no such stack. Raises CloudError."""
@@ -485,11 +508,37 @@ class Stack:
             {"Key": "ebbflow-stack", "Value": self._name},
         ]
         return {
-            "TemplateBody": body,
+            **self.template_request(body),
             "Parameters": parameters,
             "Capabilities": _CAPABILITIES,
             "Tags": tags,
         }
+
+    def template_request(self, body: str) -> dict[str, str]:
+        """Return the fields of a request that carry the template: itself, or where it was uploaded
+        to.
+
+        Raises CloudRefused if it is too large and there is no bucket for it.
+        """
+        data = body.encode()
+        if len(data) <= LARGEST_TEMPLATE:
+            return {"TemplateBody": body}
+        if self._template_bucket is None:
+            raise CloudRefused(
+                f"the template has {len(data):,} bytes, and a request takes {LARGEST_TEMPLATE:,}; "
+                "fix: --template-bucket BUCKET, or --parameter Families= with fewer families"
+            )
+        region = self._client.meta.region_name
+        key = f"ebbflow-templates/{hashlib.sha256(data).hexdigest()}.yaml"
+        call_aws(
+            aws_client("s3", region),
+            "put_object",
+            RequestDeadline.after(_ANSWER_SECONDS),
+            Bucket=self._template_bucket,
+            Key=key,
+            Body=body,
+        )
+        return {"TemplateURL": f"https://{self._template_bucket}.s3.{region}.amazonaws.com/{key}"}
 
     def _events(self, deadline: RequestDeadline) -> Iterator[StackEvent]:
         return paginate(
@@ -615,6 +664,11 @@ def add_deploy_command(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--env", type=Path, metavar="FILE", help="shell script that --apply writes the settings to"
     )
+    command.add_argument(
+        "--template-bucket",
+        metavar="BUCKET",
+        help="bucket for a template that has become too large for a request",
+    )
     command.set_defaults(command=deploy)
 
 
@@ -631,19 +685,18 @@ def deploy(options: argparse.Namespace) -> int:
     if options.env is not None and not options.env.absolute().parent.is_dir():
         raise CloudRefused(f"--env {options.env}: there is no folder {options.env.parent}")
     template = read_template(TEMPLATE.read_text(encoding="utf-8"))
-    body = condense_template(template)
     given = _given_parameters(options.parameter, template)
     client = aws_client("cloudformation", options.region)
-    stack = Stack(client, options.stack, print)
+    stack = Stack(client, options.stack, print, template_bucket=options.template_bucket)
     if options.dry_run:
-        _dry_run(stack, client, body, template, given)
+        _dry_run(stack, client, template, given)
     else:
-        _apply(stack, client, body, given, options)
+        _apply(stack, client, template, given, options)
     return Outcome.COMPLETED.exit_code
 
 
 def _dry_run(
-    stack: Stack, client: BaseClient, body: str, template: Template, given: Mapping[str, str]
+    stack: Stack, client: BaseClient, template: Template, given: Mapping[str, str]
 ) -> None:
     deadline = RequestDeadline.after(_QUESTION_SECONDS)
     region = client.meta.region_name
@@ -653,26 +706,54 @@ def _dry_run(
         print(_table(planned_resources(template, given, region=region)))
         print(f"the account was not read: {error}")
         return
-    given = _with_found(given, state, region)
+    template, given = _fit_account(template, given, state, region)
+    body = condense_template(template)
     if state is None:
-        call_aws(client, "validate_template", deadline, TemplateBody=body)
+        sent = stack.template_request(body)
+        if "TemplateURL" in sent:
+            url = sent["TemplateURL"]
+            call_aws(client, "validate_template", deadline, TemplateURL=url)
+        else:
+            call_aws(client, "validate_template", deadline, TemplateBody=body)
         print(_table(planned_resources(template, given, region=region)))
         return
     changes = stack.changes(body, given, state, deadline)
     print(_table(changes) if changes else "nothing to change")
 
 
+def _fit_account(
+    template: Template, given: Mapping[str, str], state: StackState | None, region: str
+) -> tuple[Template, dict[str, str]]:
+    """Return the template and the parameters that this account and region can have.
+
+    Raises CloudRefused if they can have none.
+    """
+    known = None if state is None else state.parameters
+    chosen = choose_families(template, given, known, region, print)
+    values = {**(known or {}), **chosen}
+    defaults = template["Parameters"]
+    kept = [
+        str(values.get(name, defaults[name]["Default"])).split(",")
+        for name in (FAMILIES_PARAMETER, GANG_FAMILIES_PARAMETER)
+    ]
+    fitting = keep_families(template, *kept)
+    if state is None:
+        refuse_too_many_queues(fitting, region, print)
+    return fitting, _with_found(chosen, state, region)
+
+
 def _apply(
     stack: Stack,
     client: BaseClient,
-    body: str,
+    template: Template,
     given: Mapping[str, str],
     options: argparse.Namespace,
 ) -> None:
     deadline = RequestDeadline.after(60.0 * options.minutes)
     region = client.meta.region_name
     state = stack.state(deadline)
-    state = stack.apply(body, _with_found(given, state, region), state, deadline)
+    template, fitting = _fit_account(template, given, state, region)
+    state = stack.apply(condense_template(template), fitting, state, deadline)
     settings = _settings(options.stack, state, region)
     print(f"stack {options.stack}: {state.status}\nthe launching machine needs:")
     print(textwrap.indent(settings, "    "), end="")

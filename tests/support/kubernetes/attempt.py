@@ -80,7 +80,7 @@ class Submitted:
                 if any(pod["metadata"]["name"].startswith(name) for name in names)
             ]
 
-        return wait_until("the pods", lambda: len(found := running()) == count and found, 60)
+        return wait_until("the pods", lambda: len(found := running()) == count and found, 180)
 
     def finish(self) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=90)
