@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor
+from ebbflow.workloads.language.hugging_face import RowCounts
 from ebbflow.workloads.readers.datasets import SampleLoader
 from ebbflow.workloads.readers.files import (
     ImageFolder,
@@ -455,3 +456,10 @@ def test_a_folder_of_csv_files_is_refused_with_the_way_out(tmp_path: Path) -> No
     (tmp_path / "rows.csv").write_text("text\na\n")
     with pytest.raises(DataError, match=r"write it as JSON Lines \(pandas"):
         find_rows(tmp_path, (".txt",))
+
+
+def test_rows_without_text_and_with_half_characters_are_counted() -> None:
+    counts = RowCounts()
+    texts = [counts.repair(text) for text in ("a", " ", "half \ud83d", "")]
+    assert texts == ["a", " ", "half \ufffd", ""]
+    assert counts == RowCounts(rows=4, empty_rows=2, repaired_rows=1)
