@@ -148,6 +148,11 @@ def test_samples_of_mosaic_shards_are_read_by_their_place(tmp_path: Path) -> Non
     found = shards[4]
     assert found["text"] == "row 4" * 4 and found["pixels"].tolist() == [[4, 4], [4, 4]]
     assert found["free"].tolist() == [[4.0, 0.5]] and found["half"] == -4
+    sound = (tmp_path / "shard.00001.mds").read_bytes()
+    for damaged in (b"\xff" * len(sound), sound[:8] + b"\x01" + sound[9:]):
+        (tmp_path / "shard.00001.mds").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"shard\.00001\.mds: its table of samples is damaged"):
+            MosaicShards(tmp_path)[3]
     (tmp_path / "shard.00001.mds").write_bytes(b"")
     with pytest.raises(
         DataError, match=r"shard\.00001\.mds: 0 bytes, \d+ bytes in index.json; fix: copy it again"
