@@ -121,8 +121,7 @@ def interrupted_job(*, completed: bool = True) -> list[Event]:
 
 
 def test_a_report_counts_the_rows_that_were_changed():
-    counts = {"rows": 4000, "empty_rows": 2, "repaired_rows": 1}
-    prepared = event(PREPARED, 3.5, train_tokens=10, **counts)
+    prepared = event(PREPARED, 3.5, train_tokens=10, rows=4000, empty_rows=2, repaired_rows=1)
     events = interrupted_job()
     figures = format_key_figures(build_report([events[0], prepared, *events[2:]]))
     assert figures["rows read"] == "4,000, 2 without text, half characters replaced in 1"
