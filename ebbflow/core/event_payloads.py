@@ -575,6 +575,10 @@ class PreparedPayload(Payload):
     held_out_tokens: AnyNumber = None
     bytes: AnyNumber = None  # of the text files, train and held out
     unigram_entropy_nats: AnyNumber = None
+    # Of a data set of rows: all, those without text, and those with half characters, replaced
+    rows: AnyNumber = None
+    empty_rows: AnyNumber = None
+    repaired_rows: AnyNumber = None
 
 
 def _check_dollars(value: Any) -> float | str | None:

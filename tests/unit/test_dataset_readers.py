@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 from ebbflow.core.store import Store
 from ebbflow.training.errors import DataError
 from ebbflow.training.workload import Cursor
+from ebbflow.workloads.language.hugging_face import RowCounts
 from ebbflow.workloads.readers.datasets import SampleLoader
 from ebbflow.workloads.readers.files import (
     ImageFolder,
@@ -147,6 +148,11 @@ def test_samples_of_mosaic_shards_are_read_by_their_place(tmp_path: Path) -> Non
     found = shards[4]
     assert found["text"] == "row 4" * 4 and found["pixels"].tolist() == [[4, 4], [4, 4]]
     assert found["free"].tolist() == [[4.0, 0.5]] and found["half"] == -4
+    sound = (tmp_path / "shard.00001.mds").read_bytes()
+    for damaged in (b"\xff" * len(sound), sound[:8] + b"\x01" + sound[9:]):
+        (tmp_path / "shard.00001.mds").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"shard\.00001\.mds: its table of samples is damaged"):
+            MosaicShards(tmp_path)[3]
     (tmp_path / "shard.00001.mds").write_bytes(b"")
     with pytest.raises(
         DataError, match=r"shard\.00001\.mds: 0 bytes, \d+ bytes in index.json; fix: copy it again"
@@ -455,3 +461,10 @@ def test_a_folder_of_csv_files_is_refused_with_the_way_out(tmp_path: Path) -> No
     (tmp_path / "rows.csv").write_text("text\na\n")
     with pytest.raises(DataError, match=r"write it as JSON Lines \(pandas"):
         find_rows(tmp_path, (".txt",))
+
+
+def test_rows_without_text_and_with_half_characters_are_counted() -> None:
+    counts = RowCounts()
+    texts = [counts.repair(text) for text in ("a", " ", "half \ud83d", "")]
+    assert texts == ["a", " ", "half \ufffd", ""]
+    assert counts == RowCounts(rows=4, empty_rows=2, repaired_rows=1)

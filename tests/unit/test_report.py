@@ -120,6 +120,14 @@ def interrupted_job(*, completed: bool = True) -> list[Event]:
     return [event(PREFLIGHT, 1.0, results=[]), *before, *first.events, *second.events]
 
 
+def test_a_report_counts_the_rows_that_were_changed():
+    prepared = event(PREPARED, 3.5, train_tokens=10, rows=4000, empty_rows=2, repaired_rows=1)
+    events = interrupted_job()
+    figures = format_key_figures(build_report([events[0], prepared, *events[2:]]))
+    assert figures["rows read"] == "4,000, 2 without text, half characters replaced in 1"
+    assert "rows read" not in format_key_figures(build_report(events))
+
+
 def test_the_figures_of_an_interrupted_job():
     report = build_report(interrupted_job())
     assert (report.outcome, report.exit_code) == (Outcome.COMPLETED, 0)

@@ -24,7 +24,7 @@ from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.plan_json import PlanSummary
 from ebbflow.cost.prices.quote import format_time
-from ebbflow.cost.report.parts import AttemptRow, SaveFigures
+from ebbflow.cost.report.parts import ActualFigures, AttemptRow, SaveFigures
 from ebbflow.cost.report.report import RunReport
 
 _MOST_CHANGES = 12  # of a price, in one line
@@ -562,16 +562,31 @@ def _quality(report: RunReport) -> dict[str, str]:
     """
     actual = report.actual
     if get_weight_unit(report) == "tokens":
-        return {
+        quality = {
             "held-out loss": f"{format_number(actual.get('held_out_loss'))} nats per token",
             "unigram entropy": f"{format_number(actual.get('unigram_entropy_nats'))} nats per token",
             "loss / entropy": format_number(actual.get("held_out_ratio"), 3),
             "tokens per byte": format_number(actual.get("tokens_per_byte"), 3),
         }
+        if actual.get("rows"):
+            quality["rows read"] = _format_rows(actual)
+        return quality
     return {
         one_line(name).replace("_", " "): value if isinstance(value, str) else format_number(value)
         for name, value in (actual.get("metrics") or {}).items()
     }
+
+
+def _format_rows(actual: ActualFigures) -> str:
+    """Format how many rows were read, and what was changed in them."""
+    parts = [f"{actual.get('rows'):,.0f}"]
+    empty = actual.get("empty_rows")
+    if empty:
+        parts.append(f"{empty:,.0f} without text")
+    repaired = actual.get("repaired_rows")
+    if repaired:
+        parts.append(f"half characters replaced in {repaired:,.0f}")
+    return ", ".join(parts)
 
 
 def _promise(report: RunReport) -> dict[str, str]:

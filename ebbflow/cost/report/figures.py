@@ -145,6 +145,9 @@ def compute_actual_figures(
         "train_tokens": prepared.train_tokens,
         "text_bytes": prepared.bytes,
         "tokens_per_byte": _tokens_per_byte(prepared),
+        "rows": read_number(prepared.rows),
+        "empty_rows": read_number(prepared.empty_rows),
+        "repaired_rows": read_number(prepared.repaired_rows),
         "weight_unit": prepared.weight_unit or "tokens",
         "metrics": {
             str(name): read_number(value) for name, value in (metrics[0] if metrics else {}).items()

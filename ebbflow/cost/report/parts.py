@@ -74,6 +74,9 @@ class ActualFigures(TypedDict, total=False):
     train_tokens: float | None
     text_bytes: float | None
     tokens_per_byte: float | None
+    rows: float | None
+    empty_rows: float | None
+    repaired_rows: float | None
     weight_unit: str
     metrics: dict[str, float | str | None]
     usd_per_1000_rollouts: float | None

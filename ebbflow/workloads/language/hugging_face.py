@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -63,6 +63,23 @@ _OPTIONS = {
     "lora_alpha": "scale of LoRA's matrices; default: twice the rank",
     "lora_targets": "modules that get such matrices, separated by commas; default: all linear ones",
 }
+
+
+@dataclass
+class RowCounts:
+    """Numbers of rows that were read, that hold no text, and whose half characters were replaced."""
+
+    rows: int = 0
+    empty_rows: int = 0
+    repaired_rows: int = 0
+
+    def repair(self, text: str) -> str:
+        """Count a row, and return its text with lone surrogates replaced by U+FFFD."""
+        repaired = _HALF_CHARACTERS.sub("\ufffd", text)
+        self.rows += 1
+        self.empty_rows += not text.strip()
+        self.repaired_rows += repaired != text
+        return repaired
 
 
 class HuggingFace(TextWorkload):
@@ -153,20 +170,22 @@ class HuggingFace(TextWorkload):
         else:
             chat = None
         column = str(options.get("column", "text" if chat is None else "messages"))
+        counts = RowCounts()
         if chat is not None and _answers_only(options):
             tokenizer = open_tokenizer(data, project_root=root)
-            return prepare_chat(
-                _mark_rows(files, column, chat), tokenizer, data.held_out_fraction, context.store
-            ).to_json()
+            marked = _mark_rows(files, column, chat, counts)
+            about = prepare_chat(marked, tokenizer, data.held_out_fraction, context.store)
+            return {**about.to_json(), **asdict(counts)}
         between = _separator(data, root)
         with tempfile.TemporaryDirectory(prefix="ebbflow-rows-") as folder:
             # A single file, whose last part is held out
             text = Path(folder, PurePosixPath(path).name)
             with text.open("w", encoding="utf-8") as file:
-                for row in _rows(files, column, chat):
+                for row in _rows(files, column, chat, counts):
                     file.write(row + between)
             here = data.model_copy(update={"path": str(text)})
-            return prepare_tokens(here, context.store, project_root=root).to_json()
+            about = prepare_tokens(here, context.store, project_root=root)
+            return {**about.to_json(), **asdict(counts)}
 
     def model(self) -> nn.Module:
         return self._folder.model()
@@ -294,7 +313,9 @@ def _fetch(uri: str, suffixes: Sequence[str], folder: Path) -> Path:
     return folder
 
 
-def _rows(files: Sequence[DataFile], column: str, chat: ChatTemplate | None) -> Iterator[str]:
+def _rows(
+    files: Sequence[DataFile], column: str, chat: ChatTemplate | None, counts: RowCounts
+) -> Iterator[str]:
     """Yield the texts of a dataset's rows."""
     for placed in read_rows(files, column):
         text = placed.row.get(column)
@@ -313,10 +334,12 @@ def _rows(files: Sequence[DataFile], column: str, chat: ChatTemplate | None) -> 
                 f"{placed}: has {column!r} of type {type(text).__name__}; fix: "
                 "workload_options.column"
             )
-        yield _HALF_CHARACTERS.sub("\ufffd", text)
+        yield counts.repair(text)
 
 
-def _mark_rows(files: Sequence[DataFile], column: str, chat: ChatTemplate) -> Iterator[MarkedText]:
+def _mark_rows(
+    files: Sequence[DataFile], column: str, chat: ChatTemplate, counts: RowCounts
+) -> Iterator[MarkedText]:
     """Yield the texts of a dataset's conversations, with the spans that assistants write."""
     for placed in read_rows(files, column):
         messages = placed.row.get(column)
@@ -329,7 +352,7 @@ def _mark_rows(files: Sequence[DataFile], column: str, chat: ChatTemplate) -> It
             text, spans = chat.mark(messages)
         except (DataError, AttributeError) as error:
             raise DataError(f"{placed}: {error}") from error
-        yield _HALF_CHARACTERS.sub("\ufffd", text), spans
+        yield counts.repair(text), spans
 
 
 def _separator(data: DataConfig, root: Path) -> str:

@@ -300,8 +300,7 @@ class MosaicShards:
         else:
             before = 0
         if shard not in self._places:
-            count = self._ends[shard] - before + 1
-            self._places[shard] = np.frombuffer(self._shards[shard].read(4, 4 * count), "<u4")
+            self._places[shard] = self._read_places(shard, self._ends[shard] - before + 1)
         start, end = self._places[shard][index - before : index - before + 2].tolist()
         data = self._shards[shard].read(start, end - start)
         sample = {}
@@ -318,6 +317,16 @@ class MosaicShards:
             sample[name] = decode(data[at : at + size])
             at = at + size
         return sample
+
+    def _read_places(self, shard: int, count: int) -> NDArray[np.uint32]:
+        """Read where the samples of a shard begin, and where the last one ends."""
+        file = self._shards[shard]
+        table = file.read(4, 4 * count)
+        places = np.frombuffer(table[: len(table) // 4 * 4], "<u4")
+        falls = (places[1:] < places[:-1]).any()
+        if len(places) < count or falls or places[-1] > file.size:
+            raise DataError(f"{file}: its table of samples is damaged; fix: copy it again")
+        return places
 
 
 class ParquetRows:
