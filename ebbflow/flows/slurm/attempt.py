@@ -125,6 +125,10 @@ class JobEnd:
         """Render how the job ended, such as "FAILED, n1 drained (new fan)"."""
         if self.cause is Cause.NODE_DRAINED:
             return f"{self.slurm.state}, {self.drained}"
+        if self.queue_expired:
+            return f"{self.slurm.state} by this launcher, no nodes in time"
+        if self.cause is Cause.CANCELLED and not self.slurm.cancelled_by:
+            return f"{self.slurm.state}, by whom is not known without sacct"
         return self.slurm.describe()
 
 
