@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ebbflow.core.config.schema import (
@@ -197,3 +199,13 @@ def test_a_waiting_job_has_an_expected_start_and_no_start() -> None:
     waiting = parse_job("1", "JobState=PENDING Reason=Resources StartTime=2026-11-29T10:00:00")
     assert (waiting.started_utc, waiting.reason) == (None, "Resources")
     assert waiting.expected_start_utc is not None
+
+
+def test_a_cancelled_job_names_who_cancelled_it_or_why_that_is_unknown() -> None:
+    seen = SlurmJob(job_id="1", state="CANCELLED")
+    unknown = JobEnd(slurm=seen, result=None, asked=False)
+    assert unknown.describe() == "CANCELLED, by whom is not known without sacct"
+    by_user = JobEnd(slurm=replace(seen, cancelled_by="1000"), result=None, asked=False)
+    assert by_user.describe() == "CANCELLED by uid 1000"
+    expired = JobEnd(slurm=seen, result=None, asked=False, queue_expired=True)
+    assert expired.describe() == "CANCELLED by this launcher, no nodes in time"

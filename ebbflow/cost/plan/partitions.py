@@ -109,6 +109,14 @@ def count_used_node_hours(events: Sequence[Event]) -> float:
     return sum(_hours(payload) * (payload.nodes or 1) for payload in _read_ends(events))
 
 
+def count_spent_usd(events: Sequence[Event]) -> float:
+    """Return the dollars spent so far; 0 if the ledger cannot tell, which must not stop training."""
+    try:
+        return compute_spent_usd(events)
+    except LedgerError:
+        return 0.0
+
+
 def read_evidence(config: RunConfig) -> dict[str, PartitionEvidence]:
     """Ask Slurm for the capacity of each partition, by name.
 
@@ -211,7 +219,7 @@ def make_partition_terms(
     return Terms(
         usd_per_rank_second=price / processes_per_node / 3600,
         budget_usd=budget,
-        spent_usd=_spent_usd(events),
+        spent_usd=count_spent_usd(events),
         reserve_usd=price * gang_nodes(config) * config.checkpoint.deadline_seconds / 3600,
         reserve_seconds=config.checkpoint.deadline_seconds,
         deadline_utc=None if deadline is None else started_utc + deadline * 3600,
@@ -326,11 +334,3 @@ def _hours(end: SlurmJobPayload) -> float:
     if not end.started_utc or not end.stopped_utc:
         return 0.0
     return max(0.0, end.stopped_utc - end.started_utc) / 3600
-
-
-def _spent_usd(events: Sequence[Event]) -> float:
-    """Return the dollars spent so far; 0 if the ledger cannot tell, which must not stop training."""
-    try:
-        return compute_spent_usd(events)
-    except LedgerError:
-        return 0.0

@@ -311,7 +311,7 @@ def explain_figures(report: RunReport) -> list[str]:
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
-    if _nothing_paid(report):
+    if _nothing_paid(report) or is_unpriced(report):
         exact = ""
     else:
         exact = "exact at that price, "

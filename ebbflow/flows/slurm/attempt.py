@@ -33,6 +33,7 @@ from ebbflow.core.program import PROJECT_ROOT, own_command, python_path
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.partitions import (
+    count_spent_usd,
     count_used_node_hours,
     is_priced,
     make_partition_terms,
@@ -125,6 +126,10 @@ class JobEnd:
         """Render how the job ended, such as "FAILED, n1 drained (new fan)"."""
         if self.cause is Cause.NODE_DRAINED:
             return f"{self.slurm.state}, {self.drained}"
+        if self.queue_expired:
+            return f"{self.slurm.state} by this launcher, no nodes in time"
+        if self.cause is Cause.CANCELLED and not self.slurm.cancelled_by:
+            return f"{self.slurm.state}, by whom is not known without sacct"
         return self.slurm.describe()
 
 
@@ -353,12 +358,9 @@ def _prepare(job: Job, spec: GangSpec) -> NextAttempt:
     hours_left = None
     if config.cost.deadline_hours is not None:
         hours_left = config.cost.deadline_hours - (now - (progress.started_utc or now)) / 3600
-    terms = make_partition_terms(
-        config, None, events, processes_per_node=spec.processes_per_node, started_utc=now
-    )
     usd_left = None
     if config.cost.budget_usd is not None and is_priced(config):
-        usd_left = config.cost.budget_usd - terms.spent_usd
+        usd_left = config.cost.budget_usd - count_spent_usd(events)
     choice = choose_partition(
         config,
         ended_jobs(events, job.run),

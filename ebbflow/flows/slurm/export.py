@@ -16,6 +16,7 @@ from ebbflow.core.config import LoadedConfig, load_config
 from ebbflow.core.errors import Outcome
 from ebbflow.core.layout import check_job_name, plain_name
 from ebbflow.core.program import PROJECT_ROOT
+from ebbflow.cost.plan.partitions import order_partitions
 from ebbflow.infra.slurm.script import (
     BatchScript,
     activation_lines,
@@ -79,7 +80,7 @@ def make_script(loaded: LoadedConfig, job: str, overrides: list[str]) -> BatchSc
     """
     config = loaded.config
     slurm = config.slurm
-    partition = slurm.partitions[0] if slurm.partitions else None
+    partition = next(iter(order_partitions(config)), None)
     options = [
         f"--job-name={job}",
         *partition_options(partition),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shlex
@@ -253,10 +252,6 @@ def check_nodes(context: PreflightContext) -> CheckFinding:
         raise
     finally:
         store.delete(f"{key}/address")
-        folder = store.local_path(key)
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
     return judge_probes(config, read_probes(output))
 
 
