@@ -28,6 +28,7 @@ from ebbflow.flows.own_flow.step_checks import (
 from ebbflow.flows.own_flow.task_name import TaskName, job_name
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 from ebbflow.flows.remote import in_container
+from ebbflow.infra.checks.gpu import list_visible_gpus
 
 if TYPE_CHECKING:
     from metaflow import FlowSpec
@@ -197,6 +198,13 @@ class TaskJob:
             }
             for name, value in variables.items():
                 os.environ.setdefault(name, str(value))
+            has_own_loop = any(call.kind == "attach" for call in self._step.calls)
+            if has_own_loop and not in_container():
+                # LOCAL_RANK is 0 on each node, so its GPU must be the node's first one. With run and
+                # train, the agents share out the GPUs.
+                gpus = share_gpus(list_visible_gpus(), place.node, place.nodes)
+                if gpus:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     def end_failed_step(self) -> None:
         """Let Metaflow decide the exit code of the process after a job in the step has left, and
@@ -259,6 +267,19 @@ class TaskJob:
             settings=settings,
             place=_find_place(),
         )
+
+
+def share_gpus(gpus: Sequence[str], node: int, nodes: int) -> list[str]:
+    """Return a node's part of the GPUs of the machine that it shares with other nodes.
+
+    With fewer GPUs than nodes, nodes share one; without GPUs, the list is empty.
+    """
+    if not gpus:
+        return []
+    count = len(gpus) // nodes
+    if count == 0:
+        return [gpus[node % len(gpus)]]
+    return list(gpus[node * count : (node + 1) * count])
 
 
 @contextlib.contextmanager
