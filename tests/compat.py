@@ -53,7 +53,6 @@ STACK_REQUIREMENTS = (
     "scikit-learn xgboost lightgbm",
     "polars pyarrow duckdb",
     "dask[complete]",
-    "sagemaker",
     "fastapi uvicorn",
     "jupyterlab",
     "zarr xarray",

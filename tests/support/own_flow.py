@@ -159,6 +159,11 @@ class OwnFlow:
             time.sleep(0.2)
         return self.cards(step)
 
+    @property
+    def has_report(self) -> bool:
+        """Whether a job of this flow has its report, which is written when it ends."""
+        return any((self.folder / "runs").glob("*/report.html"))
+
     def python(self, code: str) -> str:
         """Run code in the flow's folder, and return what it printed."""
         done = subprocess.run(

@@ -61,6 +61,7 @@ class TaskJob:
         # The job that `attach` has opened, until its result is known
         self._run: NodeRun | None = None
         self._attached: AttachedJob | None = None
+        self._live_card = contextlib.ExitStack()
 
     def run(self, script: str, *words: object, **arguments: object) -> TrainedModel:
         """Run a script's ranks on this node, or on all nodes of the gang, until its job is complete.
@@ -125,6 +126,8 @@ class TaskJob:
         run = self._make_run(self._make_settings())
         self._attached = attach_in_step(run, model, optimizer, states)
         self._run = run  # whose report the step writes from here on
+        if run.place.node == 0:
+            self._live_card.enter_context(run.show_attached())
         return self._attached
 
     def result(self) -> TrainedModel:
@@ -142,6 +145,7 @@ class TaskJob:
             )
         run = self._run
         self._attached.close_at_exit()
+        self._live_card.close()
         _end_live_page()
         self._run = None
         return run.share_result()
@@ -213,6 +217,7 @@ class TaskJob:
         if self._attached is not None:
             self._attached.leave_exit_to_caller()
         if self._run is not None and self._run.place.node == 0:
+            self._live_card.close()
             _end_live_page()
             self._run.try_report()
 
