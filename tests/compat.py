@@ -1,9 +1,9 @@
-"""`make compat`: a short gang job on the oldest and the tested torch, and on the newest that
-can be had.
+"""`make compat`: a short gang job on the oldest and the tested torch, on the newest that can be
+had, and on the oldest supported packages; and whether Ebbflow can be installed beside other stacks.
 
-Each pair trains a small job twice: once uninterrupted, and once with a rank killed after a commit,
+Each environment trains a small job twice: once uninterrupted, and once with a rank killed after a commit,
 so that the job resumes. Losses, samples and weights of the two must be equal, bit for bit
-(`ebbflow certify`).
+(`ebbflow certify`). The stacks are resolved by uv, which downloads metadata alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,51 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ebbflow.core.requirements import REQUIREMENTS
+
 # Of Python and torch: the oldest, the tested one, and the newest that can be had
 NEWEST = "newest"
 PAIRS = (("3.11", "2.7.0"), ("3.13", "2.13.0"), ("3.11", NEWEST))
+LOWEST = "lowest"  # the environment with the oldest supported version of each package
+STACKS = "stacks"
+# What people install beside a trainer. Each line is resolved together with Ebbflow and its extra.
+STACK_REQUIREMENTS = (
+    "s3fs",
+    "gcsfs",
+    "gluonts[torch]",
+    "autogluon.timeseries",
+    "lightning",
+    "transformers peft trl accelerate",
+    "deepspeed",
+    "ray[train]",
+    "mlflow",
+    "wandb",
+    "dbt-core dbt-duckdb",
+    "prefect",
+    "dagster",
+    "apache-airflow-providers-amazon",
+    "torchvision timm",
+    "sentence-transformers",
+    "datasets",
+    "mosaicml-streaming",
+    "webdataset",
+    "bitsandbytes",
+    "torchmetrics torch-geometric",
+    "diffusers",
+    "stable-baselines3",
+    "pytorch-forecasting",
+    "scikit-learn xgboost lightgbm",
+    "polars pyarrow duckdb",
+    "dask[complete]",
+    "fastapi uvicorn",
+    "jupyterlab",
+    "zarr xarray",
+    "metaflow-checkpoint",
+)
 _ROOT = Path(__file__).resolve().parents[1]
 _INSTALL_SECONDS = 3600.0
 _JOB_SECONDS = 900.0
+_RESOLVE_SECONDS = 900.0  # the first stack downloads the metadata that the others share
 _STEPS = "14"
 _SETTINGS = ("cluster.nodes=1", "cluster.processes_per_node=2")
 
@@ -36,7 +75,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     pairs = " ".join(f"{python}:{torch}" for python, torch in PAIRS)
     parser.add_argument(
-        "pairs", nargs="*", metavar="PYTHON:TORCH", help=f"versions to install and try ({pairs})"
+        "pairs",
+        nargs="*",
+        metavar="PYTHON:TORCH",
+        help=f"versions to install and try, {LOWEST} or {STACKS} ({pairs} {LOWEST} {STACKS})",
     )
     parser.add_argument(
         "--python",
@@ -46,12 +88,15 @@ def main(arguments: Sequence[str]) -> int:
         help="interpreter of an environment that is complete",
     )
     given = parser.parse_args(arguments)
-    chosen = [tuple(pair.split(":", 1)) for pair in given.pairs] or (
-        [] if given.python else list(PAIRS)
-    )
+    words = given.pairs or ([] if given.python else [*pairs.split(), LOWEST, STACKS])
+    chosen = [tuple(word.split(":", 1)) for word in words if word not in (LOWEST, STACKS)]
     if any(len(pair) != 2 for pair in chosen):
-        parser.error("a pair is PYTHON:TORCH, such as 3.11:2.7.0")
+        parser.error(f"a pair is PYTHON:TORCH, such as 3.11:2.7.0; or {LOWEST}, or {STACKS}")
     results = [(python, _try_job(Path(python).absolute())) for python in given.python]
+    if LOWEST in words:
+        results.append((LOWEST, _try_lowest()))
+    if STACKS in words:
+        results += [(stack, resolve_beside(stack)) for stack in STACK_REQUIREMENTS]
     for python, torch in chosen:
         with tempfile.TemporaryDirectory(prefix=f"compat-{python}-{torch}-") as folder:
             problem = make_environment(Path(folder), python, torch)
@@ -92,6 +137,28 @@ def make_environment(folder: Path, python: str, torch: str) -> str:
     return ""
 
 
+def resolve_beside(stack: str) -> str:
+    """Return "holds: …" if Ebbflow with the extra `flow` can be installed beside packages."""
+    lines = [*map(str, REQUIREMENTS), *stack.split()]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--no-header"]
+    command += ["--no-annotate", "--python-version", PAIRS[0][0]]
+    try:
+        done = subprocess.run(
+            command,
+            input="\n".join(lines),
+            capture_output=True,
+            text=True,
+            timeout=_RESOLVE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"failed: not resolved within {_RESOLVE_SECONDS:g} s"
+    if done.returncode != 0:
+        return f"failed: {' '.join(done.stderr.split())[-500:]}"
+    own = {requirement.name.replace(".", "-") for requirement in REQUIREMENTS}
+    held = [line for line in done.stdout.splitlines() if line.partition("==")[0] in own]
+    return f"holds: {' '.join(held)}"
+
+
 def describe_certificate(found: dict, versions: str) -> str:
     """Describe the result in one line, which begins with "holds" only if a resumed run was equal to
     the other.
@@ -104,6 +171,21 @@ def describe_certificate(found: dict, versions: str) -> str:
             "equal bit for bit"
         )
     return f"failed: {versions}: {'; '.join(killed['differences']) or 'the job was never resumed'}"
+
+
+def _try_lowest() -> str:
+    """Try the job with the oldest supported version of each package that every installation has."""
+    lines = [str(requirement) for requirement in REQUIREMENTS if not requirement.extra]
+    with tempfile.TemporaryDirectory(prefix="compat-lowest-") as folder:
+        python = Path(folder, "bin", "python")
+        uv = [sys.executable, "-m", "uv"]
+        install = [*uv, "pip", "install", "--quiet", "--python", str(python)]
+        install += ["--resolution", "lowest-direct", *lines]
+        for command in ([*uv, "venv", "--quiet", "--python", PAIRS[0][0], folder], install):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS)
+            if done.returncode != 0:
+                return f"failed: {' '.join(command[2:6])}: {done.stderr.strip()[-500:]}"
+        return _try_job(python)
 
 
 def _try_job(python: Path) -> str:

@@ -38,6 +38,14 @@ _REFUSED = (
         ("is a web address", "s3://bucket/prefix, and the server's address in AWS_ENDPOINT_URL"),
     ),
     (
+        re.compile(r"(?:gs|gcs|az|abfss?|wasbs?|azure)://"),
+        (
+            "is of Google Cloud Storage or Azure, which do not return the CRC64NVME checksum by which "
+            "each upload of a commit is verified",
+            _EXAMPLE,
+        ),
+    ),
+    (
         re.compile(
             r"(?:localhost|\[[0-9a-f:]+\]|[\w-]+(?:\.[\w-]+)+):\d{2,5}(?:/|$)", re.IGNORECASE
         ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbflow.flows.own_flow.trained_model import NoCommit
-from tests.support.own_flow import OwnFlow
+from tests.support.own_flow import SOURCES, OwnFlow
 
 pytestmark = pytest.mark.flow
 SLOW = "0.1"  # seconds for each step, so that a test can interrupt
@@ -166,10 +166,10 @@ def test_trials_share_a_budget_and_an_interrupted_one_continues_within_its_part(
 def test_a_config_an_environment_and_two_trainings_in_one_step_with_live_cards(
     tmp_path: Path,
 ) -> None:
-    flow = OwnFlow(tmp_path, "configured", STEP_SECONDS="1.5")
+    flow = OwnFlow(tmp_path, "configured", STEP_SECONDS="1.5", EBBFLOW_LIVE_PAGE="1")
     launcher = flow.start("run")
-    cards = flow.await_card("train")
-    assert "live" in cards["training"]
+    assert flow.await_card("train").keys() == {"training"}
+    assert not flow.has_report, "the card is live"
     done = flow.finish(launcher)
     assert done.exit_code == 0, done.output
     [[model, plain]] = flow.artifacts(done, "train", "model", "plain")
@@ -243,6 +243,41 @@ def test_a_loop_in_the_step_stops_at_its_budget_and_is_not_retried(tmp_path: Pat
     stopped = re.search(r"budget: \$([0-9.]+) spent of \$4\.0000", done.output)
     assert stopped and 2 < float(stopped[1]) <= 4, done.output
     assert "budget" in flow.cards("train")["training"]
+
+
+def test_a_step_with_resources_and_a_time_limit_survives_a_kill(
+    tmp_path: Path, weights: str
+) -> None:
+    flow = OwnFlow(tmp_path, "decorated", STEP_SECONDS=SLOW)
+    launcher = flow.start("run")
+    flow.await_commit(8)
+    flow.kill_task(launcher, "train")
+    done = flow.finish(launcher)
+    assert done.exit_code == 0, done.output
+    model = flow.model(done)
+    assert (model.steps, model.interruptions, model.weights_sha256) == (24, 1, weights)
+    assert flow.artifacts(done, "end", "size") == [[146]]
+
+
+def test_a_flow_of_a_notebooks_cell_trains_and_its_model_is_loaded_in_the_next_cell(
+    tmp_path: Path, weights: str
+) -> None:
+    flow = OwnFlow(tmp_path, "single")
+    cell = flow.file.read_text().partition("if __name__")[0]
+    # Metaflow runs the class of the cell that makes the runner
+    [printed] = flow.notebook(
+        f"{cell}\nfrom metaflow import NBRunner\nrun = NBRunner(SingleFlow, base_dir='.').nbrun()",
+        "model = run['train'].task.data.model\nprint(model.weights_sha256, len(model.state_dict()))",
+    )
+    assert printed.split() == [weights, "4"]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SOURCES.glob("*.py")))
+def test_a_flow_changes_at_most_four_lines_for_each_step_that_trains(name: str) -> None:
+    source = (SOURCES / f"{name}.py").read_text()
+    lines = [line for line in source.splitlines() if re.search(r"\bebbflow\b", line)]
+    steps = sum(line.strip().startswith("@ebbflow") for line in lines)
+    assert steps == 0 or len(lines) <= 4 * steps, lines
 
 
 def test_runner_and_a_notebook_in_another_folder_use_the_flow_and_its_model(

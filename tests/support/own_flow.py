@@ -159,6 +159,11 @@ class OwnFlow:
             time.sleep(0.2)
         return self.cards(step)
 
+    @property
+    def has_report(self) -> bool:
+        """Whether a job of this flow has its report, which is written when it ends."""
+        return any((self.folder / "runs").glob("*/report.html"))
+
     def python(self, code: str) -> str:
         """Run code in the flow's folder, and return what it printed."""
         done = subprocess.run(
@@ -170,6 +175,20 @@ class OwnFlow:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def notebook(self, *cells: str) -> list[str]:
+        """Run the cells of a notebook in the flow's folder, and return what the last one printed."""
+        import nbformat
+        from nbclient import NotebookClient
+
+        notebook = nbformat.v4.new_notebook()
+        notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+        client = NotebookClient(
+            notebook, timeout=_DEADLINE_SECONDS, resources={"metadata": {"path": str(self.folder)}}
+        )
+        client.execute(env={**os.environ, **self.environment})
+        outputs = notebook.cells[-1].outputs
+        return [output["text"] for output in outputs if output["output_type"] == "stream"]
 
     def ebbflow(self, *words: str) -> str:
         done = subprocess.run(

@@ -14,6 +14,7 @@ import pytest
 from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
 from ebbflow.flows.own_flow.step_checks import OwnFlowError, add_requirements
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
+from ebbflow.flows.own_flow.task_job import share_gpus
 from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 
@@ -238,6 +239,14 @@ def test_gangs_of_one_step_have_ports_of_their_own() -> None:
     ports = {task.rendezvous_port([trial]) for trial in range(8)}
 
     assert len(ports) == 8 and all(1024 < port < 32768 for port in ports)
+
+
+def test_nodes_of_a_local_gang_share_out_the_gpus_of_their_machine() -> None:
+    gpus = ["0", "1", "2", "3", "4"]
+
+    assert [share_gpus(gpus, node, 2) for node in range(2)] == [["0", "1"], ["2", "3"]]
+    assert [share_gpus(["GPU-a"], node, 3) for node in range(3)] == [["GPU-a"]] * 3
+    assert share_gpus([], 0, 2) == []
 
 
 def test_a_parser_that_other_code_extends_accepts_any_option(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ REFUSED = {
     "arn:aws:s3:eu-west-1:123456789012:accesspoint/mine": "-s3alias",
     "https://minio.example:9000/bucket": "AWS_ENDPOINT_URL",
     "gs://bucket/p": "a folder, or s3://bucket/prefix",
+    "az://container/p": "CRC64NVME",
     "hdfs://host/p": "a folder, or s3://bucket/prefix",
     "s3://": "a folder, or s3://bucket/prefix",
     "s3://arn:aws:s3:us-east-1:123456789012:accesspoint/mine/p": "-s3alias",

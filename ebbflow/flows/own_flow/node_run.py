@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ebbflow.core.errors import EbbflowError, InfraError, JobIsRunning, Outcome
 from ebbflow.core.events import OUTCOME, read_events
 from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, Claim, claim_job, running_launcher
+from ebbflow.core.observer_process import LIVE_PAGE, shows_live_page
 from ebbflow.core.store import Store
 from ebbflow.core.store.identity import adopt_store
 from ebbflow.core.store.marker import expected_marker_id
@@ -20,7 +21,7 @@ from ebbflow.flows.gang import set_network_interface
 from ebbflow.flows.job import RUNS, Job
 from ebbflow.flows.own_flow.gang_exchange import GangExchange, GangMessage
 from ebbflow.flows.own_flow.shared_budget import SharedBudget
-from ebbflow.flows.own_flow.step_card import StepCard, show_live, show_report
+from ebbflow.flows.own_flow.step_card import StepCard, copy_live_page, show_live, show_report
 from ebbflow.flows.own_flow.step_checks import (
     BudgetReached,
     CheckedStep,
@@ -66,6 +67,11 @@ class NodeRun:
         if self.place.node == 0:
             return self._lead()
         return self._follow()
+
+    def show_attached(self) -> contextlib.AbstractContextManager[None]:
+        """Show the live page of a job that runs in the step itself as the step's card."""
+        page = self.metaflow_job.folder / LIVE_PAGE if shows_live_page() else None
+        return copy_live_page(page, self._card)
 
     def share_result(self) -> TrainedModel:
         """Report a job that has run in the steps themselves, and return its result on every node."""

@@ -66,20 +66,33 @@ def show_live(job: Job, card: StepCard) -> Iterator[None]:
         page = remember_job(RUNS, KnownJob(job.name, store, expected_marker_id(store))) / LIVE_PAGE
     config = job.config.model_dump(mode="json")
     observer = start_observer(job.name, job.config.store, config, page=page)
+    try:
+        with copy_live_page(page, card):
+            yield
+    finally:
+        if observer is not None:
+            observer.end()
+
+
+@contextlib.contextmanager
+def copy_live_page(page: Path | None, card: StepCard) -> Iterator[None]:
+    """Keep the step's card equal to a live page, which an observer renews, in this context.
+
+    Nothing is done without a page.
+    """
+    if page is None:
+        yield
+        return
     ending = threading.Event()
     thread = threading.Thread(
         target=_copy_page, args=(page, card, ending), name="card of the step", daemon=True
     )
-    if page is not None:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         ending.set()
-        if page is not None:
-            thread.join()
-        if observer is not None:
-            observer.end()
+        thread.join()
 
 
 def show_report(job: Job, card: StepCard) -> None:

@@ -329,16 +329,18 @@ def _find_calls(function: object) -> Iterator[TrainingCall]:
     except (OSError, TypeError, SyntaxError):
         return
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not node.args:
+        if not isinstance(node, ast.Call):
             continue
         before, found, kind = ast.unparse(node.func).rpartition("ebbflow.")
         if not found or not before.endswith("current."):
             continue  # a function of the user's
-        file = node.args[0]
         if kind == "attach":
             yield TrainingCall(
                 kind=kind, file="", line=first + node.lineno - 1, arguments=(), overrides=None
             )
+        if not node.args:
+            continue
+        file = node.args[0]
         if kind in ("run", "train") and isinstance(file, ast.Constant):
             names = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
             yield TrainingCall(

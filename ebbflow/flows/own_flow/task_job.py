@@ -28,6 +28,7 @@ from ebbflow.flows.own_flow.step_checks import (
 from ebbflow.flows.own_flow.task_name import TaskName, job_name
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 from ebbflow.flows.remote import in_container
+from ebbflow.infra.checks.gpu import list_visible_gpus
 
 if TYPE_CHECKING:
     from metaflow import FlowSpec
@@ -60,6 +61,7 @@ class TaskJob:
         # The job that `attach` has opened, until its result is known
         self._run: NodeRun | None = None
         self._attached: AttachedJob | None = None
+        self._live_card = contextlib.ExitStack()
 
     def run(self, script: str, *words: object, **arguments: object) -> TrainedModel:
         """Run a script's ranks on this node, or on all nodes of the gang, until its job is complete.
@@ -124,6 +126,8 @@ class TaskJob:
         run = self._make_run(self._make_settings())
         self._attached = attach_in_step(run, model, optimizer, states)
         self._run = run  # whose report the step writes from here on
+        if run.place.node == 0:
+            self._live_card.enter_context(run.show_attached())
         return self._attached
 
     def result(self) -> TrainedModel:
@@ -141,6 +145,7 @@ class TaskJob:
             )
         run = self._run
         self._attached.close_at_exit()
+        self._live_card.close()
         _end_live_page()
         self._run = None
         return run.share_result()
@@ -199,6 +204,13 @@ class TaskJob:
             }
             for name, value in variables.items():
                 os.environ.setdefault(name, str(value))
+            has_own_loop = any(call.kind == "attach" for call in self._step.calls)
+            if has_own_loop and not in_container():
+                # LOCAL_RANK is 0 on each node, so its GPU must be the node's first one. With run and
+                # train, the agents share out the GPUs.
+                gpus = share_gpus(list_visible_gpus(), place.node, place.nodes)
+                if gpus:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     def end_failed_step(self) -> None:
         """Let Metaflow decide the exit code of the process after a job in the step has left, and
@@ -207,6 +219,7 @@ class TaskJob:
         if self._attached is not None:
             self._attached.leave_exit_to_caller()
         if self._run is not None and self._run.place.node == 0:
+            self._live_card.close()
             _end_live_page()
             self._run.try_report()
 
@@ -261,6 +274,19 @@ class TaskJob:
             settings=settings,
             place=_find_place(),
         )
+
+
+def share_gpus(gpus: Sequence[str], node: int, nodes: int) -> list[str]:
+    """Return a node's part of the GPUs of the machine that it shares with other nodes.
+
+    With fewer GPUs than nodes, nodes share one; without GPUs, the list is empty.
+    """
+    if not gpus:
+        return []
+    count = len(gpus) // nodes
+    if count == 0:
+        return [gpus[node % len(gpus)]]
+    return list(gpus[node * count : (node + 1) * count])
 
 
 @contextlib.contextmanager

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typing_extensions
 
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.events import Event
@@ -17,6 +20,7 @@ from ebbflow.cost.report.report import RunReport
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_REPLACED = "_collect_parameters"
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt", "dcp": ""}
 
 
@@ -105,6 +109,7 @@ class TrainedModel:
 
     def state_dict(self, *, best: bool = False) -> dict[str, Tensor]:
         """Return the weights by name. Every byte is verified. Raises NoCommit."""
+        _undo_vendored_typing()
         from ebbflow.training.checkpoint.portable_state import read_commit
 
         key = self._key(best)
@@ -130,6 +135,7 @@ class TrainedModel:
             CheckpointError: The path exists.
             ValueError: The kind is unknown.
         """
+        _undo_vendored_typing()
         from ebbflow.training.checkpoint.file_formats import write_file
         from ebbflow.training.checkpoint.portable_state import read_commit
 
@@ -202,3 +208,15 @@ def describe_training(
         interruptions=report.interruptions,
         report=report.to_json(),
     )
+
+
+def _undo_vendored_typing() -> None:
+    """Let torch be imported in a notebook in which Metaflow's Runner was used.
+
+    Metaflow's copy of typing_extensions replaces a function of `typing` by one that does not know
+    the defaults of the original's type variables, so that torch's modules raise TypeError.
+    """
+    replaced = getattr(typing, _REPLACED, None)
+    own = getattr(typing_extensions, _REPLACED, None)
+    if own is not None and getattr(replaced, "__module__", "").startswith("metaflow."):
+        setattr(typing, _REPLACED, own)

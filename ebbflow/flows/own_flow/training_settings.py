@@ -106,7 +106,9 @@ def make_settings(
         slurm = _load(step, file, overrides).config.slurm
         own["cluster.processes_per_node"] = str(gpus_per_node(slurm))
     elif _value(given, "cluster.processes_per_node", "auto") == "auto":
-        own["cluster.processes_per_node"] = str(_fit_ranks(given, nodes, is_own_loop=is_own_loop))
+        is_in_step = is_own_loop and script is None  # where the task is the node's only rank
+        ranks = 1 if is_in_step else _fit_ranks(given, nodes, is_own_loop=is_own_loop)
+        own["cluster.processes_per_node"] = str(ranks)
     if step.options.budget is not None:
         own[_BUDGET] = repr(step.options.budget)
     elif step.options.budget_of_all is not None and _value(given, _BUDGET, None) is None:

@@ -70,10 +70,18 @@ def gpus_hidden() -> bool:
 
 def visible_gpus() -> int:
     """Count the GPUs that a new process would see, from device files and CUDA_VISIBLE_DEVICES."""
+    return len(list_visible_gpus())
+
+
+def list_visible_gpus() -> list[str]:
+    """Return the names of the GPUs that a new process would see, as CUDA_VISIBLE_DEVICES has them."""
     if gpus_hidden():
-        return 0
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return min(len(gpu_files()), len(named) or len(gpu_files()))
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [name.strip() for name in named if name.strip()]
+    if names:
+        return names[: len(gpu_files())]
+    return [str(number) for number in range(len(gpu_files()))]
 
 
 def has_rdma() -> bool:
