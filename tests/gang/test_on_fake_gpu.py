@@ -10,7 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ebbflow.core import process
 from ebbflow.core.config.schema import DataConfig, RunConfig, TrainingConfig
@@ -44,6 +45,7 @@ from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.step_sync import DeviceExchange, Row
 from ebbflow.training.worker import arrange_arithmetic, describe_promise, flush_before_end
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workload_loader import make_workload, prepare_data, workload_context
 from ebbflow.workloads.language.language_model import TextWorkload
 from tests.support.assembled_trainer import assemble_trainer
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
@@ -64,6 +66,37 @@ ROW = Row(
     stop=0.0,
 )
 OTHER = ROW._replace(loss_sum=4.0, weight=5.0, square_sum=7.0, stop=1.0)
+BUILT_IN = {
+    "text": {"model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 16}},
+    "text, chunks": {
+        "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 16},
+        "training": {"batch_size": 4, "loss_chunk_tokens": 8},
+    },
+    "documents": {
+        "model": {
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "sequence_length": 16,
+            "end_of_document": 10,
+        }
+    },
+    "points": {
+        "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
+        "workload_options": {"num_points": 16, "hidden": 16, "layers": 1, "heads": 2},
+    },
+    "points, known": {
+        "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
+        "workload_options": {
+            "num_points": 16,
+            "known_points": 4,
+            "hidden": 16,
+            "layers": 1,
+            "heads": 2,
+            "by_category": True,
+        },
+    },
+}
 
 
 class Numbers:
@@ -405,7 +438,40 @@ def test_text_for_the_next_step_is_read_in_the_background(gpu: FakeGpu, tmp_path
             found.targets.cpu(), expected.targets
         )
         gpu.take_waits()
-    assert "tokens_0" in {thread.name for thread in threading.enumerate()}
+    assert "reader_0" in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_workload_never_waits_for_its_gpu_in_a_step(
+    gpu: FakeGpu, tmp_path: Path, name: str
+) -> None:
+    """Samples come from page-locked memory, and are those of a CPU."""
+    (tmp_path / "a.txt").write_text("".join(f"{number} times {number}\n" for number in range(900)))
+    (tmp_path / "b.txt").write_text("".join(f"{number} and {number}\n" for number in range(900)))
+    data = {"path": ".", "suffixes": [".txt"], "held_out_fraction": 0.4, "held_out_samples": 2}
+    config = RunConfig.model_validate(
+        {"training": {"batch_size": 4}, "data": data} | BUILT_IN[name]
+    )
+    store = Store.open(str(tmp_path / "store"))
+    context = replace(workload_context(config, Gang(), store=store), project_root=tmp_path)
+    prepared = prepare_data(config, context)
+    on_cpu, on_gpu_ = (
+        make_workload(config, replace(context, prepared=prepared, device=device))
+        for device in (torch.device("cpu"), CUDA)
+    )
+    spread = spread_model(on_gpu_, config.changed("parallel", mode="ddp"), Gang(device=CUDA))
+    for step in range(3):
+        gpu.take_waits()
+        batch = on_gpu_.next_batch(spread.model, Cursor(4 * step, 4))
+        on_gpu_.loss(spread.model, batch).sum.backward()
+        assert gpu.take_waits() == []
+        expected = on_cpu.next_batch(nn.Module(), Cursor(4 * step, 4))
+        for found, wanted in zip(tree_leaves(batch), tree_leaves(expected), strict=True):
+            values = vars(found) if is_dataclass(found) else {"": found}
+            for field, value in values.items():
+                other = getattr(wanted, field) if field else wanted
+                assert torch.equal(value.cpu(), other)
+    spread.module.zero_grad()
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
