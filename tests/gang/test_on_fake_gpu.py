@@ -25,6 +25,8 @@ from ebbflow.core.config.schema import DataConfig, RunConfig, TrainingConfig
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import Event, Origin, read_events
 from ebbflow.core.store import Store
+from ebbflow.cost.report.figure_text import format_gpu_memory
+from ebbflow.cost.report.figures import list_gpu_memory
 from ebbflow.cost.report.report import list_notable_events
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.save_plan import SavePlanner
@@ -629,6 +631,50 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
     assert gpu.recorded is None
     record_memory(spec, trainer.config, Gang(), trainer.session.reporter)(2)
     assert [*tmp_path.rglob("*.pickle")] == [kept], "of a CPU there is none"
+
+
+def test_peaks_of_a_gpus_memory_are_reported_when_they_grow_beside_the_plans(
+    gpu: FakeGpu,
+) -> None:
+    trainer, events = make_trainer(make_config(steps=6, every=100))
+    draw = trainer.workload.next_batch
+
+    def next_batch(model: nn.Module, cursor: Cursor) -> Any:
+        gpu.peak_bytes = (5 if cursor.first >= 24 else 3) * GIB  # from the fourth step on
+        return draw(model, cursor)
+
+    trainer.workload.next_batch = next_batch  # type: ignore[method-assign]
+    train(trainer)
+    told = [data for name, data in events if name == "gpu_memory"]
+    assert [data["allocated_bytes"] // GIB for data in told] == [3, 5]
+    assert [data["reserved_bytes"] // GIB for data in told] == [4, 6]
+
+    def peak(generation: int, rank: int, data: dict) -> Event:
+        return Event(
+            name="gpu_memory",
+            job="one",
+            run="1",
+            attempt=0,
+            node=0,
+            step=1,
+            generation=generation,
+            rank=rank,
+            t_wall=1.0,
+            t_mono=1.0,
+            data=data,
+        )
+
+    memory = [peak(1, 0, told[1]), peak(2, 0, told[0]), peak(2, 1, told[1]), peak(2, 1, told[0])]
+    rows = list_gpu_memory(memory)
+    assert [(row["rank"], row["allocated_bytes"] // GIB) for row in rows] == [(0, 3), (1, 5)]
+    fit = {"parameters": 2 * GIB, "logits": GIB, "allowance": GIB}
+    report = SimpleNamespace(
+        actual={"gpu_memory": rows}, plan={"chosen": {"fit": fit, "gpu": "A100"}}
+    )
+    assert format_gpu_memory(report) == (  # type: ignore[arg-type]
+        "peak 5.00 GiB allocated, 6.00 GiB reserved on rank 1; the plan estimated 3.00 GiB of "
+        "tensors and 4.00 GiB in all on A100"
+    )
 
 
 def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) -> None:

@@ -98,7 +98,9 @@ class Reward:
                 found = self._score_many(name, model, texts)
             else:
                 found = [self._call(name, function, *pair) for pair in pairs]
-            rewards = [before + weight * own for before, own in zip(rewards, found, strict=True)]
+            rewards = [
+                before + weight * score for before, score in zip(rewards, found, strict=True)
+            ]
         return rewards
 
     def _score_many(
