@@ -417,6 +417,14 @@ class PeakPayload(Payload):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemoryPayload(Payload):
+    """Peak memory of a rank's GPU since the rank started, whenever it has grown."""
+
+    allocated_bytes: Integer = None  # by tensors
+    reserved_bytes: Integer = None  # by torch's allocator, from the driver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePayload(Payload):
     """Profile of the steps `first` to `last` of a rank."""
 

@@ -75,6 +75,7 @@ INTERVAL = "interval"
 RESTORE = "restore"
 INITIAL_WEIGHTS = "initial_weights"
 PEAK = "peak"
+GPU_MEMORY = "gpu_memory"
 PROFILE = "profile"
 FAULT_INJECTED = "fault_injected"
 GUARD = "guard"
@@ -120,6 +121,7 @@ PAYLOADS: dict[str, type[Payload]] = {
     RESTORE: payloads.RestorePayload,
     INITIAL_WEIGHTS: payloads.InitialWeightsPayload,
     PEAK: payloads.PeakPayload,
+    GPU_MEMORY: payloads.GpuMemoryPayload,
     PROFILE: payloads.ProfilePayload,
     FAULT_INJECTED: payloads.FaultInjectedPayload,
     GUARD: payloads.GuardPayload,

@@ -45,6 +45,8 @@ class CandidateJson(PriceJson, total=False):
     on_demand_usd_per_hour: float | str | None
     tokens_per_second: float | None
     mfu: float | None
+    gpu: str
+    fit: dict[str, int]  # bytes per GPU by kind (`ebbflow.cost.plan.throughput.MemoryFit`)
     interruptions: float | None
     expected_hours: float | None
     expected_usd: float | None

@@ -10,7 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ebbflow.core import process
 from ebbflow.core.config.schema import DataConfig, RunConfig, TrainingConfig
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import Event, Origin, read_events
 from ebbflow.core.store import Store
+from ebbflow.cost.report.figure_text import format_gpu_memory
+from ebbflow.cost.report.figures import list_gpu_memory
 from ebbflow.cost.report.report import list_notable_events
 from ebbflow.training.checkpoint import Checkpointer, open_generation, reachable_commits
 from ebbflow.training.checkpoint.save_plan import SavePlanner
@@ -44,6 +47,7 @@ from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.step_sync import DeviceExchange, Row
 from ebbflow.training.worker import arrange_arithmetic, describe_promise, flush_before_end
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.training.workload_loader import make_workload, prepare_data, workload_context
 from ebbflow.workloads.language.language_model import TextWorkload
 from tests.support.assembled_trainer import assemble_trainer
 from tests.support.fake_gpu import GIB, FakeGpu, GpuTensor, fake_gpu
@@ -64,6 +68,37 @@ ROW = Row(
     stop=0.0,
 )
 OTHER = ROW._replace(loss_sum=4.0, weight=5.0, square_sum=7.0, stop=1.0)
+BUILT_IN = {
+    "text": {"model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 16}},
+    "text, chunks": {
+        "model": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "sequence_length": 16},
+        "training": {"batch_size": 4, "loss_chunk_tokens": 8},
+    },
+    "documents": {
+        "model": {
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "sequence_length": 16,
+            "end_of_document": 10,
+        }
+    },
+    "points": {
+        "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
+        "workload_options": {"num_points": 16, "hidden": 16, "layers": 1, "heads": 2},
+    },
+    "points, known": {
+        "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
+        "workload_options": {
+            "num_points": 16,
+            "known_points": 4,
+            "hidden": 16,
+            "layers": 1,
+            "heads": 2,
+            "by_category": True,
+        },
+    },
+}
 
 
 class Numbers:
@@ -405,7 +440,40 @@ def test_text_for_the_next_step_is_read_in_the_background(gpu: FakeGpu, tmp_path
             found.targets.cpu(), expected.targets
         )
         gpu.take_waits()
-    assert "tokens_0" in {thread.name for thread in threading.enumerate()}
+    assert "reader_0" in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_workload_never_waits_for_its_gpu_in_a_step(
+    gpu: FakeGpu, tmp_path: Path, name: str
+) -> None:
+    """Samples come from page-locked memory, and are those of a CPU."""
+    (tmp_path / "a.txt").write_text("".join(f"{number} times {number}\n" for number in range(900)))
+    (tmp_path / "b.txt").write_text("".join(f"{number} and {number}\n" for number in range(900)))
+    data = {"path": ".", "suffixes": [".txt"], "held_out_fraction": 0.4, "held_out_samples": 2}
+    config = RunConfig.model_validate(
+        {"training": {"batch_size": 4}, "data": data} | BUILT_IN[name]
+    )
+    store = Store.open(str(tmp_path / "store"))
+    context = replace(workload_context(config, Gang(), store=store), project_root=tmp_path)
+    prepared = prepare_data(config, context)
+    on_cpu, on_gpu_ = (
+        make_workload(config, replace(context, prepared=prepared, device=device))
+        for device in (torch.device("cpu"), CUDA)
+    )
+    spread = spread_model(on_gpu_, config.changed("parallel", mode="ddp"), Gang(device=CUDA))
+    for step in range(3):
+        gpu.take_waits()
+        batch = on_gpu_.next_batch(spread.model, Cursor(4 * step, 4))
+        on_gpu_.loss(spread.model, batch).sum.backward()
+        assert gpu.take_waits() == []
+        expected = on_cpu.next_batch(nn.Module(), Cursor(4 * step, 4))
+        for found, wanted in zip(tree_leaves(batch), tree_leaves(expected), strict=True):
+            values = vars(found) if is_dataclass(found) else {"": found}
+            for field, value in values.items():
+                other = getattr(wanted, field) if field else wanted
+                assert torch.equal(value.cpu(), other)
+    spread.module.zero_grad()
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
@@ -563,6 +631,50 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
     assert gpu.recorded is None
     record_memory(spec, trainer.config, Gang(), trainer.session.reporter)(2)
     assert [*tmp_path.rglob("*.pickle")] == [kept], "of a CPU there is none"
+
+
+def test_peaks_of_a_gpus_memory_are_reported_when_they_grow_beside_the_plans(
+    gpu: FakeGpu,
+) -> None:
+    trainer, events = make_trainer(make_config(steps=6, every=100))
+    draw = trainer.workload.next_batch
+
+    def next_batch(model: nn.Module, cursor: Cursor) -> Any:
+        gpu.peak_bytes = (5 if cursor.first >= 24 else 3) * GIB  # from the fourth step on
+        return draw(model, cursor)
+
+    trainer.workload.next_batch = next_batch  # type: ignore[method-assign]
+    train(trainer)
+    told = [data for name, data in events if name == "gpu_memory"]
+    assert [data["allocated_bytes"] // GIB for data in told] == [3, 5]
+    assert [data["reserved_bytes"] // GIB for data in told] == [4, 6]
+
+    def peak(generation: int, rank: int, data: dict) -> Event:
+        return Event(
+            name="gpu_memory",
+            job="one",
+            run="1",
+            attempt=0,
+            node=0,
+            step=1,
+            generation=generation,
+            rank=rank,
+            t_wall=1.0,
+            t_mono=1.0,
+            data=data,
+        )
+
+    memory = [peak(1, 0, told[1]), peak(2, 0, told[0]), peak(2, 1, told[1]), peak(2, 1, told[0])]
+    rows = list_gpu_memory(memory)
+    assert [(row["rank"], row["allocated_bytes"] // GIB) for row in rows] == [(0, 3), (1, 5)]
+    fit = {"parameters": 2 * GIB, "logits": GIB, "allowance": GIB}
+    report = SimpleNamespace(
+        actual={"gpu_memory": rows}, plan={"chosen": {"fit": fit, "gpu": "A100"}}
+    )
+    assert format_gpu_memory(report) == (  # type: ignore[arg-type]
+        "peak 5.00 GiB allocated, 6.00 GiB reserved on rank 1; the plan estimated 3.00 GiB of "
+        "tensors and 4.00 GiB in all on A100"
+    )
 
 
 def test_memory_that_another_process_still_holds_splits_nothing(gpu: FakeGpu) -> None:

@@ -206,6 +206,19 @@ def test_a_model_judges_completions(tmp_path: Path) -> None:
         expected = judge(tokenizer("the tide in", return_tensors="pt")["input_ids"]).logits[0, 0]
     assert found == pytest.approx(2 * float(expected) + 1, abs=1e-5)
     assert reward.model_bytes == 4 * sum(parameter.numel() for parameter in judge.parameters())
+    prompts = [Prompt("the tide " * (1 + number % 5), {"answer": ""}) for number in range(70)]
+    texts = [f" comes in {number}" for number in range(70)]
+    alone = [reward(*pair) for pair in zip(prompts, texts, strict=True)]
+    for pad, most_passes in ((None, 15), (tokenizer.eos_token_id, 3)):
+        model = reward._models["model:judge"]._model
+        model.config.pad_token_id = pad
+        passes = list[int]()
+        hook = model.register_forward_pre_hook(lambda *_, seen=passes: seen.append(1))
+        assert reward.judge(prompts, texts) == pytest.approx(alone, abs=1e-5)
+        hook.remove()
+        assert len(passes) <= most_passes
+        assert model.config.pad_token_id == pad
+    assert reward.judge([], []) == []
     with pytest.raises(
         TrainingError, match=r"have \d+ tokens, more than its 64 positions; fix: shorter"
     ):

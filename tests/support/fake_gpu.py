@@ -168,6 +168,7 @@ class FakeGpu(TorchDispatchMode):
         threads: the threads that page-locked memory.
         errors: the last error of each thread, by its number. As in CUDA, it fails the thread's next
             operation.
+        peak_bytes: peak of the allocated memory; that of the reserved memory is 1 GiB more.
         free_bytes: free memory, of 80 GiB; torch itself holds 2 GiB.
         recorded: how allocations are recorded: the most entries, and the kind of stacks; None: not
             at all.
@@ -184,6 +185,7 @@ class FakeGpu(TorchDispatchMode):
         self.pinned = dict[int, int]()
         self.milliseconds = 10.0
         self.free_bytes = 77 * GIB
+        self.peak_bytes = 3 * GIB
         self.recordings = 0
         self.threads = list[str]()
         self.errors = dict[int, int]()
@@ -330,6 +332,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: GIB,
         "memory_reserved": lambda device=None: 2 * GIB,
+        "max_memory_allocated": lambda device=None: gpu.peak_bytes,
+        "max_memory_reserved": lambda device=None: gpu.peak_bytes + GIB,
         "mem_get_info": lambda device=None: (gpu.free_bytes, 80 * GIB),
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,

@@ -57,12 +57,14 @@ def _other_values(config: RunConfig) -> Iterator[tuple[str, object]]:
     values: dict[str, tuple[object, ...]] = {
         "fsdp.use_mixed_precision": (True,),
         "fsdp.cpu_offload": (False, True),
-        "fsdp.float8": ("on", "off"),
-        "training.tf32": (True,),
         "training.gradient_accumulation_steps": _ACCUMULATIONS,
         "parallel.mode": ("ddp", "fsdp2"),
         "parallel.recompute": ("none", "selective", "full"),
     }
+    if config.parallel.compile:  # else fp8 saves no time
+        values["fsdp.float8"] = ("on", "off")
+    if config.fsdp.use_mixed_precision is False:  # else nothing is multiplied in float32
+        values["training.tf32"] = (True,)
     if config.cluster.nodes != 1 and config.cluster.plan_for != "slurm":
         values["batch.efa_interfaces"] = (_MOST_EFA,)
     if config.user_code is None:

@@ -29,7 +29,7 @@ from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.ledger import Ledger
 from ebbflow.cost.ledger.pricing import PriceCurve, select_plans
 from ebbflow.cost.ledger.timeline import MICRO, Span, compute_rank_times, compute_rate
-from ebbflow.cost.report.figures import find_peaks, read_number
+from ebbflow.cost.report.figures import find_peaks, list_gpu_memory, read_number
 from ebbflow.cost.report.parts import (
     ChartPlace,
     Charts,
@@ -666,6 +666,7 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
         waited = _waited(step)
         if waited is not None:
             idle[event.rank] += waited
+    peaks = {row["rank"]: row for row in list_gpu_memory(mine)}
     judged = sum(slowest.values())
     found: list[RankRow] = [
         {
@@ -683,14 +684,16 @@ def _ranks(events: Sequence[Event], origin: float, usd_per_second: float) -> lis
             "lost_seconds": lost.get(rank),
             "lost_usd": lost[rank] * usd_per_second if rank in lost else None,
             "node_resident_bytes": memory.get(hosts.get(rank, (0, ""))[0]),
+            "gpu_allocated_bytes": peaks[rank]["allocated_bytes"] if rank in peaks else None,
+            "gpu_reserved_bytes": peaks[rank]["reserved_bytes"] if rank in peaks else None,
             "last_seconds": _short(last[rank] - origin),
         }
         for rank in sorted(last)
     ]
-    found.sort(
-        key=lambda row: (-(row["slowest_share"] or 0) * (row["slowest_ratio"] or 0), row["rank"])
-    )
-    return found[:_MOST_RANKS]
+    return sorted(
+        found,
+        key=lambda row: (-(row["slowest_share"] or 0) * (row["slowest_ratio"] or 0), row["rank"]),
+    )[:_MOST_RANKS]
 
 
 def _numbers(column: Column) -> list[float]:

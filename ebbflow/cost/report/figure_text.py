@@ -116,6 +116,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         "wall time": format_duration(None if hours is None else 3600 * hours),
         "speed": f"{format_number(actual.get('tokens_per_second'), 0)} {get_weight_unit(report)}/s",
         "MFU": format_mfu(report),
+        "GPU memory": format_gpu_memory(report),
         "network": describe_network(network, network["before"])
         if (network := actual.get("network"))
         else NONE,
@@ -137,6 +138,28 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
         **_certificate(report),
     }
     return {name: figure for name, figure in figures.items() if not _is_unknown(figure)}
+
+
+def format_gpu_memory(report: RunReport) -> str:
+    """Return the largest measured peak of a rank's GPU beside the plan's estimate."""
+    rows = report.actual.get("gpu_memory") or []
+    if not rows:
+        return NONE
+    worst = max(rows, key=lambda row: row["reserved_bytes"])
+    gib = 2**30
+    text = (
+        f"peak {worst['allocated_bytes'] / gib:.2f} GiB allocated, "
+        f"{worst['reserved_bytes'] / gib:.2f} GiB reserved on rank {worst['rank']}"
+    )
+    chosen = None if report.plan is None else report.plan["chosen"]
+    fit = None if chosen is None else chosen.get("fit")
+    if chosen is None or not fit:
+        return text
+    tensors = sum(size for name, size in fit.items() if name != "allowance")
+    return (
+        f"{text}; the plan estimated {tensors / gib:.2f} GiB of tensors and "
+        f"{sum(fit.values()) / gib:.2f} GiB in all on {chosen.get('gpu', 'its GPU')}"
+    )
 
 
 def format_mfu(report: RunReport) -> str:

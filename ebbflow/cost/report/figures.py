@@ -14,6 +14,7 @@ from ebbflow.core.event_payloads import (
     BudgetPayload,
     CommitPayload,
     EvaluationPayload,
+    GpuMemoryPayload,
     IntervalPayload,
     NetworkPayload,
     NodeStartedPayload,
@@ -46,6 +47,7 @@ from ebbflow.cost.report.parts import (
     ActualFigures,
     AttemptRow,
     Forecast,
+    GpuMemoryRow,
     Hindsight,
     MfuFigures,
     MoneyFigures,
@@ -135,6 +137,7 @@ def compute_actual_figures(
         "steps": max((event.step for event in kept if event.step is not None), default=0),
         "tokens_per_second": _median(compute_rate(event, "tokens") for event in kept),
         **_compute_mfu(events, kept),
+        "gpu_memory": list_gpu_memory(events),
         "learning_rate": max(
             _numbers(event.payload.learning_rate for event in select_events(events, StepPayload)),
             default=None,
@@ -165,6 +168,25 @@ def compute_actual_figures(
         "unattributed_share": ledger.unattributed_share,
         "price_kind": ledger.price_kind,
     }
+
+
+def list_gpu_memory(events: Sequence[Event]) -> list[GpuMemoryRow]:
+    """Return the peaks of each rank's GPU in the newest generation that has any, by rank."""
+    found = select_events(events, GpuMemoryPayload)
+    newest = max((event.generation for event in found), default=0)
+    rows: dict[int, GpuMemoryRow] = {}
+    for event in found:
+        if event.generation != newest:
+            continue
+        before = rows.get(
+            event.rank, GpuMemoryRow(rank=event.rank, allocated_bytes=0, reserved_bytes=0)
+        )
+        rows[event.rank] = {
+            "rank": event.rank,
+            "allocated_bytes": max(before["allocated_bytes"], event.payload.allocated_bytes or 0),
+            "reserved_bytes": max(before["reserved_bytes"], event.payload.reserved_bytes or 0),
+        }
+    return [rows[rank] for rank in sorted(rows)]
 
 
 def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool | None, ...]]:

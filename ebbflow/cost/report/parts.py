@@ -59,11 +59,20 @@ class MfuFigures(TypedDict):
     mfu_withheld: str | None
 
 
+class GpuMemoryRow(TypedDict):
+    """Peak memory of a rank's GPU in the newest generation that has one, in bytes."""
+
+    rank: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+
 class ActualFigures(TypedDict, total=False):
     """Measured figures (`ebbflow.cost.report.figures.compute_actual_figures`). None: unknown."""
 
     wall_hours: float
     steps: int
+    gpu_memory: list[GpuMemoryRow]
     tokens_per_second: float | None
     mfu: float | None
     mfu_withheld: str | None
@@ -385,6 +394,8 @@ class RankRow(TypedDict, total=False):
     lost_seconds: float | None
     lost_usd: float | None
     node_resident_bytes: Required[float | None]
+    gpu_allocated_bytes: int | None
+    gpu_reserved_bytes: int | None
     last_seconds: Required[float]
 
 

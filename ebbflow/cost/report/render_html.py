@@ -31,7 +31,7 @@ from ebbflow.cost.amounts import (
     format_usd,
 )
 from ebbflow.cost.report import figure_text
-from ebbflow.cost.report.parts import CellRow
+from ebbflow.cost.report.parts import CellRow, RankRow
 from ebbflow.cost.report.render_svg import list_figures, render_chart
 from ebbflow.cost.report.render_text import (
     JOB_HEADER,
@@ -599,6 +599,17 @@ def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
     ]
 
 
+def _rank_memory(rank: RankRow) -> str:
+    """Return the peak of a rank's GPU, or of a rank on a CPU the memory of its node."""
+    allocated = rank.get("gpu_allocated_bytes")
+    reserved = rank.get("gpu_reserved_bytes")
+    if allocated is not None and reserved is not None:
+        return f"{allocated / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} reserved"
+    if rank["node_resident_bytes"] is None:
+        return NONE
+    return f"{rank['node_resident_bytes'] / 2**30:.2f} GiB/node"
+
+
 def _ranks(report: RunReport) -> str:
     ranks = report.charts.get("ranks") or []
     if not ranks:
@@ -615,9 +626,7 @@ def _ranks(report: RunReport) -> str:
             f"{format_number(rank['step_seconds'], 3)} s",
             format_percent(rank["data_share"]),
             format_percent(rank.get("wait_share")),
-            NONE
-            if rank["node_resident_bytes"] is None
-            else f"{rank['node_resident_bytes'] / 2**30:.2f} GiB/node",
+            _rank_memory(rank),
             "newest"
             if end - rank["last_seconds"] < 0.05
             else f"{format_duration(end - rank['last_seconds'])} before the newest",

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import BUDGET, NOTICE, STEP, LedgerClass
+from ebbflow.core.events import BUDGET, GPU_MEMORY, NOTICE, STEP, LedgerClass
 from ebbflow.training.engine.guards.guards import Action, Judgement
+from ebbflow.training.engine.guards.memory import GpuPeaks
 from ebbflow.training.engine.guards.silent_faults import RepeatedStep, RestingState
 from ebbflow.training.engine.optimizer import averaged_weights, learning_rate, skip_if_non_finite
 from ebbflow.training.engine.parallel import Spread
@@ -81,6 +82,12 @@ class Trainer:
         if self.session.gang.device.type != "cuda" or reads_same_step:
             return None
         return DeviceExchange(self.session.gang)
+
+    @cached_property
+    def gpu_peaks(self) -> GpuPeaks | None:
+        if self.session.gang.device.type != "cuda":
+            return None
+        return GpuPeaks(self.session.gang.device)
 
     @cached_property
     def resting_state(self) -> RestingState | None:
@@ -251,6 +258,9 @@ class Trainer:
             self.progress.step(status)
         session.reporter.mark_trained(at.step)
         session.reporter.emit(STEP, step=at.step, **data)
+        peaks = None if self.gpu_peaks is None else self.gpu_peaks.take()
+        if peaks is not None:
+            session.reporter.emit(GPU_MEMORY, step=at.step, **peaks)
         if session.gang.rank == 0:
             self._report_budget(at.step, sync.stop)
 

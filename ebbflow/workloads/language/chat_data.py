@@ -104,7 +104,10 @@ class AnswerMask:
         """Return the batch of these windows with the targets that do not count taken out."""
         offsets = windows[:, None] * self._length + np.arange(1, self._length + 1)
         mask = self._masks[side][offsets]
-        left_out = torch.from_numpy(~mask).to(batch.targets.device, non_blocking=True)
+        left_out = torch.from_numpy(~mask)
+        if batch.targets.device.type == "cuda":  # else the host waits for the copy
+            left_out = left_out.pin_memory()
+        left_out = left_out.to(batch.targets.device, non_blocking=True)
         return AnswerBatch(
             batch.inputs, batch.targets.masked_fill(left_out, _NOT_COUNTED), mask.sum(axis=1)
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +24,7 @@ from ebbflow.training.data.stream import TokenStream
 from ebbflow.training.engine import tensor_parallel as tensor
 from ebbflow.training.errors import DataError, WorkloadError
 from ebbflow.training.workload import Cursor, Loss, WorkloadContext
+from ebbflow.workloads.readers.step_reader import StepReader
 
 _INITIAL_STD = 0.02
 _STEPS_AHEAD = 4  # of a token stream
@@ -404,8 +404,7 @@ class TextWorkload:
         config = context.config
         self._config = config
         self._context = context
-        self._reader: ThreadPoolExecutor | None = None  # reads a step ahead on a GPU
-        self._ahead: tuple[Cursor, Future[Tensor]] | None = None
+        self._reader = StepReader(self._read, context.device, config.training.batch_size)
         self._length = config.model.sequence_length
         self._tokens = open_tokens(
             context.store,
@@ -449,26 +448,13 @@ class TextWorkload:
         if self._context.device.type != "cuda":
             self._read_ahead(cursor)
             return self._batch(self._tokens.train, self._order.window(cursor.first, cursor.count))
-        if self._reader is None:  # a new thread would use the first GPU
-            self._reader = ThreadPoolExecutor(
-                1, "tokens", torch.cuda.set_device, (self._context.device,)
-            )
-        expected, rows = self._ahead or (None, None)
-        if rows is None or expected != cursor:
-            rows = self._reader.submit(self._read, cursor)
-        after = Cursor(cursor.first + self._config.training.batch_size, cursor.count)
-        self._ahead = after, self._reader.submit(self._read, after)
-        return TextBatch.of(rows.result().to(self._context.device, non_blocking=True))
+        return TextBatch.of(self._reader.take(cursor)[0])
 
-    def _read(self, cursor: Cursor) -> Tensor:
-        """Read the samples of a step into page-locked memory.
-
-        A thread calls this one step ahead of training.
-        """
+    def _read(self, cursor: Cursor) -> list[Tensor]:
+        """Read the samples of a step."""
         self._read_ahead(cursor)
-        return self._text(
-            self._tokens.train, self._order.window(cursor.first, cursor.count)
-        ).pin_memory()
+        windows = self._order.window(cursor.first, cursor.count)
+        return [self._text(self._tokens.train, windows)]
 
     def _read_ahead(self, cursor: Cursor) -> None:
         if isinstance(self._tokens.train, TokenStream):

@@ -50,6 +50,7 @@ from ebbflow.workloads.points.point_metrics import (
     sinkhorn_emd,
 )
 from ebbflow.workloads.points.point_model import PointDenoiser, count_flops
+from ebbflow.workloads.readers.step_reader import StepReader
 
 _HELD_OUT = 2**40  # first synthetic shape that is never trained on
 _PICTURED = 6
@@ -169,6 +170,8 @@ class PointCloudDiffusion:
         else:
             self._count = options.synthetic_clouds
         self._order = SampleOrder(self._count, self._seed)
+        batch_size = context.config.training.batch_size
+        self._reader = StepReader(self._read, context.device, batch_size)
         self._shown: dict[str, Tensor] = {}
 
     @classmethod
@@ -236,6 +239,9 @@ class PointCloudDiffusion:
         return [model.embedding, *model.blocks, model.head]
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> CloudBatch:  # noqa: ARG002 (the interface of Workload)
+        return CloudBatch(*self._reader.take(cursor))
+
+    def _read(self, cursor: Cursor) -> list[Tensor]:
         numbers = self._order.window(cursor.first, cursor.count).tolist()
         rows = [
             self._sample(number, (cursor.first + place) // self._count)
@@ -244,12 +250,8 @@ class PointCloudDiffusion:
         if not rows:
             empty = torch.zeros(0, self._options.num_points, 3)
             none = torch.zeros(0, dtype=torch.int64)
-            return CloudBatch(
-                *(part.to(self._context.device) for part in (empty, empty, none, none))
-            )
-        return CloudBatch(
-            *(torch.stack(part).to(self._context.device) for part in zip(*rows, strict=True))
-        )
+            return [empty, empty, none, none]
+        return [torch.stack(part) for part in zip(*rows, strict=True)]
 
     def loss(self, model: nn.Module, batch: CloudBatch) -> Loss:
         options = self._options

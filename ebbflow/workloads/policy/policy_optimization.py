@@ -355,9 +355,7 @@ class PolicyOptimization:
         self._engine.update_weights(model, 0)
         found = self._generate(mine, greedy_draws(share, options.generate_max_len))
         texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
-        own = torch.tensor(
-            [self._reward(*pair) for pair in zip(mine, texts, strict=True)], device=context.device
-        )
+        own = torch.tensor(self._reward.judge(mine, texts), device=context.device)
         rewards = context.gather(own).flatten()[:count].double()
         self._shown = [
             (prompt.text, text, prompt.answer, float(reward))
@@ -478,7 +476,7 @@ class PolicyOptimization:
                 in_background(partial(self._generate, *self._round(number + 1))),
             )
         texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
-        rewards = [self._reward(*pair) for pair in zip(prompts, texts, strict=True)]
+        rewards = self._reward.judge(prompts, texts)
         own = isinstance(self._engine, TorchEngine)
         if own:
             old = found.log_probs

@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,6 +25,9 @@ from ebbflow.training.time_limit import TimeIsUp, at_most
 from ebbflow.training.workload_loader import describe_mistake
 from ebbflow.workloads.policy import sandbox
 from ebbflow.workloads.policy.policy_prompts import Prompt
+
+if TYPE_CHECKING:
+    from ebbflow.workloads.language.reward_model import RewardModel
 
 # A function of the prompt's text, the completion's text and the prompt's row.
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
@@ -60,6 +63,7 @@ class Reward:
         self._root = root or Path()
         self._device = device or torch.device("cpu")
         self.model_bytes = 0  # of the weights of all models
+        self._models: dict[str, RewardModel] = {}
         self._parts: list[tuple[str, float, RewardFunction]] = []
         for part in filter(None, (word.strip() for word in written.split(","))):
             name, _, weight = part.partition("=")
@@ -79,6 +83,49 @@ class Reward:
             weight * self._call(name, function, prompt, completion)
             for name, weight, function in self._parts
         )
+
+    def judge(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
+        """Return the rewards of many completions; models judge them in batches.
+
+        Raises WorkloadError as a call does.
+        """
+        pairs = list(zip(prompts, completions, strict=True))
+        rewards = [0.0] * len(pairs)
+        for name, weight, function in self._parts:
+            model = self._models.get(name)
+            if model is not None:
+                texts = [(prompt.text, completion) for prompt, completion in pairs]
+                found = self._score_many(name, model, texts)
+            else:
+                found = [self._call(name, function, *pair) for pair in pairs]
+            rewards = [
+                before + weight * score for before, score in zip(rewards, found, strict=True)
+            ]
+        return rewards
+
+    def _score_many(
+        self, name: str, model: RewardModel, texts: Sequence[tuple[str, str]]
+    ) -> list[float]:
+        model.load()  # once and without the limit
+        try:
+            with at_most(self._seconds * max(1, len(texts))):
+                found = model.score(texts)
+        except TimeIsUp:
+            raise WorkloadError(
+                f"reward {name} took longer than {self._seconds:g} s for each of {len(texts)} "
+                "completions; fix: a faster reward, or a larger workload_options.reward_seconds"
+            ) from None
+        except WorkloadError:
+            raise
+        except Exception as error:
+            raise WorkloadError(describe_mistake(error, f"reward {name}")) from error
+        for (prompt, completion), number in zip(texts, found, strict=True):
+            if not math.isfinite(number):
+                raise WorkloadError(
+                    f"reward {name} returned {number!r} for prompt {prompt[:60]!r}, completion "
+                    f"{completion[:60]!r}; fix: a finite number"
+                )
+        return found
 
     def _call(self, name: str, function: RewardFunction, prompt: Prompt, completion: str) -> float:
         about = f"prompt {prompt.text[:60]!r}, completion {completion[:60]!r}"
@@ -146,6 +193,7 @@ class Reward:
 
             model = RewardModel(self._root / Path(attribute).expanduser(), self._device)
             self.model_bytes += model.bytes
+            self._models[name] = model
             return model
         try:
             function = getattr(importlib.import_module(module), attribute)

@@ -131,6 +131,27 @@ def memory_of_other_processes(device: torch.device) -> str:
     return ""
 
 
+class GpuPeaks:
+    """Peaks of the memory of a rank's GPU. Reading them does not wait for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known = (0, 0)
+
+    def take(self) -> dict[str, int] | None:
+        """Return the peaks, in bytes, if one has grown by more than 1 % since they were returned
+        last, else None.
+        """
+        peaks = (
+            torch.cuda.max_memory_allocated(self._device),
+            torch.cuda.max_memory_reserved(self._device),
+        )
+        if all(new <= 1.01 * old for new, old in zip(peaks, self._known, strict=True)):
+            return None
+        self._known = peaks
+        return {"allocated_bytes": peaks[0], "reserved_bytes": peaks[1]}
+
+
 def more_micro_batches(
     config: RunConfig, world_size: int, accumulation: int, *, factor: int = 2
 ) -> int:
