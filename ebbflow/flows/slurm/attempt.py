@@ -86,6 +86,7 @@ _MOST_IN_VAIN = 3  # Slurm jobs in a row without a commit, whose end nothing out
 _MOST_TAKEN = 20  # the same, if they were preempted or lost a node
 _TAKEN = (Cause.PREEMPTED, Cause.NODE_FAILED, Cause.NODE_DRAINED, Cause.REQUEUED)
 _PREFIX = "ebbflow"
+_EARLY_SECONDS = 60  # by which Slurm may send its warning too early (sbatch(1), --signal)
 _LONGEST_QUOTE = 200  # characters of a line of output
 # Variables of the launcher's processes, which mean nothing on another machine
 _OF_LAUNCHER = ("EBBFLOW_PARENT_PID", CLAIM_VARIABLE, RUN_CLAIM_VARIABLE)
@@ -408,12 +409,13 @@ def _find_exceeded_limit(attempt: NextAttempt) -> tuple[Outcome, str] | None:
         late = f"the deadline passed {-left:.1f} h ago (cost.deadline_hours)"
         return Outcome.DEADLINE, late
     minutes = attempt.most_minutes
-    if minutes is not None and 60 * minutes < 1.5 * attempt.warning_seconds:
+    notice = attempt.warning_seconds + _EARLY_SECONDS
+    if minutes is not None and 60 * minutes <= notice:
         budget = config.slurm.budget_node_hours
         return Outcome.BUDGET, (
             f"budget: {attempt.node_hours_used:.4g} of {budget:g} node-hours are used, and the "
-            f"{minutes} min that are left for {attempt.spec.nodes} nodes are too short: saving begins "
-            f"{attempt.warning_seconds} s before the end; fix: a larger slurm.budget_node_hours"
+            f"{minutes} min that are left for {attempt.spec.nodes} nodes are too short: Slurm may warn "
+            f"{notice} s before the end; fix: a larger slurm.budget_node_hours"
         )
     terms = attempt.spec.terms
     spent = "" if terms is None else terms.out_of_money()
