@@ -39,6 +39,7 @@ def batch_config(*overrides: str) -> RunConfig:
         "model.num_heads=12",
         "model.num_layers=12",
         "training.max_steps=120000",
+        "fsdp.use_mixed_precision=false",  # the hours in the tests are those of float32
     ]
     limits = ["cost.deadline_hours=20", "cost.budget_usd=100"]
     chosen = [*job, *work, *limits, *overrides]

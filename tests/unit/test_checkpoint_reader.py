@@ -992,7 +992,7 @@ def test_the_program_prints_an_error_if_it_cannot_answer(
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", FakeLibrary)
     ref, manifest = commit_of(folder, bytes(100))
-    uri = "gs://bucket"
+    uri = "swift://bucket"
     words = "unknown kind"
     if error == "version":
         raw = manifest.to_bytes().replace(b'"version":1', b'"version":2')

@@ -230,11 +230,11 @@ bad.yaml:1:21: model.vocab_size must be at least 256, one for each byte of the t
   hint: set model.vocab_size to 256""",
     ),
     "store of an unknown kind": (
-        "store: gs://bucket/folder",
+        "store: swift://bucket/folder",
         """\
-bad.yaml:1:8: store 'gs://bucket/folder' is of an unknown kind
-     1 | store: gs://bucket/folder
-       |        ^^^^^^^^^^^^^^^^^^
+bad.yaml:1:8: store 'swift://bucket/folder' is of an unknown kind
+     1 | store: swift://bucket/folder
+       |        ^^^^^^^^^^^^^^^^^^^^^
   hint: use a folder, or s3://bucket/prefix""",
     ),
     "tab": (

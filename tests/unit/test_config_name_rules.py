@@ -112,8 +112,8 @@ BREACHES = {
     "a store without a bucket": (
         "store: s3:///folder",
         "store",
-        "store 's3:///folder' names no bucket",
-        "use a folder, or s3://bucket/prefix",
+        "store 's3:///folder' is a place in S3",
+        "use s3://folder",
     ),
     "a store with one slash": (
         "store: s3:/bucket",
@@ -122,9 +122,9 @@ BREACHES = {
         "use s3://bucket",
     ),
     "a store of another kind": (
-        "store: gs://bucket",
+        "store: swift://bucket",
         "store",
-        "store 'gs://bucket' is of an unknown kind",
+        "store 'swift://bucket' is of an unknown kind",
         "use a folder, or s3://bucket/prefix",
     ),
     "a path of data on another machine": (

@@ -301,7 +301,7 @@ def test_no_matrix_of_attention_is_counted() -> None:
     """7B, one sample of 4,096 tokens on each of 8 GPUs: 64 GiB of it were matrices that fused
     attention never makes.
     """
-    fit = memory_fit(published("7b", 4096, 8, 1, 1, False), 8)
+    fit = memory_fit(settle_for_device(published("7b", 4096, 8, 1, 1, False), 8.0), 8)
     assert fit.total < 40960 * 2**20, fit.render()
     once, twice = (
         causal_lm_shape(published("7b", length, 8, 1, 1, False).model) for length in (4096, 8192)

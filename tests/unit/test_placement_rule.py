@@ -299,6 +299,7 @@ def test_a_placement_has_the_pool_its_machines_and_its_forecast() -> None:
         "market": "spot",
         "instance_type": "g5.xlarge",
         "region": "us-east-1",
+        "node_selector": None,
         "zone": "use1-az1",
         "nodes": 2,
         "processes_per_node": 1,

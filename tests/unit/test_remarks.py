@@ -31,7 +31,7 @@ def test_a_remark_is_printed_and_recorded_while_the_log_is_open(
 def test_a_killed_uploader_is_replaced_with_a_remark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client = UploaderClient(str(tmp_path), 3, [])
+    client = UploaderClient(str(tmp_path), 3, [], start=True)
     try:
         first = client.running()
         assert first is not None

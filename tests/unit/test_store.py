@@ -223,7 +223,12 @@ def test_a_full_disk_is_a_full_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uri", "words"), [("gs://bucket", "unknown kind"), ("s3://", "names no bucket")]
+    ("uri", "words"),
+    [
+        ("swift://bucket", "unknown kind"),
+        ("gs://bucket", "CRC64NVME"),
+        ("s3://", "names no bucket"),
+    ],
 )
 def test_a_store_that_cannot_be_is_refused(uri: str, words: str) -> None:
     with pytest.raises(StoreMisconfigured, match=words):

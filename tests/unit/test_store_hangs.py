@@ -208,7 +208,7 @@ def test_a_frozen_uploader_costs_one_save_and_holds_up_nothing_else(tmp_path: Pa
 
 
 def test_a_stopped_uploader_accepts_no_request_and_delays_no_rank(tmp_path: Path) -> None:
-    client = UploaderClient(str(tmp_path), 0, [])
+    client = UploaderClient(str(tmp_path), 0, [], start=True)
     try:
         os.kill(client.pid, signal.SIGSTOP)
         for _ in range(64):  # more than a pipe holds

@@ -264,7 +264,7 @@ class Plan:
         fields["on_demand"] = data.get("on_demand", {})
         choice = data.get("cheapest_on_demand")
         fields["cheapest_on_demand"] = choice and OnDemandChoice(**choice)
-        fields["key_savings"] = tuple(KeySaving(**found) for found in data.get("key_savings", ()))
+        fields["key_savings"] = tuple(KeySaving(**saving) for saving in data.get("key_savings", ()))
         fields["price_seconds"] = data.get("price_seconds", 0.0)
         fields["blocks"] = tuple(map(Candidate.from_json, data.get("blocks", ())))
         fields["ranked"] = tuple(map(Candidate.from_json, data["ranked"]))

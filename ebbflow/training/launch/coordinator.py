@@ -538,20 +538,20 @@ class GenerationPlanner:
         return replace(terms, last_notified_threshold=notified)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PaidRanks:
-    """Number of ranks that are paid for since a time on the planner's clock."""
-
-    since: float
-    ranks: int
-
-
 def end_from_open_error(error: TrainingError | InfraError) -> messages.GenerationEnd:
     curable = isinstance(error, InfraError) or error.curable
     outcome = error.outcome.value
     return messages.GenerationEnd(
         culprit=str(error), reason=EndReason.STORE, curable=curable, failed_as=outcome
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PaidRanks:
+    """Number of ranks that are paid for since a time on the planner's clock."""
+
+    since: float
+    ranks: int
 
 
 def _paid_while_joining(

@@ -69,7 +69,7 @@ class Roster:
 
     def joined_at(self) -> dict[int, float]:
         """Return when each follower connected (time.monotonic())."""
-        return {node: found.opened_at for node, found in self._connections.items()}
+        return {node: connection.opened_at for node, connection in self._connections.items()}
 
     def add_joined(self, server: RollCallServer) -> None:
         """Add the followers that have joined at `server` since the last call."""

@@ -110,27 +110,6 @@ class MemoryGrowthMonitor:
         )
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        sign in str(error).lower() for sign in _MEMORY_SIGNS
-    )
-
-
-def memory_of_other_processes(device: torch.device) -> str:
-    """Describe how much of the GPU's memory other processes use; "" if this is little or there is
-    no GPU.
-    """
-    if device.type != "cuda":
-        return ""
-    free, total = torch.cuda.mem_get_info(device)
-    other = total - free - torch.cuda.memory_reserved(device)
-    if other > max(_OWN_SHARE * total, _OWN_BYTES):
-        return f"{other / _GIB:.1f} of {total / _GIB:.1f} GiB"
-    return ""
-
-
 class GpuPeaks:
     """Peaks of the memory of a rank's GPU. Reading them does not wait for the GPU."""
 
@@ -150,6 +129,27 @@ class GpuPeaks:
             return None
         self._known = peaks
         return {"allocated_bytes": peaks[0], "reserved_bytes": peaks[1]}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error).lower() for sign in _MEMORY_SIGNS
+    )
+
+
+def memory_of_other_processes(device: torch.device) -> str:
+    """Describe how much of the GPU's memory other processes use; "" if this is little or there is
+    no GPU.
+    """
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    other = total - free - torch.cuda.memory_reserved(device)
+    if other > max(_OWN_SHARE * total, _OWN_BYTES):
+        return f"{other / _GIB:.1f} of {total / _GIB:.1f} GiB"
+    return ""
 
 
 def more_micro_batches(
