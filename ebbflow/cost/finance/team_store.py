@@ -155,7 +155,10 @@ def read_state(root: Store, team: Team) -> TeamState:
     number, written = _read_newest(root)
     uris = [f"{root.uri}/{job_prefix(job)}" for job in list_jobs(root.uri)]
     for job in (*team.jobs, *list_known_jobs()):
-        uris.append(find_job_uri(job, None))
+        try:
+            uris.append(find_job_uri(job, None))
+        except CostError as error:  # such as a job whose folder was deleted
+            print(f"team budget: {one_line(job)} is left out: {one_line(error)}", flush=True)
     logs: dict[str, list[Event]] = {}
     spent: dict[str, JobMoney] = {}
     clock = StoreClock()
