@@ -55,7 +55,6 @@ _TAKEN = frozenset(
         "experience",
         "shared-budgets",
         "slurm-jobs",
-        "team",
         "latest",
     }
 )

@@ -418,6 +418,9 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
         return terms
     booted = held.boot_seconds(events) * gang_shape(flow, order).nodes
     ranks = gang_shape(flow, order).processes_per_node
+    # The plan's price for this gang's ranks, so that other ranks on a node are no rise of the price
+    shared = terms.usd_per_rank_second * plan.chosen.processes_per_node / ranks
+    terms = replace(terms, usd_per_rank_second=shared)
     return terms.at_price(price, spent_usd=spent + booted * ranks * price)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,13 @@ from benchmarks.training.published import (
     read_foundry_runs,
     summarise_foundry,
 )
-from ebbflow.core.config.device_settings import LOSS_BYTES, choose_loss_chunk, settle_for_device
+from ebbflow.core.config.device_settings import (
+    LOSS_BYTES,
+    choose_loss_chunk,
+    renew_defaults,
+    settle_for_device,
+)
+from ebbflow.core.config.load import load_config
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.footprint import causal_lm_shape, rank_bytes
 from ebbflow.cost.catalogue import load_catalogue
@@ -28,11 +35,14 @@ from ebbflow.cost.plan.throughput import (
     MFU_PRIOR,
     estimate_throughput,
     memory_fit,
+    speed_fingerprint,
 )
 from ebbflow.cost.prices.quote import StaticPrices
+from ebbflow.training.engine.parallel_limits import RankLayout, find_unsupported_options
 from ebbflow.training.launch.devices import VisibleGpus, assign_gpus
 
 NOW = 1_790_000_000.0
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def model(width: int, blocks: int, heads: int, length: int = 2048) -> dict[str, int]:
@@ -285,3 +295,34 @@ def test_a_card_without_bfloat16_is_refused_if_bfloat16_was_asked_for() -> None:
     assert "T4 has capability 7.5; bfloat16 needs 8.0; set fsdp.param_dtype to auto or float16" in (
         refused.refusal.message
     )
+
+
+def test_a_job_that_an_earlier_version_stored_has_the_settings_of_the_same_command_today() -> None:
+    today = RunConfig()
+    stored = today.model_dump(mode="json")
+    stored["fsdp"] |= {"use_mixed_precision": False, "param_dtype": "bfloat16"}
+    stored["training"] |= {"loss_chunk_tokens": None}
+    keys = ("fsdp.use_mixed_precision", "fsdp.param_dtype", "training.loss_chunk_tokens")
+    document = {"config": stored, "sources": dict.fromkeys(keys, "default")}
+    assert RunConfig.model_validate(renew_defaults(document)) == today
+    assert stored["fsdp"]["param_dtype"] == "bfloat16", "the document is left as it is"
+
+    document["sources"]["fsdp.use_mixed_precision"] = "job.yaml:3"
+    assert renew_defaults(document)["fsdp"]["use_mixed_precision"] is False, "the user wrote it"
+
+
+def test_a_step_is_repeated_at_default_precision_and_not_in_float16() -> None:
+    words = ["guards.repeat_interval_steps=5", "training.deterministic=strict"]
+    config = load_config(None, words, project_root=ROOT, cwd=ROOT).config
+    for capability, refused in ((None, 0), (8.0, 0), (7.5, 1)):
+        settled = settle_for_device(config, capability)
+        place = RankLayout(ranks=2, ranks_per_node=2, gpu=capability is not None)
+        found = [str(option) for option in find_unsupported_options(settled, place)]
+        assert len([text for text in found if "repeat_interval_steps" in text]) == refused
+
+
+def test_a_speed_measured_under_the_former_name_of_the_default_dtype_is_known() -> None:
+    mixed = RunConfig().changed("fsdp", use_mixed_precision=True)
+    former = mixed.changed("fsdp", param_dtype="bfloat16")
+    assert speed_fingerprint(mixed) == speed_fingerprint(former)
+    assert speed_fingerprint(mixed) != speed_fingerprint(RunConfig())

@@ -4,7 +4,10 @@ A configuration whose keys are still "auto" means what it means on a CPU: float3
 all tokens at once.
 """
 
+import copy
+
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.json_values import JsonObject
 
 # First compute capability whose tensor cores multiply bfloat16 (Ampere). Older cards multiply
 # float16.
@@ -14,6 +17,29 @@ BFLOAT16_CAPABILITY = 8.0
 LOSS_BYTES = 2**30
 _LOSS_BYTES_PER_LOGIT = 3 * 4
 _SMALLEST_CHUNK = 256
+
+
+# Defaults of keys before their default was "auto"
+_FORMER_DEFAULTS = {
+    ("fsdp", "use_mixed_precision"): False,
+    ("fsdp", "param_dtype"): "bfloat16",
+    ("training", "loss_chunk_tokens"): None,
+}
+
+
+def renew_defaults(document: JsonObject) -> JsonObject:
+    """Return the configuration in a job's config.json, with today's defaults of these keys where an
+    earlier version wrote its own: a job that nobody has changed then has the same settings.
+    """
+    config = copy.deepcopy(document.get("config") or {})
+    sources = document.get("sources") or {}
+    for (section, name), former in _FORMER_DEFAULTS.items():
+        values = config.get(section)
+        if not isinstance(values, dict) or name not in values:
+            continue
+        if sources.get(f"{section}.{name}") == "default" and values[name] == former:
+            values[name] = "auto"
+    return config
 
 
 def settle_for_device(config: RunConfig, capability: float | None) -> RunConfig:

@@ -372,7 +372,7 @@ _only_with(
     "guards.repeat_interval_steps",
     None,
     "fsdp.param_dtype",
-    ("bfloat16",),
+    ("auto", "bfloat16"),  # ranks refuse it where "auto" is float16
     "the loss scale of float16 may change between the two computations",
 )
 for _name in ("reduce_dtype", "cpu_offload"):

@@ -292,6 +292,8 @@ def speed_fingerprint(config: RunConfig) -> str:
             del sections["model"][name]
     if config.parallel.tensor_size == 1:
         del sections["parallel"]["tensor_size"]
+    if sections["fsdp"]["param_dtype"] == "auto":  # the default's name when speeds were recorded
+        sections["fsdp"]["param_dtype"] = "bfloat16"
     if config.training.tf32:  # speeds were recorded before it counted
         sections["training"] = {"tf32": True}
     batch = config.training.batch_size, config.training.gradient_accumulation_steps

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ebbflow.core.config.device_settings import renew_defaults
 from ebbflow.core.config.load import LoadedConfig, load_config, read_given_values
 from ebbflow.core.config.problems import ConfigError
 from ebbflow.core.config.schema import RunConfig, TrainingConfig
@@ -30,6 +31,7 @@ _DECISIVE = (
     "data",
     "training",
     "parallel",
+    "fsdp",
 )
 
 
@@ -60,7 +62,7 @@ class TrainingSettings:
 
     def find_changes(self, former: dict[str, Any]) -> list[str]:
         """Return the settings that differ from a former config.json and may change the weights."""
-        before = former.get("config", {})
+        before = renew_defaults(former)
         now = self.document["config"]
         changed = [key for key in _DECISIVE if before.get(key) != now.get(key)]
         key = "script_text_sha256"

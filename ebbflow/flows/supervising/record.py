@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from pydantic import ValidationError
 
+from ebbflow.core.config.device_settings import renew_defaults
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import (
@@ -363,7 +364,8 @@ def _written_config(job_store: Store) -> RunConfig | None:
     if job_store.head("config.json") is None:
         return None
     try:
-        return RunConfig.model_validate(json.loads(job_store.get("config.json")).get("config"))
+        document = json.loads(job_store.get("config.json"))
+        return RunConfig.model_validate(renew_defaults(document))
     except ValidationError:
         return None
 

@@ -44,6 +44,14 @@ def find_unsupported_options(config: RunConfig, place: RankLayout) -> list[Unsup
         found += _tensor_groups(config, place)
     if config.parallel.compile:
         found += _compiler(place)
+    if config.guards.repeat_interval_steps and config.fsdp.compute_dtype == "float16":
+        found.append(
+            UnsupportedOption(
+                "guards.repeat_interval_steps: ranks compute in float16, whose loss scale may change "
+                "between the two computations of a step",
+                "set fsdp.use_mixed_precision to false, or guards.repeat_interval_steps to null",
+            )
+        )
     if config.fsdp.float8 == "on" and not place.gpu:
         found.append(
             UnsupportedOption(
