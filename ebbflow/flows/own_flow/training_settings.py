@@ -15,7 +15,7 @@ from ebbflow.core.config.schema import RunConfig, TrainingConfig
 from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.checks.gpu import visible_gpus
-from ebbflow.infra.slurm.script import gpus_per_node
+from ebbflow.infra.slurm.partitions import gpus_per_node
 
 _SOURCE = "@ebbflow"
 _BUDGET = "cost.budget_usd"

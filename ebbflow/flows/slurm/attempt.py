@@ -35,7 +35,6 @@ from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.partitions import (
     count_spent_usd,
     count_used_node_hours,
-    is_priced,
     make_partition_terms,
     measure_hours_needed,
 )
@@ -63,6 +62,7 @@ from ebbflow.infra.slurm.commands import (
     submit,
     usual_minutes,
 )
+from ebbflow.infra.slurm.partitions import is_priced
 from ebbflow.infra.slurm.script import (
     BatchScript,
     agent_lines,
