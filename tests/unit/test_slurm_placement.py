@@ -164,6 +164,9 @@ def test_a_drain_that_nothing_else_explains_is_the_time_limit() -> None:
     failed = SlurmJob(job_id="1", state="FAILED", reason="NonZeroExitCode")
     assert JobEnd(slurm=failed, result=result, asked=False).cause is Cause.TIME_LIMIT
     assert JobEnd(slurm=failed, result=None, asked=False).cause is Cause.FAILED
+    asked = JobEnd(slurm=failed, result=result, asked=True)
+    assert asked.cause is Cause.CANCELLED
+    assert asked.describe() == "FAILED, asked by its launcher to leave"
 
 
 def test_a_requeued_job_that_the_launcher_has_cancelled_is_no_users_cancel() -> None:
