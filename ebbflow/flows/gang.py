@@ -36,7 +36,7 @@ from ebbflow.flows.job import Job, TrainArtifacts
 from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 from ebbflow.infra.instance import identify_machine
-from ebbflow.infra.slurm.script import gpus_per_node
+from ebbflow.infra.slurm.partitions import gpus_per_node
 
 if TYPE_CHECKING:
     from ebbflow.cost.ledger.pricing import MachineFacts

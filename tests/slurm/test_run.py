@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -10,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.config.schema import CheckpointConfig, RunConfig
 from ebbflow.core.errors import Outcome
+from ebbflow.core.event_payloads import SlurmJobPayload
+from ebbflow.core.events import read_events, select_events
 from ebbflow.core.process import children
+from ebbflow.flows.job import Job
+from ebbflow.flows.slurm.attempt import adopt
+from ebbflow.training.launch.messages import GangSpec
+from ebbflow.training.launch.slurm_node import NodeResult, SlurmOrder, order_key, result_key
 from tests.support.flow import ROOT
 from tests.support.slurm_cluster import SlurmCluster
 from tests.support.slurm_flow import SlurmRunner
@@ -74,6 +82,43 @@ def test_an_agent_of_a_requeued_job_starts_no_rank(
     done = subprocess.run(["srun", "-N2", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 75, done.stderr
     assert done.stdout.count("left to its launcher") == 2
+
+
+def test_a_live_job_with_other_settings_leaves_and_its_node_hours_are_recorded(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    config = RunConfig(store=str(tmp_path / "store"), checkpoint=CheckpointConfig(stop_seconds=15))
+    job = Job(name="sent", run="2", config=config)
+    spec = GangSpec(
+        job=job.name,
+        run="1",
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="",
+        config=RunConfig(store=config.store),
+        store_uri=config.store,
+        prepared={},
+        log_folder="",
+    )
+    key = order_key("1", 1)
+    job.store.put(key, SlurmOrder(gang=spec.to_json(), round=1).model_dump_json().encode())
+    token = hashlib.sha256(job.store.uri.encode()).hexdigest()[:12]
+    ready = tmp_path / "ready"
+    options = ("-N2", f"--comment=ebbflow:{token}:1:1", "-o", "/dev/null")
+    agents = f"srun bash -c 'touch {ready}-$SLURM_PROCID; exec sleep 600'"
+    job_id = cluster.ask("sbatch", "--parsable", *options, f"--wrap={agents}").strip()
+    cluster.wait_until("agents", lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    left = NodeResult(job_id=job_id, outcome=Outcome.INTERRUPTED, step=7)
+    job.store.put(result_key(key, 0), left.model_dump_json().encode())
+    assert adopt(job, config) is None
+    (event,) = select_events(read_events(job.store), SlurmJobPayload)
+    end = event.payload
+    assert (end.job_id, end.does, end.cause, end.nodes) == (job_id, "ended", "cancelled", 2)
+    assert end.started_utc is not None and end.stopped_utc is not None
+    assert adopt(job, config) is None
+    assert len(select_events(read_events(job.store), SlurmJobPayload)) == 1
 
 
 def test_a_queue_that_never_grants_ends_the_run(runner: SlurmRunner) -> None:

@@ -23,6 +23,7 @@ from ebbflow.cost.plan.partitions import (
 )
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.plan_text import render_plan
+from ebbflow.cost.report.slurm_jobs import format_slurm_rows, summarize_slurm_jobs
 from tests.support.timelines import WALL, GangLog, event
 
 SPOT = {"name": "spot", "preemptible": True, "usd_per_node_hour": 12.0}
@@ -46,12 +47,14 @@ def settings(*partitions: dict[str, Any], slurm: dict[str, Any] | None = None, *
     )
 
 
-def slurm_job(does: str, started: float, stopped: float, *, partition: dict[str, Any]) -> Event:
+def slurm_job(
+    does: str, started: float, stopped: float, *, partition: dict[str, Any], job_id: str = "7"
+) -> Event:
     made = event(
         SLURM_JOB,
         started if does == "submitted" else stopped,
         does=does,
-        job_id="7",
+        job_id=job_id,
         partition=partition["name"],
         nodes=2,
         processes_per_node=1,
@@ -133,6 +136,32 @@ def test_the_ledger_bills_node_hours_of_slurm_at_the_partitions_price(is_running
     assert ledger.total_usd == (seconds * 12 / 3600).quantize(Decimal("0.000001"))
     assert is_running or seconds == 120
     assert count_used_node_hours(events) == pytest.approx(0 if is_running else 120 / 3600)
+
+
+def test_a_node_in_an_unpriced_partition_costs_nothing_before_and_after_its_jobs_end() -> None:
+    """The job before it ran in a priced partition for 60 s, on two nodes at $12."""
+    unpriced = {"name": "safe"}
+    log = GangLog(1, 110.0, [[0], [1]], machines=[{}, {}])
+    log.phase("startup", 10.0)
+    log.heartbeat(0, 150.0)
+    log.heartbeat(1, 150.0)
+    running = [
+        slurm_job("submitted", 0, 60, partition=SPOT),
+        slurm_job("ended", 0, 60, partition=SPOT),
+        slurm_job("submitted", 100, 160, partition=unpriced, job_id="8"),
+        *log.events,
+    ]
+    ended = [*running, slurm_job("ended", 100, 160, partition=unpriced, job_id="8")]
+    assert fold(running).total_usd == fold(ended).total_usd == Decimal("0.4")
+
+
+def test_rows_of_slurm_jobs_without_dollars_from_an_older_report_are_shown() -> None:
+    (row,) = summarize_slurm_jobs([slurm_job("ended", 0, 60, partition=SPOT)])
+    (with_dollars,) = format_slurm_rows([row])
+    del row["usd"]
+    (without,) = format_slurm_rows([row])
+    assert with_dollars[4] == "$0.4000"
+    assert without == (*with_dollars[:4], "unknown", *with_dollars[5:])
 
 
 def test_the_terms_of_an_attempt_have_its_partitions_price_and_hazard() -> None:

@@ -12,7 +12,10 @@ from ebbflow.core.layout import shared_budget_key
 from ebbflow.core.store import Store
 from ebbflow.flows.own_flow.ranking import RankingError, rank_trials
 from ebbflow.flows.own_flow.shared_budget import SharedBudget
+from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
+from ebbflow.flows.own_flow.step_options import StepOptions
 from ebbflow.flows.own_flow.trained_model import TrainedModel
+from ebbflow.flows.own_flow.training_settings import make_settings
 
 
 def open_budget(folder: Path, limit_usd: float = 10.0) -> SharedBudget:
@@ -114,3 +117,23 @@ def test_trials_are_ranked_by_how_much_a_dollar_lowered_their_loss() -> None:
         rank_trials(trials, metric="acc", mode="max")
     with pytest.raises(RankingError, match="no input has a trained model"):
         rank_trials([], metric=None, mode=None)
+
+
+def test_a_training_on_slurm_shares_no_budget_and_is_refused_in_one_line(tmp_path: Path) -> None:
+    step = CheckedStep(
+        name="train",
+        place="flow.py:11",
+        options=StepOptions.parse({"budget_of_all": 40}),
+        store=str(tmp_path),
+        datastore="local",
+        flow_folder=tmp_path,
+        is_gang=False,
+        is_caught=False,
+        nodes=1,
+        calls=(),
+        files=(),
+    )
+    overrides = ["cluster.plan_for=slurm", "cluster.nodes=2"]
+    with pytest.raises(OwnFlowError, match=r"flow.py:11: .*budget_of_all.*; fix: budget=") as error:
+        make_settings(step, nodes=1, file=None, overrides=overrides)
+    assert "\n" not in str(error.value)

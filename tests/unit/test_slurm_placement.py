@@ -18,7 +18,8 @@ from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.flows.slurm.attempt import JobEnd
 from ebbflow.flows.slurm.placement import JobOutlook, choose_partition, limit_minutes
 from ebbflow.infra.slurm.commands import Cause, SlurmJob, parse_accounting, parse_job
-from ebbflow.infra.slurm.script import gpus_per_node, partition_options, warning_seconds
+from ebbflow.infra.slurm.partitions import explain_fewest_gpus, gpus_per_node
+from ebbflow.infra.slurm.script import partition_options, warning_seconds
 from ebbflow.training.launch.slurm_node import NodeResult
 
 SPOT = PartitionConfig(name="spot", preemptible=True)
@@ -163,6 +164,9 @@ def test_a_drain_that_nothing_else_explains_is_the_time_limit() -> None:
     failed = SlurmJob(job_id="1", state="FAILED", reason="NonZeroExitCode")
     assert JobEnd(slurm=failed, result=result, asked=False).cause is Cause.TIME_LIMIT
     assert JobEnd(slurm=failed, result=None, asked=False).cause is Cause.FAILED
+    asked = JobEnd(slurm=failed, result=result, asked=True)
+    assert asked.cause is Cause.CANCELLED
+    assert asked.describe() == "FAILED, asked by its launcher to leave"
 
 
 def test_a_requeued_job_that_the_launcher_has_cancelled_is_no_users_cancel() -> None:
@@ -177,6 +181,23 @@ def test_a_requeued_job_that_the_launcher_has_cancelled_is_no_users_cancel() -> 
 def test_gres_names_the_gpus_of_a_node(gres: str | None, gpus: int) -> None:
     partition = PartitionConfig(name="p", gres=gres)
     assert gpus_per_node(SlurmConfig(partitions=[partition])) == gpus
+
+
+def test_automatic_ranks_fit_every_partition_that_an_attempt_may_get() -> None:
+    partitions = [
+        PartitionConfig(name="a", gres="gpu:8", usd_per_node_hour=24.0),
+        PartitionConfig(name="b", gres="gpu:4", usd_per_node_hour=10.0),
+    ]
+    cluster = ClusterConfig(processes_per_node="auto")
+    config = RunConfig(slurm=SlurmConfig(partitions=partitions), cluster=cluster)
+    assert gpus_per_node(config.slurm) == 4
+    assert explain_fewest_gpus(config) == (
+        "cluster.processes_per_node is auto: 4 ranks on each node, the fewest GPUs of gres (8 in a, "
+        "4 in b)"
+    )
+    alike = SlurmConfig(partitions=[partitions[1], PartitionConfig(name="c", gres="gpu:4")])
+    assert explain_fewest_gpus(RunConfig(slurm=alike, cluster=cluster)) == ""
+    assert explain_fewest_gpus(RunConfig(slurm=config.slurm)) == ""
 
 
 @pytest.mark.parametrize(("save_seconds", "warning"), [(None, 121), (4.0, 42), (300.0, 121)])

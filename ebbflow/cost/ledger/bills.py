@@ -22,6 +22,7 @@ from ebbflow.cost.ledger.instances import (
     group_by_instance,
     group_nodes_by_job,
     read_batch_jobs,
+    read_live_slurm_jobs,
     read_slurm_jobs,
 )
 from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricing
@@ -116,7 +117,9 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
     """Compute the cost of every node of a job from its events, which must be ordered by time."""
     nodes = read_paid_nodes(events)
     jobs = {**read_batch_jobs(events), **read_slurm_jobs(events)}
-    reported = group_nodes_by_job(nodes, jobs)
+    # A node of the live job, whose paid time is not known yet, may be near the end of another one
+    by_job = group_nodes_by_job(nodes, {**jobs, **read_live_slurm_jobs(events)})
+    reported = {job_id: by_job[job_id] for job_id in jobs}
     job_of: dict[int, BatchJob] = {}
     for job_id, mine in reported.items():
         job_of.update((id(node), jobs[job_id]) for node in mine)

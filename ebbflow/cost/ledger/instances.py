@@ -23,6 +23,7 @@ clocks of two machines, which may be minutes apart; lead and tail are therefore 
 has no event, all of its time counts as start-up.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -239,19 +240,28 @@ def read_slurm_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
         payload = event.payload
         if payload.does != "ended" or not payload.started_utc or not payload.stopped_utc:
             continue
-        job_id = f"slurm-{payload.job_id}"
-        found[job_id] = BatchJob(
-            job_id=job_id,
-            nodes=max(1, payload.nodes or 1),
-            ranks=max(1, payload.processes_per_node or 1),
-            started=float(payload.started_utc),
-            stopped=float(payload.stopped_utc),
-            cause="reclaimed" if payload.cause == "preempted" else "ended",
-            placed_wall=float(payload.started_utc),
-            candidate=make_partition_candidate(payload),
-            by_slurm=True,
-        )
+        job = _make_slurm_job(payload, float(payload.started_utc), float(payload.stopped_utc))
+        found[job.job_id] = job
     return found
+
+
+def read_live_slurm_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
+    """Read the Slurm job that was submitted last, by id, if its end is not recorded.
+
+    It counts as started at its submission and without an end, so that it can be compared with the
+    time of nodes. A job has one live Slurm job at most.
+
+    Args:
+        events: The events of the job, ordered by time.
+    """
+    payloads = select_events(events, SlurmJobPayload)
+    submitted = [event for event in payloads if event.payload.does == "submitted"]
+    ended = {event.payload.job_id for event in payloads if event.payload.does == "ended"}
+    if not submitted or submitted[-1].payload.job_id in ended:
+        return {}
+    newest = submitted[-1]
+    job = _make_slurm_job(newest.payload, newest.t_wall, math.inf)
+    return {job.job_id: job}
 
 
 def make_partition_candidate(payload: SlurmJobPayload) -> CandidateJson | None:
@@ -356,6 +366,26 @@ def _batch_job(
         candidate=candidate if recorded.get("instance_type") else None,
         node_times=node_times,
         never_started=frozenset(silent),
+    )
+
+
+def _make_slurm_job(payload: SlurmJobPayload, started: float, stopped: float) -> BatchJob:
+    """Make a job of Slurm.
+
+    Args:
+        started: Unix seconds.
+        stopped: Unix seconds.
+    """
+    return BatchJob(
+        job_id=f"slurm-{payload.job_id}",
+        nodes=max(1, payload.nodes or 1),
+        ranks=max(1, payload.processes_per_node or 1),
+        started=started,
+        stopped=stopped,
+        cause="reclaimed" if payload.cause == "preempted" else "ended",
+        placed_wall=started,
+        candidate=make_partition_candidate(payload),
+        by_slurm=True,
     )
 
 

@@ -148,8 +148,9 @@ class Pricing:
     history: dict[PoolName, tuple[tuple[float, Decimal], ...]]
     # Dollars per hour of a node that the configuration states, for a job without a plan
     stated: Decimal | None = None
-    # (Unix seconds, partition as a pool) of each Slurm job's submission, ordered by time
-    partitions: tuple[tuple[float, CandidateJson], ...] = ()
+    # (Unix seconds, partition as a pool) of each Slurm job's submission, ordered by time; None
+    # instead of a partition without a price
+    partitions: tuple[tuple[float, CandidateJson | None], ...] = ()
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Pricing:
@@ -219,7 +220,8 @@ class Pricing:
         )
 
     def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
-        partition = self._find_partition(at, job)
+        is_on_slurm = self._is_on_slurm(at, job)
+        partition = self._find_partition(at, job) if is_on_slurm else None
         if partition is not None:
             return NodePrice(
                 curve=PriceCurve(parse_usd(partition)),
@@ -227,7 +229,8 @@ class Pricing:
                 kind=STATED_FOR_PARTITION,
                 pool=parse_pool(partition),
             )
-        plan = self._find_plan(at, job)
+        # A plan prices machines of a cloud
+        plan = None if is_on_slurm else self._find_plan(at, job)
         if plan is not None:
             return self.price_machine(plan, machine)
         if self.stated is not None:
@@ -238,17 +241,19 @@ class Pricing:
             curve=PriceCurve(Decimal(0)), on_demand_usd_per_hour=None, kind=UNPRICED, pool=None
         )
 
-    def _find_partition(self, at: float, job: BatchJob | None) -> CandidateJson | None:
-        """Return the priced partition in which a node ran; None if it did not run on Slurm, or if no
-        price is stated.
-        """
+    def _is_on_slurm(self, at: float, job: BatchJob | None) -> bool:
+        """Return whether Slurm ran a node: no plan for a cloud follows the last submission."""
         if job is not None:
-            return job.candidate if job.by_slurm else None
-        placed = [(time, candidate) for time, candidate in self.partitions if time <= at]
+            return job.by_slurm
+        submitted = [time for time, _ in self.partitions if time <= at]
         planned = [event.t_wall for event in self.plans if event.t_wall <= at]
-        if not placed or (planned and planned[-1] > placed[-1][0]):
-            return None
-        return placed[-1][1]
+        return bool(submitted) and (not planned or planned[-1] <= submitted[-1])
+
+    def _find_partition(self, at: float, job: BatchJob | None) -> CandidateJson | None:
+        """Return the partition in which Slurm ran a node; None if no price is stated for it."""
+        if job is not None:
+            return job.candidate
+        return [candidate for time, candidate in self.partitions if time <= at][-1]
 
     def _find_plan(self, at: float, job: BatchJob | None) -> PlanJson | None:
         """Return the plan that prices a node: the last plan made at or before `at`, else the first
@@ -324,11 +329,10 @@ def _find_stated_usd(events: Sequence[Event]) -> Decimal | None:
     return None
 
 
-def _find_partitions(events: Sequence[Event]) -> Iterator[tuple[float, CandidateJson]]:
+def _find_partitions(events: Sequence[Event]) -> Iterator[tuple[float, CandidateJson | None]]:
     for event in select_events(events, SlurmJobPayload):
-        candidate = make_partition_candidate(event.payload)
-        if event.payload.does == "submitted" and candidate is not None:
-            yield event.t_wall, candidate
+        if event.payload.does == "submitted":
+            yield event.t_wall, make_partition_candidate(event.payload)
 
 
 def _time_of_change(change: tuple[int, Decimal]) -> int:

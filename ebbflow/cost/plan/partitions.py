@@ -30,6 +30,7 @@ from ebbflow.infra.slurm.commands import (
     count_nodes,
     estimate_start,
 )
+from ebbflow.infra.slurm.partitions import is_priced, order_partitions
 from ebbflow.infra.slurm.script import partition_options
 
 # Interruptions per hour before the job has seen any (assumed, as a prior)
@@ -45,24 +46,6 @@ class PartitionEvidence:
     nodes: Mapping[str, int] = field(default_factory=dict)  # number of nodes by state
     start_utc: float | None = None  # when the job would start (Unix seconds); None: not told
     problem: str = ""  # why Slurm would refuse the job
-
-
-def order_partitions(config: RunConfig) -> list[PartitionConfig]:
-    """Return the partitions, the preferred one first: the cheapest if all have prices, else as
-    configured.
-    """
-    partitions = list(config.slurm.partitions)
-    if is_priced(config):
-        partitions.sort(key=lambda partition: partition.usd_per_node_hour or 0.0)
-    return partitions
-
-
-def is_priced(config: RunConfig) -> bool:
-    """Return whether every partition that the job may use has a price."""
-    partitions = config.slurm.partitions
-    return bool(partitions) and all(
-        partition.usd_per_node_hour is not None for partition in partitions
-    )
 
 
 def explain_ignored_budget(config: RunConfig) -> str:

@@ -5,7 +5,7 @@ ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.core.events import Event, select_events
@@ -23,7 +23,8 @@ class SlurmJobRow(TypedDict):
     partition: str | None
     nodes: int | None
     node_hours: float | None  # None before its end, or without a start
-    usd: float | None  # None without a stated price
+    # None without a stated price; missing in reports of versions that knew no prices
+    usd: NotRequired[float | None]
     cause: str | None  # why it ended; None if its end is not recorded
     state: str | None  # Slurm's word
     reason: str | None
@@ -41,18 +42,21 @@ def summarize_slurm_jobs(events: Sequence[Event]) -> list[SlurmJobRow]:
 
 def format_slurm_rows(rows: Sequence[SlurmJobRow]) -> list[tuple[str, ...]]:
     """Format the Slurm jobs as rows with the columns of `HEADER`."""
-    return [
-        (
-            one_line(row["job_id"]),
-            one_line(row["partition"] or "default"),
-            str(row["nodes"] or _UNKNOWN),
-            _UNKNOWN if row["node_hours"] is None else f"{row['node_hours']:.4f}",
-            _UNKNOWN if row["usd"] is None else format_usd(row["usd"], 4),
-            one_line(row["cause"] or _UNKNOWN),
-            one_line(row["reason"] or row["state"] or ""),
-        )
-        for row in rows
-    ]
+    return [_format_row(row) for row in rows]
+
+
+def _format_row(row: SlurmJobRow) -> tuple[str, ...]:
+    hours = row["node_hours"]
+    usd = row.get("usd")
+    return (
+        one_line(row["job_id"]),
+        one_line(row["partition"] or "default"),
+        str(row["nodes"] or _UNKNOWN),
+        _UNKNOWN if hours is None else f"{hours:.4f}",
+        _UNKNOWN if usd is None else format_usd(usd, 4),
+        one_line(row["cause"] or _UNKNOWN),
+        one_line(row["reason"] or row["state"] or ""),
+    )
 
 
 def _count_node_hours(payload: SlurmJobPayload) -> float | None:

@@ -16,7 +16,7 @@ from ebbflow.core.config.schema import RunConfig, TrainingConfig
 from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
 from ebbflow.flows.remote import in_container
 from ebbflow.infra.checks.gpu import visible_gpus
-from ebbflow.infra.slurm.script import gpus_per_node
+from ebbflow.infra.slurm.partitions import gpus_per_node
 
 _SOURCE = "@ebbflow"
 _BUDGET = "cost.budget_usd"
@@ -192,6 +192,12 @@ def _check_slurm(
         raise OwnFlowError(
             f"{where}, and step {step.name} runs on {nodes} nodes (num_parallel); fix: call the step "
             "without num_parallel, and set cluster.nodes"
+        )
+    if step.options.budget_of_all is not None:
+        raise OwnFlowError(
+            f"{where}, and budget_of_all needs the cost of a trial before it starts, which Slurm does "
+            "not tell; fix: budget= for each trial and usd_per_node_hour of slurm.partitions, or "
+            "slurm.budget_node_hours"
         )
     if not isinstance(_value(given, "cluster.nodes", "auto"), int):
         raise OwnFlowError(f"{where} and no number of nodes; fix: cluster.nodes: N")

@@ -35,7 +35,6 @@ from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.partitions import (
     count_spent_usd,
     count_used_node_hours,
-    is_priced,
     make_partition_terms,
     measure_hours_needed,
 )
@@ -63,6 +62,7 @@ from ebbflow.infra.slurm.commands import (
     submit,
     usual_minutes,
 )
+from ebbflow.infra.slurm.partitions import is_priced
 from ebbflow.infra.slurm.script import (
     BatchScript,
     agent_lines,
@@ -107,7 +107,7 @@ class JobEnd:
 
     slurm: SlurmJob
     result: NodeResult | None  # None: node 0 wrote none
-    asked: bool  # whether this launcher was asked to leave
+    asked: bool  # whether a launcher has asked it to leave: at SIGTERM, or for other settings
     queue_expired: bool = False  # whether it was cancelled after `slurm.queue_minutes`
     drained: str = ""  # the node that an operator drains, and which the job has therefore left
 
@@ -120,6 +120,8 @@ class JobEnd:
             return Cause.REQUEUED
         has_left = self.result is not None and self.result.outcome is Outcome.INTERRUPTED
         if has_left and self.slurm.cause in (Cause.FAILED, Cause.COMPLETED):
+            if self.asked:
+                return Cause.CANCELLED
             return Cause.NODE_DRAINED if self.drained else Cause.TIME_LIMIT
         return self.slurm.cause
 
@@ -129,6 +131,8 @@ class JobEnd:
             return f"{self.slurm.state}, {self.drained}"
         if self.queue_expired:
             return f"{self.slurm.state} by this launcher, no nodes in time"
+        if self.cause is Cause.CANCELLED and self.asked:
+            return f"{self.slurm.state}, asked by its launcher to leave"
         if self.cause is Cause.CANCELLED and not self.slurm.cancelled_by:
             return f"{self.slurm.state}, by whom is not known without sacct"
         return self.slurm.describe()
@@ -231,7 +235,8 @@ def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
     """Return the live Slurm job of this training job, which a former launcher has left; None if
     there is none.
 
-    A second one, or one with another configuration, is asked to save and leave first.
+    A second one, or one with another configuration, is asked to save and leave first, and its end is
+    recorded.
 
     Raises:
         InfraError: Slurm or the store does not answer.
@@ -246,13 +251,18 @@ def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
         _, _, run, number = live.comment.split(":")
         key = order_key(run, int(number))
         order = _read_order(job, key)
-        if adopted is None and order is not None and order.spec().config == config:
-            adopted = SubmittedJob(job_id=live.job_id, key=key, order=order)
+        submitted = None
+        if order is not None:
+            submitted = SubmittedJob(job_id=live.job_id, key=key, order=order)
+        if adopted is None and submitted is not None and submitted.order.spec().config == config:
+            adopted = submitted
             say(f"slurm: job {live.job_id} of run {run} still {live.state.lower()}: adopted")
             _record(job, adopted, does="adopted")
             continue
         say(f"slurm: job {live.job_id} of run {run} has other settings: asked to save and leave")
-        _drain(live.job_id, config)
+        seen = _drain(live.job_id, config)
+        if submitted is not None:
+            _record_left_behind(job, submitted, seen, run=run, asked=True)
     return adopted
 
 
@@ -523,7 +533,9 @@ def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
     The attempts of this run since its last commit are counted.
     """
     vain = list(itertools.takewhile(lambda end: end.commits == commits, reversed(ends)))
-    failed = [end for end in vain if end.cause not in (*_TAKEN, Cause.REFUSED)]
+    # A cancelled one was another launcher's: this run ends with its own
+    excused = (*_TAKEN, Cause.REFUSED, Cause.CANCELLED)
+    failed = [end for end in vain if end.cause not in excused]
     if len(failed) < _MOST_IN_VAIN and len(vain) < _MOST_TAKEN:
         return ""
     causes = ", ".join(sorted({f"{end.state}: {end.cause}" for end in vain}))
@@ -624,9 +636,20 @@ def _settle_left_behind(job: Job, known: set[str]) -> None:
             continue
         submitted = SubmittedJob(job_id=payload.job_id, key=key, order=order)
         seen = look_up(payload.job_id)
-        end = JobEnd(slurm=seen, result=_read_result(job, submitted), asked=False)
-        say(f"slurm: job {payload.job_id} of run {event.run} ended: {end.describe()}")
-        _record(job, submitted, does="ended", end=end)
+        _record_left_behind(job, submitted, seen, run=event.run, asked=False)
+
+
+def _record_left_behind(
+    job: Job, submitted: SubmittedJob, seen: SlurmJob, *, run: str, asked: bool
+) -> None:
+    """Record the end of a Slurm job of another launcher.
+
+    Args:
+        asked: whether this launcher has asked it to leave.
+    """
+    end = JobEnd(slurm=seen, result=_read_result(job, submitted), asked=asked)
+    say(f"slurm: job {submitted.job_id} of run {run} ended: {end.describe()}")
+    _record(job, submitted, does="ended", end=end)
 
 
 def _find_drained_node(nodes: str) -> str:
@@ -656,8 +679,8 @@ def _read_order(job: Job, key: str) -> SlurmOrder | None:
         return None
 
 
-def _drain(job_id: str, config: RunConfig) -> None:
-    """Let a Slurm job save and leave, and wait until it has ended."""
+def _drain(job_id: str, config: RunConfig) -> SlurmJob:
+    """Let a Slurm job save and leave, and return it once it has ended."""
     cancel_at = time.monotonic() + config.checkpoint.stop_seconds + _LEAVE_SECONDS
     seen = SlurmJob(job_id=job_id, state="RUNNING")
     with contextlib.suppress(SlurmUnavailable):
@@ -669,6 +692,7 @@ def _drain(job_id: str, config: RunConfig) -> None:
             _try_cancel(job_id)
         with contextlib.suppress(SlurmUnavailable):
             seen = look_up(job_id)
+    return seen
 
 
 def _ask_to_leave(seen: SlurmJob) -> None:

@@ -16,7 +16,7 @@ from ebbflow.core.config import LoadedConfig, load_config
 from ebbflow.core.errors import Outcome
 from ebbflow.core.layout import check_job_name, plain_name
 from ebbflow.core.program import PROJECT_ROOT
-from ebbflow.cost.plan.partitions import order_partitions
+from ebbflow.infra.slurm.partitions import order_partitions
 from ebbflow.infra.slurm.script import (
     BatchScript,
     activation_lines,

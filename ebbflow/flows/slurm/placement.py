@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from ebbflow.core.config.schema import PartitionConfig, RunConfig
 from ebbflow.core.event_payloads import SlurmJobPayload
-from ebbflow.cost.plan.partitions import gang_nodes, is_priced, order_partitions
+from ebbflow.cost.plan.partitions import gang_nodes
 from ebbflow.infra.slurm.commands import Cause
+from ebbflow.infra.slurm.partitions import is_priced, order_partitions
 
 # Preemptions in a row without a commit between them, after which a job leaves a partition
 _MOST_PREEMPTIONS = 2

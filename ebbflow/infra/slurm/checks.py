@@ -26,6 +26,7 @@ from ebbflow.infra.slurm.commands import (
     read_partitions,
     usual_minutes,
 )
+from ebbflow.infra.slurm.partitions import explain_fewest_gpus, order_partitions
 from ebbflow.infra.slurm.probe import NodeProbe, read_probes
 from ebbflow.infra.slurm.script import (
     activation_lines,
@@ -99,7 +100,9 @@ def check_partitions(context: PreflightContext) -> CheckFinding:
             return failed("the cluster has no default partition", "name one in slurm.partitions")
         return passed(f"the default partition {default[0]}")
     names = [partition.name for partition in config.slurm.partitions]
-    return passed(f"{', '.join(names)}: up, with at least {config.cluster.nodes} nodes")
+    text = f"{', '.join(names)}: up, with at least {config.cluster.nodes} nodes"
+    ranks = explain_fewest_gpus(config)
+    return passed(f"{text}; {ranks}" if ranks else text)
 
 
 @_for_slurm
@@ -225,7 +228,7 @@ def check_nodes(context: PreflightContext) -> CheckFinding:
     nodes = config.cluster.nodes
     if not config.slurm.probe or not isinstance(nodes, int):
         return skipped("slurm.probe is false")
-    partition = config.slurm.partitions[0] if config.slurm.partitions else None
+    partition = next(iter(order_partitions(config)), None)
     key = job_prefix(f".preflight-{secrets.token_hex(8)}")
     store = Store.open(config.store)
     python = "python" if config.slurm.activate or config.slurm.container_image else sys.executable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ _SAVES_BEFORE_LIMIT = 3
 _MEASURED_SAVES = 10
 # After the end of the first agent; the others upload their logs for up to 5 s
 _STRAY_AGENT_SECONDS = 30
-_GPUS = re.compile(r"(?:gres/)?gpu(?::[\w.-]+?)?[:=](\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +113,6 @@ def activation_lines(slurm: SlurmConfig) -> list[str]:
     if slurm.activate is None:
         return []
     return [slurm.activate]
-
-
-def gpus_per_node(slurm: SlurmConfig) -> int:
-    """Return the GPUs that each node of the first partition gives a job (`gres`), 1 without any."""
-    gres = (slurm.partitions[0].gres or "") if slurm.partitions else ""
-    counts = [int(count) for count in _GPUS.findall(gres)]
-    return sum(counts) or 1
 
 
 def _quote_option(option: str) -> str:
