@@ -96,14 +96,19 @@ def on_device(rank: int, state: str, **known: Any) -> WorkerFailure:
 
 CASES: dict[str, tuple[Evidence, int, str]] = {
     "the only recorder that does not answer": (
-        [late(0), hung(1, where=SYNC, recorder_silent=True), late(2)],
+        [late(0), hung(1, where=SYNC, step=9, recorder_silent=True), late(2)],
         1,
         SILENT,
     ),
-    "a silent recorder, though another rank is outside of collectives": (
-        [late(0), hung(1, where=SYNC, recorder_silent=True), ahead(2, waiting=False)],
-        1,
-        SILENT,
+    "a rank outside of collectives, though another recorder is silent": (
+        [late(0), hung(1, where=SYNC, step=9, recorder_silent=True), ahead(2, waiting=False)],
+        2,
+        OUTSIDE,
+    ),
+    "the fewest calls, though another recorder is silent": (
+        [late(0), hung(1, where=SYNC, step=9, recorder_silent=True), ahead(2)],
+        0,
+        FEWEST,
     ),
     "two silent recorders are no evidence": (
         [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -35,6 +36,10 @@ TEXTS = {
     "pointer": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
     "page": "<!DOCTYPE html><html>403</html>",
     "empty": "",
+}
+WRONG_INDEXES = {
+    "parts, elsewhere": dict.fromkeys(WEIGHTS, "../elsewhere.safetensors"),
+    "parts, numbers": dict.fromkeys(WEIGHTS, 1),
 }
 WRAPPERS = "_forward_module._orig_mod."
 
@@ -95,16 +100,19 @@ def write_foreign(kind: str, folder: Path) -> Path:
         "views": WEIGHTS | {"b.weight": torch.ones(90)[3:5]},
         "wrapped": {f"{WRAPPERS}{name}": tensor for name, tensor in WEIGHTS.items()},
         "argparse": {"model": WEIGHTS, "args": argparse.Namespace(lr=1)},
+        "argparse before torch 1.6": {"model": WEIGHTS, "args": argparse.Namespace(lr=1)},
         "whole module": nn.Linear(2, 2),
         "sparse": WEIGHTS | {"b.weight": torch.ones(2).to_sparse()},
         "meta": WEIGHTS | {"b.weight": torch.ones(2, device="meta")},
     }
     path = folder / "model.pt"
     if kind in documents:
-        is_archive = kind != "before torch 1.6"
+        is_archive = "before torch 1.6" not in kind
         torch.save(documents[kind], path, _use_new_zipfile_serialization=is_archive)
     elif kind == "torchscript":
         torch.jit.script(nn.Linear(2, 2)).save(str(path))
+    elif kind == "plain pickle":
+        path.write_bytes(pickle.dumps({"args": argparse.Namespace(lr=1)}, protocol=2))
     elif kind in TEXTS:
         path.write_text(TEXTS[kind])
     elif kind.startswith("dcp"):
@@ -125,6 +133,13 @@ def write_model_folder(kind: str, folder: Path) -> None:
     if kind == "two copies":
         save_file(plain, folder / "model.safetensors")
         save_file(plain, folder / "consolidated.safetensors")
+    elif kind == "another head":
+        save_file({"a.weight": plain["a.weight"]}, folder / "model.safetensors")
+        save_file({"b.weight": plain["b.weight"]}, folder / "head.safetensors")
+    elif kind == "an index left over":
+        save_file(plain, folder / "model.safetensors")
+        left = dict.fromkeys([*plain, "tied.weight"], "pytorch_model-00001-of-00001.bin")
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": left}))
     elif kind == "bin parts":
         for name, part in parts.items():
             torch.save(
@@ -137,7 +152,7 @@ def write_model_folder(kind: str, folder: Path) -> None:
         for name, part in parts.items():
             save_file({name: plain[name]}, folder / part)
         if "no index" not in kind:
-            raw = json.dumps({"weight_map": parts})
+            raw = json.dumps({"weight_map": WRONG_INDEXES.get(kind, parts)})
             (folder / "model.safetensors.index.json").write_text(raw)
         if "key missing" in kind:
             save_file({"c": torch.ones(1)}, folder / parts["b.weight"])
@@ -328,7 +343,16 @@ def test_nothing_is_overwritten_and_no_started_job_is_imported_into(
 
 @pytest.mark.parametrize(
     "kind",
-    ["before torch 1.6", "views", "wrapped", "parts", "parts, no index", "two copies", "bin parts"],
+    [
+        "before torch 1.6",
+        "views",
+        "wrapped",
+        "parts",
+        "parts, no index",
+        "two copies",
+        "bin parts",
+        "an index left over",
+    ],
 )
 def test_a_foreign_checkpoint_is_read(tmp_path: Path, kind: str) -> None:
     weights = read_file(write_foreign(kind, tmp_path)).weights
@@ -340,6 +364,10 @@ def test_a_foreign_checkpoint_is_read(tmp_path: Path, kind: str) -> None:
     ("kind", "message"),
     [
         ("whole module", r"needs torch\.nn\.modules\.linear\.Linear; hint: --allow-pickle"),
+        ("plain pickle", r"argparse\.Namespace.*; torch\.save did not write it"),
+        ("another head", r"head\.safetensors: has tensors that model\.safetensors .* b\.weight"),
+        ("parts, elsewhere", r"'\.\./elsewhere\.safetensors' is no file name"),
+        ("parts, numbers", "1 is no file name"),
         ("torchscript", "TorchScript archive"),
         ("sparse", r"'b\.weight' is torch\.sparse_coo"),
         ("meta", r"'b\.weight' has no values"),
@@ -364,14 +392,48 @@ def test_a_foreign_checkpoint_is_refused_with_its_reason(
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("kind", ["argparse", "dcp, argparse"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ],
+)
+@pytest.mark.parametrize("slots", [True, False])
+def test_metadata_set_no_attribute_of_a_class_or_function(
+    tmp_path: Path, module: str, name: str, slots: bool
+) -> None:
+    """A pickle's BUILD sets attributes of whatever lies on its stack."""
+    path = write_foreign("dcp", tmp_path)
+    state = {"left_by_a_pickle": None}
+    build = pickle.dumps((None, state) if slots else state, protocol=2)[2:-1] + pickle.BUILD
+    code = pickle.GLOBAL + f"{module}\n{name}\n".encode() + build + pickle.STOP
+    (path / ".metadata").write_bytes(pickle.PROTO + b"\x02" + code)
+    target = getattr(importlib.import_module(module), name)
+    with pytest.raises(CheckpointError, match=r"sets attributes of \w+; hint: --allow-pickle"):
+        read_file(path)
+    assert not hasattr(target, "left_by_a_pickle")
+
+
+def test_a_path_in_metadata_is_read(tmp_path: Path) -> None:
+    path = write_foreign("dcp", tmp_path)
+    content = pickle.loads((path / ".metadata").read_bytes())
+    content.storage_meta.checkpoint_id = Path("/theirs/checkpoint")
+    (path / ".metadata").write_bytes(pickle.dumps(content))
+    assert set(read_file(path).weights) == set(WEIGHTS)
+
+
+@pytest.mark.parametrize("kind", ["argparse", "argparse before torch 1.6", "dcp, argparse"])
 def test_a_pickled_object_needs_allow_pickle(
     tmp_path: Path, capfd: pytest.CaptureFixture, kind: str
 ) -> None:
     (tmp_path / "theirs").mkdir()
     path = str(write_foreign(kind, tmp_path / "theirs"))
     assert checkpoints(["import", path, str(tmp_path / "jobs/new")]) == 1
-    assert "needs argparse.Namespace; hint: --allow-pickle" in capfd.readouterr().err
+    message = capfd.readouterr().err
+    assert "argparse.Namespace" in message and "--allow-pickle runs the code" in message
     assert checkpoints(["import", path, str(tmp_path / "jobs/new"), "--allow-pickle"]) == 0
 
 

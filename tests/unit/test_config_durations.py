@@ -82,7 +82,16 @@ def test_a_moment_is_refused_with_the_duration_until_it(text: str, hint: str) ->
     assert explain_moment("name", text, now) is None
 
 
-@pytest.mark.parametrize("text", ["2030-13-31 14:00Z", "tomorrow", "2030-03-31 14:00 Nowhere/Town"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2030-13-31 14:00Z",
+        "tomorrow",
+        "2030-03-31 14:00 Nowhere/Town",
+        "9999-12-31 23:59 -05:00",
+        "0001-01-01 00:00 Europe/Berlin",
+    ],
+)
 def test_what_is_no_moment_gets_no_such_hint(text: str) -> None:
     assert explain_moment("cost.deadline_hours", text, datetime.now(UTC)) is None
 

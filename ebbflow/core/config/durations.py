@@ -46,7 +46,10 @@ def explain_moment(key: str, text: str, now: datetime) -> str | None:
     if zone is None:
         return f"{key} is a duration; to have it computed, add a zone, such as {text} Europe/Berlin"
     moment = wall.replace(tzinfo=zone)
-    return _explain_change_of_clocks(moment) or _explain_length(key, moment, now, unit)
+    try:
+        return _explain_change_of_clocks(moment) or _explain_length(key, moment, now, unit)
+    except OverflowError:  # in UTC it is before year 1 or after 9999
+        return None
 
 
 def _explain_change_of_clocks(moment: datetime) -> str | None:

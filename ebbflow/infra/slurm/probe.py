@@ -25,6 +25,7 @@ from ebbflow.core.store import Store
 from ebbflow.infra.slurm.environment import SlurmTask, first_address
 
 _SECONDS = 40.0  # for the other nodes to start and to connect
+_GREETING_SECONDS = 2.0  # a node sends it at once
 _LOOK_SECONDS = 0.2
 _TRIED_PORTS = 8
 
@@ -75,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(task: SlurmTask, store: Store, key: str) -> None:
-    """Answer each other node's connection with this node's clock.
+    """Answer each other node's connection with this node's clock. A node's first line is the key,
+    which no stranger sends.
 
     Raises:
         OSError: a node did not connect.
@@ -87,19 +89,31 @@ def _serve(task: SlurmTask, store: Store, key: str) -> None:
         port = listener.getsockname()[1]
         store.put(f"{key}/address", json.dumps([address, port]).encode())
         limit = time.monotonic() + _SECONDS
-        for count in range(1, len(task.nodes)):
+        count = 0
+        while count < len(task.nodes) - 1:
             listener.settimeout(max(0.1, limit - time.monotonic()))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
                 raise OSError(
-                    f"{count - 1} of {len(task.nodes) - 1} nodes connected to {address}:{port} "
+                    f"{count} of {len(task.nodes) - 1} nodes connected to {address}:{port} "
                     f"within {_SECONDS:g} s"
                 ) from None
             with connection:
-                connection.settimeout(_SECONDS)
-                connection.recv(1)
-                connection.sendall(f"{time.time():.6f}\n".encode())
+                if _answer(connection, f"{key}\n".encode()):
+                    count += 1
+
+
+def _answer(connection: socket.socket, greeting: bytes) -> bool:
+    """Send this node's clock if the peer greets as a node. Return whether it was sent."""
+    connection.settimeout(_GREETING_SECONDS)
+    try:
+        if connection.makefile("rb").readline(len(greeting)) != greeting:
+            return False
+        connection.sendall(f"{time.time():.6f}\n".encode())
+    except OSError:
+        return False
+    return True
 
 
 def _bind() -> socket.socket:
@@ -137,13 +151,15 @@ def _ask(task: SlurmTask, store: Store, key: str) -> tuple[float, float]:
     try:
         with socket.create_connection((address, port), timeout=_SECONDS / 4) as connection:
             sent = time.time()
-            connection.sendall(b"?")
-            answer = connection.makefile().readline()
+            connection.sendall(f"{key}\n".encode())
+            clock = float(connection.makefile().readline())
             received = time.time()
     except OSError as error:
         raise OSError(f"cannot reach port {where}: {error}") from error
+    except ValueError as error:
+        raise OSError(f"port {where} closed, or answered without a clock: {error}") from error
     middle = (sent + received) / 2
-    return middle - float(answer), (received - sent) / 2
+    return middle - clock, (received - sent) / 2
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from ebbflow.core.json_values import JsonObject
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.training.checkpoint.foreign_files import (
     METADATA,
+    FolderFiles,
     check_file,
     check_names_of_index,
     list_folder_files,
@@ -45,6 +46,7 @@ from ebbflow.training.checkpoint.foreign_files import (
     load_torch_file,
 )
 from ebbflow.training.checkpoint.hugging_face import their_name, write_settings
+from ebbflow.training.checkpoint.model_folder import abbreviate
 from ebbflow.training.checkpoint.portable_state import (
     PortableState,
     add_optimizer,
@@ -316,22 +318,30 @@ def read_weight_files(path: Path, weights_only: bool, allow_pickle: bool) -> Por
     """Read a safetensors file, or the files of a folder that together hold the weights, and any
     file of the optimizer.
     """
-    files = list_folder_files(path, ignored=_OPTIMIZER) if path.is_dir() else [path]
+    if path.is_dir():
+        found = list_folder_files(path, ignored=_OPTIMIZER)
+    else:
+        found = FolderFiles(files=[path])
     state: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            tensors, metadata = _read(file)
-            about |= json.loads(metadata.get(_OURS, "{}"))
-        else:
-            tensors = load_torch_file(file, allow_pickle=allow_pickle)
+    for file in found.files:
+        tensors, metadata = _read(file, allow_pickle=allow_pickle)
+        about |= json.loads(metadata.get(_OURS, "{}"))
         if doubled := set(tensors) & set(state):
             raise CheckpointError(
                 f"{path}: {sorted(doubled)[:3]} are in more than one of its files"
             )
         state |= tensors
-    if path.is_dir():
-        check_names_of_index(path, set(state))
+    if found.index is not None:
+        check_names_of_index(found.index, set(state))
+    for file in found.passed_over:
+        tensors, _ = _read(file, allow_pickle=allow_pickle)
+        more = sorted(set(tensors) - set(state))
+        if more:
+            raise CheckpointError(
+                f"{file}: has tensors that {found.files[0].name} beside it lacks: "
+                f"{abbreviate(more)}; hint: move it away, or import {found.files[0]} alone"
+            )
     content = PortableState(
         weights=unwrap_weights(state, str(path)),
         step=about.get("step", 0),
@@ -512,7 +522,10 @@ def _optimizer_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".safetensors") + _OPTIMIZER)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return tensors and metadata of a safetensors file; of another suffix, those of a torch file."""
+    if path.suffix != ".safetensors":
+        return load_torch_file(path, allow_pickle=allow_pickle), {}
     try:
         from safetensors import safe_open
     except ImportError as error:

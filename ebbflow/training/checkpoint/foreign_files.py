@@ -8,26 +8,33 @@ DCP's metadata need are resolved, and any other is refused.
 """
 
 import io
+import itertools
 import json
 import pickle
 import re
 import zipfile
-from pathlib import Path, PurePath
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint._nested_dict import FLATTEN_MAPPING
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint
 
 from ebbflow.training.checkpoint.model_folder import (
     INDEX,
@@ -44,9 +51,6 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 # The names in the metadata of DCP folders, besides dtypes
 _METADATA_NAMES = {
     ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib._local", "PosixPath"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
@@ -59,8 +63,36 @@ _METADATA_NAMES = {
     (f"{_CHECKPOINT}.metadata", "TensorProperties"),
     (f"{_CHECKPOINT}.metadata", "TensorStorageMetadata"),
 }
+_PATH_NAMES = {
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+# Types whose objects a pickle may give a state
+_STATEFUL_TYPES = {
+    _StorageInfo,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+}
 _PART = re.compile(r"-(\d+)-of-(\d+)\.\w+$")
 _MOST_NAMED = 3
+_PythonUnpickler: Any = pickle._Unpickler  # the one in C lets no class check BUILD
+_MAGIC = MAGIC_NUMBER.to_bytes(10, "little")
+_HEAD_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderFiles:
+    """Weight files of a Hugging Face model folder."""
+
+    files: Sequence[Path]
+    index: Path | None = None  # lists the files and their tensors
+    passed_over: Sequence[Path] = ()  # files that neither an index nor a usual name selects
 
 
 def load_torch_file(path: Path, *, allow_pickle: bool) -> Any:
@@ -83,7 +115,17 @@ def load_torch_file(path: Path, *, allow_pickle: bool) -> Any:
         needed = _needed_names(path) if is_archive else []
         if needed:
             raise CheckpointError(f"{path}: needs {', '.join(needed)}; hint: {_ALLOW}") from error
-        raise
+        if allow_pickle:
+            raise
+        cause = _shorten(error.__context__ or error)  # torch puts a page of advice around it
+        if is_archive or _is_plain(path):
+            remedy = _ALLOW
+        else:
+            remedy = "torch.save did not write it"
+        raise CheckpointError(
+            f"{path}: cannot be read as torch: {cause}; hint: copy it again if it is damaged; "
+            f"{remedy}"
+        ) from error
 
 
 def load_dcp(path: Path, *, allow_pickle: bool) -> dict[Any, Any]:
@@ -123,22 +165,33 @@ def load_dcp(path: Path, *, allow_pickle: bool) -> dict[Any, Any]:
     return _restore_lists(document)
 
 
-def list_folder_files(path: Path, *, ignored: str) -> list[Path]:
-    """Return the weight files of a Hugging Face model folder: those of its index, else its one
-    file, else all parts of a file. Names that end with `ignored` do not count.
+def list_folder_files(path: Path, *, ignored: str) -> FolderFiles:
+    """Find the weight files of a Hugging Face model folder: those of its index, else its one file,
+    else all parts of a file. Names that end with `ignored` do not count.
 
     Raises CheckpointError or WorkloadError if a file or a part is missing.
     """
-    for index, single in ((INDEX, "model.safetensors"), (TORCH_INDEX, "pytorch_model.bin")):
+    candidates: list[list[Path]] = []
+    for index, single, pattern in (
+        (INDEX, "model.safetensors", "*.safetensors"),
+        (TORCH_INDEX, "pytorch_model.bin", "pytorch_model*.bin"),
+    ):
         if (path / index).is_file():
-            return list_indexed_files(path / index)
-        if (path / single).is_file():
-            return [path / single]
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        files = sorted(file for file in path.glob(pattern) if not file.name.endswith(ignored))
+            return FolderFiles(files=list_indexed_files(path / index), index=path / index)
+        files = sorted(
+            file
+            for file in path.glob(pattern)
+            if not file.name.endswith(ignored) and not file.is_dir()
+        )
+        if path / single in files:
+            files.remove(path / single)
+            passed_over = list(itertools.chain(*candidates, files))
+            return FolderFiles(files=[path / single], passed_over=passed_over)
+        candidates.append(files)
+    for files in candidates:
         if files:
             _check_numbers(path, files)
-            return files
+            return FolderFiles(files=files)
     if any(path.glob("**/*_model_states.pt")):
         raise CheckpointError(
             f"{path}: a DeepSpeed checkpoint; hint: python zero_to_fp32.py (it is in the folder) "
@@ -151,19 +204,15 @@ def list_folder_files(path: Path, *, ignored: str) -> list[Path]:
     )
 
 
-def check_names_of_index(path: Path, names: set[str]) -> None:
-    """Raise CheckpointError if the index of a folder promises tensors that its files lack."""
-    for index in (path / INDEX, path / TORCH_INDEX):
-        if not index.is_file():
-            continue
-        promised = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        missing = sorted(promised - names)
-        if missing:
-            raise CheckpointError(
-                f"{index}: its files lack {len(missing)} of {len(promised)} tensors: "
-                f"{abbreviate(missing)}; hint: copy the folder again"
-            )
-        return
+def check_names_of_index(index: Path, names: set[str]) -> None:
+    """Raise CheckpointError if an index promises tensors that its files lack."""
+    promised = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    missing = sorted(promised - names)
+    if missing:
+        raise CheckpointError(
+            f"{index}: its files lack {len(missing)} of {len(promised)} tensors: "
+            f"{abbreviate(missing)}; hint: copy the folder again"
+        )
 
 
 def check_file(path: Path) -> None:
@@ -173,15 +222,30 @@ def check_file(path: Path) -> None:
         raise CheckpointError(f"{path}: {problem}")
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler of a DCP folder's metadata that resolves no other names."""
+class _Unpickler(_PythonUnpickler):
+    """Unpickler of a DCP folder's metadata that resolves no other names, and sets attributes of
+    new DCP objects alone: those of a class or a function would change this process.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PATH_NAMES:
+            return _join_path
         if (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise CheckpointError(f"needs {module}.{name}; hint: {_ALLOW}")
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if type(target) not in _STATEFUL_TYPES:
+            name = getattr(target, "__qualname__", type(target).__qualname__)
+            raise CheckpointError(f"sets attributes of {name}; hint: {_ALLOW}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 class _Reader(FileSystemReader):
@@ -221,9 +285,20 @@ class _Planner(DefaultLoadPlanner):
             self.original_state_dict[name] = self.state_dict[name]
 
 
+def _join_path(*parts: str) -> str:
+    """Join the parts of a pickled path."""
+    return str(PurePosixPath(*parts))
+
+
 def _is_torchscript(path: Path) -> bool:
     with zipfile.ZipFile(path) as archive:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+def _is_plain(path: Path) -> bool:
+    """Return whether torch.save wrote the file as plain pickles, of which the first is a number."""
+    with path.open("rb") as file:
+        return _MAGIC in file.read(_HEAD_BYTES)
 
 
 def _needed_names(file: Path | io.BytesIO) -> list[str]:

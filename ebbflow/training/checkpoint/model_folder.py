@@ -5,7 +5,7 @@ Imports no torch.
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ebbflow.training.errors import WorkloadError
 
@@ -22,6 +22,9 @@ def list_indexed_files(index: Path) -> list[Path]:
         raise WorkloadError(
             f"{index}: is not an index of weight files: {type(error).__name__}: {error}"
         ) from error
+    for name in names:
+        if not isinstance(name, str) or PurePath(name).name != name:
+            raise WorkloadError(f"{index}: {name!r} is no file name; fix: name files beside it")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise WorkloadError(

@@ -7,11 +7,12 @@ The culprit is the first of the following that the evidence shows:
 3. a process that is stopped (SIGSTOP)
 4. ranks whose flight recorders show different collectives
 5. a rank whose GPU has not started a collective in which the GPUs of other ranks wait (NCCL)
-6. the rank whose flight recorder does not answer, while all others' do
-7. a living rank that waits neither in a collective nor for its GPU, while other ranks wait
-8. a rank that finished while the other ranks continued
-9. a rank whose collective failed at another code location than on the other ranks
-10. the rank that is furthest behind
+6. a living rank that waits neither in a collective nor for its GPU, while other ranks wait
+7. a rank that finished while the other ranks continued
+8. a rank whose collective failed at another code location than on the other ranks
+9. the rank that is furthest behind
+10. the rank whose flight recorder does not answer, while all others' do; on a busy machine that of a
+    healthy rank may be late
 11. the network
 
 The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
@@ -135,11 +136,11 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
         return _mismatch_culprit(mismatch, evidence)
     for find_culprit in (
         _device_behind,
-        _recorder_silent,
         _outside_collective,
         _left,
         _odd_call,
         _behind,
+        _recorder_silent,
     ):
         accusation = find_culprit(evidence)
         if accusation is not None:
