@@ -39,7 +39,7 @@ class starts(FlowMutator):  # noqa: N801 - the name of a decorator
 
     def pre_mutate(self, mutable_flow):
         configs = dict(mutable_flow.configs)
-        scheduled.check_deployment(sys.argv, configs["settings"]["text"])
+        scheduled.check_deployment(sys.argv, configs["settings"])
         for name, attributes in scheduled.read_starts(configs["when"]).items():
             mutable_flow.add_decorator(name, deco_kwargs=attributes)
 
@@ -80,7 +80,7 @@ class ScheduledFlow(FlowSpec):
     @step
     def supervise(self):
         """Run the job until it is complete, or until its budget, its deadline or a failure ends it."""
-        self.outcome = scheduled.supervise_job(self.settings["text"], self.job_name, self.options)
+        self.outcome = scheduled.supervise_job(self.settings, self.job_name, self.options)
         self.next(self.end)
 
     @step

@@ -101,6 +101,7 @@ def test_batch_jobs_that_never_ran_differ_from_ended_ones(reason: str) -> None:
         ("stop, Ann", "operator"),
         ("User initiated termination", "operator"),
         ("Ebbflow: ended: the launcher was asked to leave", "ebbflow"),
+        ("Ebbflow: its container was not made in time: 45.0 minutes", "ebbflow"),
         ("Job attempt duration exceeded timeout", "limit"),
         ("Metaflow initiated job termination.", "unknown"),
     ],

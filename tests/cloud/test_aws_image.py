@@ -122,8 +122,9 @@ def test_the_efa_installer_runs_only_if_its_publisher_signed_it(
     assert install.index('fetch_efa.sh "${EFA_INSTALLER}" "${EFA_KEY}"') < install.index(
         "./efa_installer.sh"
     )
-    if shutil.which("gpg") is None:
-        pytest.skip("no gpg on this machine")
+    for command in ("gpg", "curl"):
+        if shutil.which(command) is None:
+            pytest.skip(f"no {command} on this machine")
     home = tmp_path / "gpg"
     home.mkdir(mode=0o700)
     gpg = ["gpg", "--homedir", str(home), "--batch", "--quiet", "--passphrase", "", "--yes"]
@@ -264,6 +265,7 @@ def test_the_build_script_pins_both_bases_logs_in_and_pushes(tmp_path: Path, pus
     digest = "sha256:" + "a" * 64
     (tmp_path / "docker").write_text(
         f'#!/bin/bash\necho "docker $*" >> {tmp_path}/asked\n'
+        f'if [ -f requirements.txt ]; then echo "$PWD" >> {tmp_path}/contexts; fi\n'
         f'case "$*" in *imagetools*) echo {digest};; *login*) cat > /dev/null;; esac\n'
     )
     (tmp_path / "aws").write_text(f'#!/bin/bash\necho "aws $*" >> {tmp_path}/asked\n')
@@ -285,5 +287,7 @@ def test_the_build_script_pins_both_bases_logs_in_and_pushes(tmp_path: Path, pus
         assert re.search(rf"--build-arg {base}\S+@{digest} ", build), build
     assert f"--tag {image} " in build and "--provenance=false" in build
     assert build.endswith(" --build-arg EFA_INSTALLER=1.37.0 .")
+    context = (tmp_path / "contexts").read_text().splitlines()[-1]
+    assert context == str(ROOT), "COPY needs requirements.txt"
     assert ("--push" in build) is (push == "yes") is ("aws ecr get-login" in asked)
     assert push == "no" or "--region eu-west-1" in asked

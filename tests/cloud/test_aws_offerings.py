@@ -16,14 +16,15 @@ from ebbflow.infra.aws.offerings import choose_families, keep_families, refuse_t
 
 ZONES = ["x-1a", "x-1b", "x-1c"]
 EVERYWHERE = set(ZONES)
-# As DescribeInstanceTypeOfferings answers by zone: one family nowhere, one not where the others are
+# As DescribeInstanceTypeOfferings answers by zone: one family in a Local Zone alone, which has no
+# subnet of the stack, one not where the others are
 OFFERED = {
     "g4dn": EVERYWHERE,
-    "g5": {"x-1b", "x-1c"},
+    "g5": {"x-1-lax-1a", "x-1b", "x-1c"},
     "g6": EVERYWHERE,
     "g6e": {"x-1c"},
     "p4d": {"x-1b"},
-    "p5": set[str](),
+    "p5": {"x-1-lax-1a"},
 }
 
 
@@ -75,6 +76,29 @@ def test_parameters_that_are_given_or_kept_hold(template: Template) -> None:
     chosen = choose_families(template, given, None, "x-1", said.append)
     assert chosen == {**given, "GangFamilies": "g5,g6e"}
     assert said == ["jobs of several nodes go to x-1c, which offers g5, g6e"]
+
+
+def test_an_existing_stack_keeps_the_zone_of_its_subnets(template: Template) -> None:
+    said: list[str] = []
+    chosen = choose_families(template, {}, {"Nat": "yes", "GangZone": ""}, "x-1", said.append)
+    assert chosen == {"Families": "g4dn,g5,g6,g6e,p4d", "GangFamilies": ""}
+    assert "x-1a offers no g5: its queue for several nodes is left out" in said
+    assert not [line for line in said if "jobs of several nodes" in line]
+
+
+def test_an_existing_stack_keeps_its_families_for_several_nodes(template: Template) -> None:
+    known = {"Families": "g5,g6e", "GangFamilies": "g5", "GangZone": "x-1c"}
+    said: list[str] = []
+    chosen = choose_families(template, {"Families": "g5,g6,g6e"}, known, "x-1", said.append)
+    assert chosen == {"Families": "g5,g6,g6e", "GangFamilies": "g5", "GangZone": "x-1c"}
+    assert said == ["jobs of several nodes go to x-1c, which offers g5"]
+
+
+def test_without_families_for_several_nodes_no_line_names_their_zone(template: Template) -> None:
+    said: list[str] = []
+    chosen = choose_families(template, {"Families": "g4dn"}, None, "x-1", said.append)
+    assert chosen == {"Families": "g4dn", "GangFamilies": "", "GangZone": ""}
+    assert said == []
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,31 @@ def test_a_refused_create_is_one_line_and_the_jobs_outcome(
     )
 
 
+@pytest.mark.parametrize(
+    ("status", "message", "stops"),
+    [
+        (400, 'admission webhook "validate.kyverno.svc-fail" denied the request: no limits', True),
+        (400, "dry run is not supported", False),
+    ],
+)
+def test_pods_that_an_admission_webhook_denies_are_not_submitted(
+    running: LocalCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    message: str,
+    stops: bool,
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(running.kubeconfig()))
+    fault = {"path": "POST .*/pods$", "status": status, "reason": "BadRequest", "message": message}
+    running.change(faults=[fault])
+    container = {"name": "main", "image": "ebbflow:local"}
+    body = {"spec": {"template": {"spec": {"containers": [container]}}}}
+    stop = PodSubmission(None)._refused_pod(body, "jobs")
+    assert (stop is not None) is stops
+    if stop is not None:
+        assert stop.outcome is Outcome.FAILED and message in stop.message
+
+
 def test_an_order_to_stop_is_the_jobs_outcome_and_submits_nothing(tmp_path: Path) -> None:
     message = "two images in a row cannot be pulled"
     order = SubmitOrder(

@@ -168,12 +168,30 @@ def test_a_users_flow_with_the_decorator_compiles_for_argo(
     assert {"start", "train", "end"} <= templates.keys()
 
 
-def test_a_job_whose_store_is_a_folder_is_not_deployed() -> None:
+def test_a_job_whose_store_is_a_folder_is_not_deployed(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["scheduled_flow.py", "argo-workflows", "create"]
+    monkeypatch.delenv("EBBFLOW__STORE", raising=False)
     with pytest.raises(ScheduleError, match=r"store runs is a folder, .*; fix: store: s3://"):
-        check_deployment(arguments, "model: {}\n")
-    check_deployment(arguments, SETTINGS)
-    check_deployment(["scheduled_flow.py", "run"], "")
+        check_deployment(arguments, parse_settings("model: {}\n"))
+    check_deployment(arguments, parse_settings(SETTINGS))
+    check_deployment(["scheduled_flow.py", "run"], parse_settings(""))
+    monkeypatch.setenv("EBBFLOW__STORE", "s3://bucket/other")
+    check_deployment(arguments, parse_settings("model: {}\n"))
+    monkeypatch.setenv("EBBFLOW__STORE", "here")
+    with pytest.raises(ScheduleError, match="EBBFLOW__STORE: store here is a folder"):
+        check_deployment(arguments, parse_settings(SETTINGS))
+
+
+def test_the_store_of_the_deploying_shell_is_the_jobs_in_the_container(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EBBFLOW__STORE", "nothing://bucket")
+    settings = parse_settings(SETTINGS)
+    monkeypatch.delenv("EBBFLOW__STORE")
+    with pytest.raises(SystemExit):
+        supervise_job(settings, "job", "")
+    printed = capfd.readouterr()
+    assert "nothing://bucket" in printed.out + printed.err
 
 
 def test_bad_input_of_the_scheduled_flow_is_named() -> None:
@@ -189,7 +207,7 @@ def test_a_job_with_a_wrong_setting_fails_the_step_for_good(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        supervise_job("training: {max_step: 4}\n", "job", f"--set store={tmp_path}")
+        supervise_job(parse_settings("training: {max_step: 4}\n"), "job", f"--set store={tmp_path}")
     assert end.value.code not in (0, 1)
     printed = capfd.readouterr()
     assert "training.max_step" in printed.out + printed.err

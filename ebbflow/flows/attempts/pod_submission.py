@@ -282,8 +282,10 @@ class PodSubmission:
             try:
                 open_cluster().try_create_pod(pod)
             except CloudRefused as error:
-                # A quota is full for now; other codes are of servers that cannot try a pod
-                if error.code in ("403", "422") and QUOTA not in str(error):
+                # A quota is full for now; other codes are of servers that cannot try a pod, or of
+                # webhooks, which choose their code: Kyverno's is 400
+                refused = error.code in ("403", "422") or "denied the request" in str(error)
+                if refused and QUOTA not in str(error):
                     step = "a step" if self._order is None else self._order.step
                     message = (
                         f"the cluster refuses the pods of {step}: {error}; fix: "

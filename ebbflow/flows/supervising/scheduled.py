@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from ebbflow.flows.supervising.child import FlowProcess
 _SUPERVISOR = PACKAGE_ROOT / "flows" / "supervise.py"
 _SCHEDULERS = ("argo-workflows", "step-functions")
 _STARTS = ("schedule", "trigger")
+_STORE_VARIABLE = "EBBFLOW__STORE"
 
 
 class ScheduleError(MetaflowException):
@@ -32,14 +34,16 @@ class ScheduleError(MetaflowException):
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """Return a configuration file's text as the mapping that Metaflow's Config asks for."""
+    """Return a configuration file's text, and the store if EBBFLOW__STORE gives it, as the mapping
+    that Metaflow's Config asks for. The scheduler's container does not have the variable.
+    """
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ScheduleError(f"settings: no YAML: {' '.join(str(error).split())}") from error
     if document is not None and not isinstance(document, dict):
         raise ScheduleError("settings: the file has no keys; fix: --config settings FILE.yaml")
-    return {"text": text}
+    return {"text": text, "store": os.environ.get(_STORE_VARIABLE, "")}
 
 
 def read_starts(when: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -53,23 +57,28 @@ def read_starts(when: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: dict(when[name]) for name in _STARTS if when.get(name)}
 
 
-def check_deployment(arguments: Sequence[str], settings_text: str) -> None:
-    """Refuse to deploy a job whose commits would be lost with the scheduler's container."""
+def check_deployment(arguments: Sequence[str], settings: Mapping[str, str]) -> None:
+    """Refuse to deploy a job whose commits would be lost with the scheduler's container.
+
+    settings: as `parse_settings` returns them.
+    """
     if "create" not in arguments or not any(name in arguments for name in _SCHEDULERS):
         return
-    store = str((yaml.safe_load(settings_text) or {}).get("store") or "runs")
+    in_file = (yaml.safe_load(settings["text"]) or {}).get("store")
+    store = str(settings["store"] or in_file or "runs")
+    source = _STORE_VARIABLE if settings["store"] else "settings"
     if "://" not in store:
         raise ScheduleError(
-            f"settings: store {store} is a folder, which the container does not keep; fix: store: "
-            "s3://bucket/prefix in the file"
+            f"{source}: store {store} is a folder, which the container does not keep; fix: store: "
+            f"s3://bucket/prefix in the file, or {_STORE_VARIABLE}=s3://bucket/prefix"
         )
 
 
-def supervise_job(settings_text: str, job: str, options: str) -> str:
+def supervise_job(settings: Mapping[str, str], job: str, options: str) -> str:
     """Supervise a job in a process of its own until it is complete, and return its outcome.
 
     Args:
-        settings_text: Text of the job's YAML file.
+        settings: As `parse_settings` returned them when the job was deployed.
         options: Options of `ebbflow supervise` as on a command line.
 
     Raises:
@@ -78,8 +87,10 @@ def supervise_job(settings_text: str, job: str, options: str) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="ebbflow-scheduled-") as folder:
         file = Path(folder, "settings.yaml")
-        file.write_text(settings_text)
+        file.write_text(settings["text"])
         command = [sys.executable, str(_SUPERVISOR), str(file), "--job", plain_name(job)]
+        if settings.get("store"):  # absent from a workflow of an older version
+            command += ["--set", f"store={settings['store']}"]
         process = FlowProcess()
         process.listen()  # SIGTERM of the scheduler lets the job save
         code = process.run([*command, *shlex.split(options)])

@@ -46,7 +46,7 @@ def choose_families(
     if known is not None and FAMILIES_PARAMETER in known and FAMILIES_PARAMETER not in given:
         return dict(given)
     decided = {**(known or {}), **given}
-    wanted = _families(template, given, FAMILIES_PARAMETER)
+    wanted = _families(template, decided, FAMILIES_PARAMETER)
     try:
         zones_by_family = _ask_offerings(wanted, region)
         zones = _ask_zones(region)
@@ -61,34 +61,37 @@ def choose_families(
             f"{region} has {len(zones)} availability zones and the stack needs {_ZONES_NEEDED}; "
             "fix: --region"
         )
-    absent = [family for family in wanted if not zones_by_family[family]]
-    if absent and FAMILIES_PARAMETER in given:
-        raise CloudRefused(
-            f"--parameter {FAMILIES_PARAMETER}={given[FAMILIES_PARAMETER]}: {region} offers no "
-            f"{', '.join(absent)}"
-        )
-    offered = [family for family in wanted if family not in absent]
-    if not offered:
-        raise CloudRefused(f"{region} offers none of {', '.join(wanted)}; fix: --region")
+    absent = [family for family in wanted if zones_by_family[family].isdisjoint(zones)]
+    _refuse_absent(wanted, absent, given, region)
     for family in absent:
         say(f"{region} offers no {family}: its queues are left out")
+    offered = [family for family in wanted if family not in absent]
     chosen = dict(given)
     chosen[FAMILIES_PARAMETER] = ",".join(offered)
     gangs = [
         family
-        for family in _families(template, given, GANG_FAMILIES_PARAMETER)
+        for family in _families(template, decided, GANG_FAMILIES_PARAMETER)
         if family in offered
     ]
-    zone = decided.get(ZONE_PARAMETER) or _best_zone(gangs, zones_by_family)
+    zone = decided.get(ZONE_PARAMETER, "")
+    # Subnets of a stack without the parameter are in the first zone. CloudFormation cannot move them:
+    # it makes the new ones, whose addresses are the same, before it deletes the old ones.
+    keeps_first_zone = known is not None and not zone
+    if keeps_first_zone:
+        zone = zones[0]
+    elif not zone:
+        zone = _best_zone(gangs, zones_by_family, zones)
     there = [family for family in gangs if zone in zones_by_family[family]]
     chosen[GANG_FAMILIES_PARAMETER] = ",".join(there)
     if decided.get("Nat") == "no":
         return chosen
-    chosen[ZONE_PARAMETER] = zone
+    if not keeps_first_zone:
+        chosen[ZONE_PARAMETER] = zone
     for family in gangs:
         if family not in there:
             say(f"{zone} offers no {family}: its queue for several nodes is left out")
-    say(f"jobs of several nodes go to {zone}, which offers {', '.join(there) or 'no family'}")
+    if there:
+        say(f"jobs of several nodes go to {zone}, which offers {', '.join(there)}")
     return chosen
 
 
@@ -139,14 +142,28 @@ def _families(template: Template, given: Mapping[str, str], parameter: str) -> l
     return [family for family in given.get(parameter, str(default)).split(",") if family]
 
 
-def _best_zone(gangs: Sequence[str], zones_by_family: Mapping[str, set[str]]) -> str:
-    """Return the zone that offers most of the families, the first of several by name; "" without
-    one.
+def _refuse_absent(
+    wanted: Sequence[str], absent: Sequence[str], given: Mapping[str, str], region: str
+) -> None:
+    """Raise CloudRefused if a family that was asked for is absent, or all are."""
+    if absent and FAMILIES_PARAMETER in given:
+        raise CloudRefused(
+            f"--parameter {FAMILIES_PARAMETER}={given[FAMILIES_PARAMETER]}: {region} offers no "
+            f"{', '.join(absent)}"
+        )
+    if len(absent) == len(wanted):
+        raise CloudRefused(f"{region} offers none of {', '.join(wanted)}; fix: --region")
+
+
+def _best_zone(
+    gangs: Sequence[str], zones_by_family: Mapping[str, set[str]], zones: Sequence[str]
+) -> str:
+    """Return the one of `zones` that offers most of the families, the first of several by name; ""
+    without one.
     """
-    zones = sorted(set().union(*(zones_by_family[family] for family in gangs)))
     best = ""
     most = 0
-    for zone in zones:
+    for zone in sorted(zones):
         count = sum(zone in zones_by_family[family] for family in gangs)
         if count > most:
             best = zone

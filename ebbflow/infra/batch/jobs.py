@@ -223,7 +223,7 @@ def find_terminator(reasons: Sequence[str]) -> Terminator:
     of Metaflow and of Batch's timeout have texts of their own; any other is an operator's.
     """
     text = "\n".join(reasons)
-    if TERMINATED in text:
+    if TERMINATED in text or NOT_MADE in text:  # of a gang, another node may have started
         return "ebbflow"
     if _TOO_LONG.search(text):
         return "limit"

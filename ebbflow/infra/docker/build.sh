@@ -5,7 +5,7 @@
 # Both bases are taken by the digest that their tags have now, and the digests become labels of the image.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ ! -f infra/docker/Dockerfile ]; then cd ..; fi # without links, this is the package's own folder
+if [ ! -f requirements.txt ]; then cd ..; fi # by the path without links, this is the package's own folder
 
 image="${METAFLOW_BATCH_CONTAINER_IMAGE:-}"
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then

@@ -263,7 +263,10 @@ class _Handler(BaseHTTPRequestHandler):
                     else:
                         headers = {}
                     raise ApiError(
-                        fault["status"], fault.get("reason", ""), "asked for by a test", **headers
+                        fault["status"],
+                        fault.get("reason", ""),
+                        fault.get("message", "asked for by a test"),
+                        **headers,
                     )
             self._serve(method, parts.path, query, body)
         except ApiError as error:

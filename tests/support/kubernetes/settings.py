@@ -76,7 +76,7 @@ class Settings:
     quota: dict[str, int] = field(default_factory=dict)
     pod_security: str = "baseline"  # profile that the namespaces enforce, or "privileged"
     forbidden: list[str] = field(default_factory=list)  # "verb resource" that the role lacks
-    # {"path": regex, "status": 429, "times": 2}
+    # {"path": regex, "status": 429, "times": 2, "message": "of the answer"}
     faults: list[dict[str, Any]] = field(default_factory=list)
     history: int = 10000  # changes that a watch can start from
     down: bool = False  # the API server answers nothing; pods run on
