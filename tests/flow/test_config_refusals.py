@@ -167,7 +167,7 @@ KINDS = {
     "fault of a rank that is not there": Kind("", 2, ("7",), "--rehearse rank-kill@60%:rank=7"),
     # names and places
     "store of an unknown kind": Kind(
-        "store: gs://bucket", 2, ("bad.yaml:1:8", "unknown kind", "s3://bucket/prefix")
+        "store: swift://bucket", 2, ("bad.yaml:1:8", "unknown kind", "s3://bucket/prefix")
     ),
     "store without a bucket": Kind("store: s3://", 2, ("bad.yaml:1:8", "names no bucket")),
     "store in the way": Kind(
