@@ -17,6 +17,7 @@ import pytest
 from ebbflow.core.errors import Outcome
 from ebbflow.flows.attempts.order import StopOrder, SubmitOrder
 from ebbflow.flows.attempts.pod_submission import PodSubmission
+from ebbflow.infra.kubernetes.answers import Owner
 from ebbflow.infra.kubernetes.cluster import AttemptWatch, Cluster, describe_attempts, end_attempt
 from tests.support.flow import wait_until
 from tests.support.kubernetes.attempt import Submitted
@@ -210,7 +211,8 @@ def test_a_launcher_that_is_asked_to_leave_deletes_its_pods_and_waits_for_their_
     submitted, code, output = three["left"]
     assert code == 128 + signal.SIGTERM, output
     ended, past = pods_of(three, "left")
-    assert ended["cause"] == "terminated" and len(ended["node_times"]) == len(past) == 2
+    assert ended["cause"] == "terminated", (ended, output)
+    assert len(ended["node_times"]) == len(past) == 2
     assert ended["terminated_by"] == "ebbflow"
     assert not [
         pod
@@ -266,6 +268,32 @@ def submit(cluster: Cluster, name: str, command: str = SAVING) -> str:
         {**body, "spec": {"replicatedJobs": replicated}},
     )
     return f"ebbflow/jobsets/{name}"
+
+
+def test_a_jobset_that_is_deleted_between_two_answers_has_lost_no_node(
+    running: LocalCluster,
+) -> None:
+    class SlowAnswers(Cluster):
+        """The JobSet is deleted, and its nodes are removed, before the owner is read."""
+
+        def owner(self, job_id: str) -> Owner | None:
+            for pod in watch.pods.values():
+                self.delete(job_id)
+                wait_until("the node is removed", lambda name=pod.machine: self.has_lost(name), 30)
+            return super().owner(job_id)
+
+    client = kubernetes.config.new_client_from_config(str(running.kubeconfig()))
+    running.change(pools=[{"name": "spot", "size": 9}])
+    watch = AttemptWatch(submit(Cluster(client), "between", "trap exit TERM; sleep 60 & wait"), 2)
+
+    def has_begun() -> bool:
+        watch.look(Cluster(client), time.time())
+        return len([pod for pod in watch.pods.values() if pod.started]) == 2
+
+    wait_until("the pods", has_begun, 30)
+    watch.look(SlowAnswers(client), time.time())
+    watch.end(Cluster(client), time.monotonic() + 30)
+    assert watch.over and watch.cause(None) == "terminated"
 
 
 def test_the_ends_that_a_launcher_sees_late_are_billed_to_the_second(

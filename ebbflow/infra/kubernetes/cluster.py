@@ -555,6 +555,7 @@ class AttemptWatch:
                     if pod.name not in present
                 ]
         self._version = version
+        was_gone = self.gone
         self.gone = owner is None or "deletionTimestamp" in owner["metadata"]
         if owner is not None:
             self._read_owner(owner)
@@ -580,9 +581,13 @@ class AttemptWatch:
                 # cluster removes as well.
                 # After a deletion from outside, a node that its pods have left may go as well.
                 emptied = self.gone and not self.failed and name in leaving
+                # Deleted after its pods were read, whose nodes may be gone since: the next reading
+                # tells
+                is_outdated = self.gone and not was_gone and not pod.leaving
                 node_lost = (
                     self.ended
                     and not emptied
+                    and not is_outdated
                     and name in present
                     and bool(pod.machine)
                     and cluster.has_lost(pod.machine)
