@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from ebbflow.core.team_reservations import is_reserved
 from ebbflow.cost.finance import team_store
 from ebbflow.cost.finance.team import JobMoney, parse_team
 from ebbflow.cost.finance.team_store import judge_job, read_state, reserve_budget
+from ebbflow.flows import gang
 from ebbflow.flows.launch import Launch
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.launch.slurm_node import make_reservation_check
@@ -56,6 +59,23 @@ def test_a_launcher_reserves_dollars_only_for_a_run_that_pays(
     launch.claim_job("a", config, "run")
     launch.release()
     assert is_reserved(root, "a") is is_held
+
+
+@pytest.mark.parametrize(("decorators", "is_watched"), [([], False), (["batch"], True)])
+def test_a_gang_watches_the_reservation_only_where_it_pays(
+    root: Store, decorators: list[str], is_watched: bool
+) -> None:
+    config = RunConfig.model_validate({"store": root.uri, "cost": COST})
+    step = SimpleNamespace(decorators=[SimpleNamespace(name=name) for name in decorators])
+    flow: Any = SimpleNamespace(
+        job="a",
+        settings={"config": config.model_dump(mode="json")},
+        train=step,
+        train_node=step,
+    )
+    this: Any = SimpleNamespace(run_id="1")
+    check = gang._reservation_check(flow, this, 0)
+    assert (check is not None) is is_watched
 
 
 def test_a_job_of_the_same_name_in_another_store_only_adds_what_it_has_spent(
