@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ebbflow.core.config.schema import CostConfig, RunConfig
+from ebbflow.core.config.schema import RunConfig
 
 # Fractions of the budget that are reported when reached. At the last one a job stops, with the
 # reserve unspent.
@@ -35,8 +35,12 @@ class PriceWatch:
     budget_usd: float | None = None
 
     @classmethod
-    def of(cls, cost: CostConfig) -> PriceWatch:
-        if cost.prices == "static":
+    def of(cls, config: RunConfig) -> PriceWatch:
+        """Return the watch of a run of `TrainFlow` here or on AWS Batch; other prices, such as those of
+        Kubernetes pools, are not watched.
+        """
+        cost = config.cost
+        if cost.prices == "static" or config.cluster.plan_for in ("kubernetes", "slurm"):
             return cls(0.0)
         return cls(cost.price_seconds, cost.budget_usd)
 

@@ -30,6 +30,7 @@ from ebbflow.core.event_payloads import NodeStartedPayload
 from ebbflow.core.events import PRICES, Event, LogFollower, read_events, select_events
 from ebbflow.core.layout import FLOW_EVENTS_PREFIX
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
+from ebbflow.core.team_reservations import is_reserved
 from ebbflow.core.terms import Fallback, RankPrice, Terms
 from ebbflow.flows.decorators import training_backend
 from ebbflow.flows.job import Job, TrainArtifacts
@@ -428,13 +429,11 @@ def _reservation_check(
     flow: TrainArtifacts, this: CurrentTask, node: int
 ) -> Callable[[], bool] | None:
     """Return a function that tells whether the team's budget has the job's reservation; None for
-    other nodes, and for a job without a team.
+    other nodes, for a job without a team, and on this machine, where dollars are simulated.
     """
     job = Job.of(flow, this.run_id)
-    if node != 0 or job.config.cost.team_file is None:
+    if node != 0 or job.config.cost.team_file is None or training_backend(flow) is None:
         return None
-    from ebbflow.cost.finance.team_store import is_reserved
-
     return partial(is_reserved, job.root_store, job.name)
 
 

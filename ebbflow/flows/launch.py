@@ -24,13 +24,14 @@ from ebbflow.core.launchers import (
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.observer_process import shows_live_page
 from ebbflow.core.process import children
-from ebbflow.core.program import PROJECT_ROOT, own_command
+from ebbflow.core.program import own_command
 from ebbflow.core.store import Store
-from ebbflow.core.store.objects import StoreClock
+from ebbflow.core.terms import PriceWatch
 from ebbflow.flows.command_line import FLAGS, CommandLine, reorder_words
 from ebbflow.flows.live_page import RunObserver
 from ebbflow.flows.price_watch import LauncherPrices
-from ebbflow.flows.remote import CLOUD_VARIABLE, requested_backend
+from ebbflow.flows.remote import requested_backend
+from ebbflow.flows.team_budget import reserve_team_budget
 
 if TYPE_CHECKING:
     from ebbflow.flows.console import RunView
@@ -118,7 +119,8 @@ class Launch:
             sys.exit(error.outcome.exit_code)
         except InfraError as error:
             print(f"job {job} is not protected from a second launcher: {error}", file=sys.stderr)
-        if config.cost.team_file is not None:
+        pays = requested_backend(self.line.argv, config.cluster.plan_for) is not None
+        if pays and config.cost.team_file is not None:
             self._reserve_budget(config, job)
         if permits:
             self._give_permits(permits, job, config.store)
@@ -130,21 +132,14 @@ class Launch:
         unseen.
         """
         from ebbflow.cost.errors import CostError
-        from ebbflow.cost.finance.team_store import load_team, reserve_budget
-        from ebbflow.cost.job_list import config_money
 
-        fix = "fix: lower cost.budget_usd, wait, or raise the budget (ebbflow jobs --team)"
         try:
             root = Store.open(config.store, request_timeout_seconds=REPORT_REQUEST_SECONDS)
-            team = load_team(str(config.cost.team_file), root, PROJECT_ROOT)
-            now = StoreClock().now(root, time.time())
-            verdict = reserve_budget(root, team, config_money(job, config, now))
+            refusal = reserve_team_budget(root, job, config)
         except (CostError, InfraError) as error:
             refusal = f"team budget: {error}"
-        else:
-            if verdict.verdict == "start":
-                return
-            refusal = f"team budget: {verdict.words}; {fix}"
+        if not refusal:
+            return
         print(refusal, file=sys.stderr)
         self.release()
         sys.exit(Outcome.PREFLIGHT.exit_code)
@@ -171,9 +166,7 @@ class Launch:
             self.observer = RunObserver(
                 flow_class.__name__, self.job, self.config, run_id_file, tell
             )
-            backend = requested_backend(self.line.argv, self.config.cluster.plan_for)
-            watched = backend in (None, "batch") and self.config.cost.prices != "static"
-            if watched and os.environ.get(CLOUD_VARIABLE) != "slurm":
+            if PriceWatch.of(self.config).seconds:
                 self.prices = LauncherPrices(self.job, self.config, run_id_file, tell)
         try:
             if self.observer is not None:

@@ -42,7 +42,7 @@ class LauncherPrices:
         self._config = config
         self._run_id_file = run_id_file
         self._tell = tell
-        self._watch = PriceWatch.of(config.cost)
+        self._watch = PriceWatch.of(config)
         self._ending = threading.Event()
         self._known: list[object] = []
         self._answered_utc = 0.0

@@ -17,6 +17,7 @@ from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import GENERATION_STARTED, OUTCOME, Origin
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.store import Store
+from ebbflow.core.team_reservations import is_reserved
 from ebbflow.cost.finance import team_store
 from ebbflow.cost.finance.team import JobMoney, parse_team
 from ebbflow.training.launch.budget_lease import BudgetLease
@@ -37,7 +38,7 @@ cost = {"project": "vision", "budget_usd": 6, "deadline_hours": 2, "team_file": 
 config = RunConfig.model_validate({"store": sys.argv[1], "cost": cost})
 print("ready", flush=True)
 sys.stdin.readline()
-launch = Launch(["train_flow.py", "run"])
+launch = Launch(["train_flow.py", "run", "--with", "batch"])
 launch.claim_job(sys.argv[2], config, "run")
 print("started", flush=True)
 sys.stdin.readline()
@@ -121,7 +122,7 @@ def test_of_two_launchers_that_race_for_the_last_dollars_one_starts_and_its_deat
         go(last)
         assert answer(last) == "started"
         last.kill()
-        assert not team_store.is_reserved(Store.open(uri), winner)
+        assert not is_reserved(Store.open(uri), winner)
     finally:
         for process in (first, second):
             process.kill()

@@ -15,9 +15,11 @@ from ebbflow.core.config.schema import CheckpointConfig, RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.core.events import read_events, select_events
+from ebbflow.core.layout import TEAM_FILE_KEY
 from ebbflow.core.process import children
+from ebbflow.core.store import Store
 from ebbflow.flows.job import Job
-from ebbflow.flows.slurm.attempt import adopt
+from ebbflow.flows.slurm.attempt import adopt, run_attempt
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.launch.slurm_node import NodeResult, SlurmOrder, order_key, result_key
 from tests.support.flow import ROOT
@@ -66,6 +68,33 @@ def test_a_supervised_job_survives_its_launcher_and_a_preemption_and_ends_bit_eq
         SPOT_USD * sum(row["node_hours"] for row in rows), abs=2 * 2 * SPOT_USD / 3600
     )
     assert "stated in slurm.partitions" in run.report["actual"]["price_kind"]
+
+
+def test_a_job_that_has_lost_its_reservation_and_gets_no_other_is_not_submitted(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    root = Store.open(str(tmp_path / "store"))
+    root.put(TEAM_FILE_KEY, b"budgets: [{project: vision, month: every, usd: 4}]")
+    cost = {"project": "vision", "budget_usd": 5, "deadline_hours": 2, "team_file": "store"}
+    config = RunConfig.model_validate({"store": root.uri, "cost": cost})
+    spec = GangSpec(
+        job="poor",
+        run="1",
+        attempt=0,
+        node=0,
+        nodes=2,
+        processes_per_node=1,
+        main_address="",
+        config=config,
+        store_uri=root.uri,
+        prepared={},
+        log_folder="",
+        terms=None,
+    )
+    end = run_attempt(Job(name="poor", run="1", config=config), spec, number=1)
+    assert end.outcome is Outcome.BUDGET and not end.goes_on
+    assert end.message.startswith("team budget: may spend $5.00. project 'vision' in ")
+    assert cluster.jobs() == []
 
 
 def test_an_agent_of_a_requeued_job_starts_no_rank(

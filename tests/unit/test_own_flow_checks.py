@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
-from ebbflow.flows.own_flow.step_checks import OwnFlowError, add_requirements
+from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError, add_requirements
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
 from ebbflow.flows.own_flow.task_job import share_gpus
 from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel
+from ebbflow.flows.own_flow.training_settings import make_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOW = """
@@ -177,6 +178,25 @@ def test_num_parallel_against_cluster_nodes_is_refused_before_the_run(tmp_path: 
     assert re.search(
         r"2 nodes \(num_parallel\), and job.yaml:2 has cluster.nodes 3; fix: ", output
     ), output
+
+
+def test_a_teams_budget_which_a_step_would_ignore_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("cost:\n  team_file: store\n")
+    step = CheckedStep(
+        name="train",
+        place="flow.py:9",
+        options=StepOptions(),
+        store=str(tmp_path),
+        datastore="local",
+        flow_folder=tmp_path,
+        is_gang=False,
+        is_caught=False,
+        nodes=1,
+        calls=(),
+        files=(),
+    )
+    with pytest.raises(OwnFlowError, match=r"flow.py:9: job.yaml:2 has cost.team_file, .*; fix: "):
+        make_settings(step, nodes=1, file=tmp_path / "job.yaml")
 
 
 def test_options_accept_units_and_texts_of_a_command_line() -> None:

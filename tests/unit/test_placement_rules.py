@@ -28,7 +28,9 @@ from ebbflow.core.events import (
 )
 from ebbflow.core.footprint import causal_lm_shape
 from ebbflow.core.launchers import RUN_CLAIM_VARIABLE, claim_job
+from ebbflow.core.layout import TEAM_FILE_KEY
 from ebbflow.core.store import Store
+from ebbflow.core.team_reservations import is_reserved
 from ebbflow.cost.capacity import AttemptHistory, PastAttempt, Placement
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.reservations import CapacityEvidence
@@ -229,6 +231,24 @@ def test_a_job_over_its_budget_is_ordered_to_stop(
         and "budget" in order.message
     )
     assert stored_order(flow) == order and events_of(flow, PLACED) == []
+
+
+@pytest.mark.parametrize("batch_answers", [True, False])
+def test_a_job_whose_reservation_was_lost_reserves_again_or_stops_before_it_pays(
+    service: JobService, make_flow: Callable[..., SimpleNamespace], batch_answers: bool
+) -> None:
+    service.away = not batch_answers
+    flow = make_flow(team_file="store", project="vision", budget_usd=5.0, deadline_hours=900.0)
+    root = Store.open(flow.settings["config"]["store"])
+    root.put(TEAM_FILE_KEY, b"budgets: [{project: vision, month: every, usd: 4}]")
+    order = place_attempt(ask(flow), deadline_seconds=0.5).order
+    assert order is not None and (order.does, order.outcome) == ("stop", "budget")
+    assert order.message.startswith("team budget: may spend $5.00. project 'vision' in ")
+    assert events_of(flow, PLACED) == [] and not is_reserved(root, "j")
+
+    root.put(TEAM_FILE_KEY, b"budgets: [{project: vision, month: every, usd: 6}]")
+    again = place_attempt(ask(flow), deadline_seconds=0.5).order
+    assert again is not None and again.does == "train" and is_reserved(root, "j")
 
 
 def test_a_job_that_another_launcher_holds_is_not_placed(

@@ -17,20 +17,73 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.flows import gang, price_watch
 from ebbflow.flows.job import Job
+from ebbflow.flows.own_flow.step_checks import CheckedStep
+from ebbflow.flows.own_flow.step_options import StepOptions
+from ebbflow.flows.own_flow.training_plan import prepare_training
+from ebbflow.flows.own_flow.training_settings import make_settings
 from ebbflow.infra.instance import VARIABLES
 from tests.support.flow import wait_until
 from tests.support.timelines import event
 
 
 def test_a_price_is_asked_a_hundred_times_per_budget_and_every_three_minutes() -> None:
-    assert PriceWatch.of(RunConfig().cost).seconds == 0.0
-    cost = RunConfig.model_validate({"cost": {"prices": "live", "budget_usd": 0.5}}).cost
-    watch = PriceWatch.of(cost)
+    assert PriceWatch.of(RunConfig()).seconds == 0.0
+    config = RunConfig.model_validate({"cost": {"prices": "live", "budget_usd": 0.5}})
+    watch = PriceWatch.of(config)
     assert watch.look_seconds(0.5) == 36.0
-    assert watch.look_seconds(0.01) == cost.price_seconds == 180.0
+    assert watch.look_seconds(0.01) == config.cost.price_seconds == 180.0
     assert watch.look_seconds(1000.0) == 2.0
     assert PriceWatch(180.0).look_seconds(1000.0) == 180.0
     assert watch.rise_usd(0.5, 26.0) == pytest.approx(2 * 0.5 * 100 / 3600)
+
+
+def test_a_plan_reserves_for_a_rise_of_the_price_only_where_it_is_watched(tmp_path: Path) -> None:
+    recorded = tmp_path / "prices.json"
+    record(recorded, ("use1-az4", 3600.0, 0.4))
+    now = time.time()
+    prices = RecordedPrices.read(recorded, now)
+
+    def reserve(plan_for: str) -> tuple[float, float]:
+        cluster = {"instance_types": ["g5.xlarge"], "market": "spot", "nodes": 1}
+        config = RunConfig.model_validate(
+            {
+                "cluster": {**cluster, "plan_for": plan_for},
+                "cost": {"prices": str(recorded)},
+            }
+        )
+        plan = make_plan(config, now_utc=now, prices=prices)
+        return plan.reserve_usd, plan.terms().price_look_seconds
+
+    assert reserve("batch")[1] == 180.0
+    usd, look_seconds = reserve("kubernetes")
+    assert look_seconds == 0.0 and usd < reserve("batch")[0] / 2
+
+
+def test_a_step_of_an_own_flow_reserves_for_no_rise_of_the_price(tmp_path: Path) -> None:
+    record(tmp_path / "prices.json", ("use1-az4", 3600.0, 0.4))
+    file = tmp_path / "job.yaml"
+    file.write_text(
+        "cost: {prices: prices.json}\ncluster: {instance_types: [g5.xlarge], market: spot}\n"
+    )
+    step = CheckedStep(
+        name="train",
+        place="flow.py:9",
+        options=StepOptions(budget=5.0),
+        store=str(tmp_path / "store"),
+        datastore="local",
+        flow_folder=tmp_path,
+        is_gang=False,
+        is_caught=False,
+        nodes=1,
+        calls=(),
+        files=(),
+    )
+    settings = make_settings(step, nodes=1, file=file, is_own_loop=True)
+    job = Job(name="j", run="1", config=settings.config)
+    _, terms = prepare_training(job, settings, step.options)
+    assert terms is not None and terms.price_look_seconds == 0.0
+    last_save_usd = 0.4 * settings.config.checkpoint.deadline_seconds / 3600
+    assert terms.reserve_usd == pytest.approx(last_save_usd)
 
 
 def test_a_price_costs_what_it_was_at_each_time() -> None:

@@ -8,7 +8,8 @@ dollars, unless the store ignores the condition that an object must not exist (O
 A reservation holds while the job's launcher renews its claim (60 s), or node 0's agent writes events
 (`AGENT_SECONDS`), both by the store's clock. After that, and after an outcome, the job spends nothing
 more, and the next launcher drops it. A job that AWS Batch may still start without its launcher keeps
-its reservation until the time limit of its attempt.
+its reservation until the time limit of its attempt; one that Slurm may start, until the end of its
+Slurm job or an outcome is recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from pathlib import Path
 from typing import Self
 
 from ebbflow.core.errors import InfraError, ObjectNotFound, StoreError
-from ebbflow.core.event_payloads import BatchAttemptPayload, BatchSubmittedPayload, PlacedPayload
+from ebbflow.core.event_payloads import (
+    BatchAttemptPayload,
+    BatchSubmittedPayload,
+    PlacedPayload,
+    SlurmJobPayload,
+)
 from ebbflow.core.events import Event, find_last_event, read_events, select_events
 from ebbflow.core.launchers import running_launcher
 from ebbflow.core.layout import (
@@ -35,6 +41,7 @@ from ebbflow.core.layout import (
 )
 from ebbflow.core.store import Store
 from ebbflow.core.store.objects import StoreClock
+from ebbflow.core.team_reservations import damaged_document, read_newest_document
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_usd
 from ebbflow.cost.errors import CostError, TeamError
@@ -99,7 +106,9 @@ class TeamState:
 
     number: int  # of the newest document
     reservations: tuple[BudgetReservation, ...]  # that hold
-    spent: tuple[JobMoney, ...]  # all jobs
+    spent: tuple[JobMoney, ...]  # jobs of the team's store
+    # jobs of other stores, which only spend: their names may be those of the team's store
+    spent_elsewhere: tuple[JobMoney, ...] = ()
 
     def held(self, besides: str = "") -> dict[str, JobMoney]:
         """Return the money of each job that holds a reservation, except `besides`."""
@@ -153,23 +162,29 @@ def read_state(root: Store, team: Team) -> TeamState:
     and of this machine. Raises StoreError.
     """
     number, written = _read_newest(root)
-    uris = [f"{root.uri}/{job_prefix(job)}" for job in list_jobs(root.uri)]
+    team_uris = {f"{root.uri}/{job_prefix(job)}".rstrip("/") for job in list_jobs(root.uri)}
+    uris = sorted(team_uris)
     for job in (*team.jobs, *list_known_jobs()):
         try:
             uris.append(find_job_uri(job, None))
         except CostError as error:  # such as a job whose folder was deleted
             print(f"team budget: {one_line(job)} is left out: {one_line(error)}", flush=True)
     logs: dict[str, list[Event]] = {}
-    spent: dict[str, JobMoney] = {}
+    spent: list[JobMoney] = []
+    spent_elsewhere: list[JobMoney] = []
     clock = StoreClock()
     for uri in dict.fromkeys(uri.rstrip("/") for uri in uris):
         try:
             store = Store.open(uri, create=False)
             events = read_events(store)
-            if events:
-                job = events[0].job
-                logs[job] = events
-                spent[job] = read_money(events, focus_rows(events))
+            if not events:
+                continue
+            money = read_money(events, focus_rows(events))
+            if uri in team_uris:
+                logs[money.job] = events
+                spent.append(money)
+            else:
+                spent_elsewhere.append(money)
         except (CostError, InfraError) as error:
             print(f"team budget: {one_line(uri)} is left out: {one_line(error)}", flush=True)
     holding = tuple(
@@ -177,7 +192,12 @@ def read_state(root: Store, team: Team) -> TeamState:
         for reservation in written
         if _holds(root, reservation, logs.get(reservation.job, []), clock)
     )
-    return TeamState(number=number, reservations=holding, spent=tuple(spent.values()))
+    return TeamState(
+        number=number,
+        reservations=holding,
+        spent=tuple(spent),
+        spent_elsewhere=tuple(spent_elsewhere),
+    )
 
 
 def judge_job(state: TeamState, team: Team, mine: JobMoney, now_utc: float) -> Admission:
@@ -187,7 +207,8 @@ def judge_job(state: TeamState, team: Team, mine: JobMoney, now_utc: float) -> A
     if before is not None:
         mine = replace(mine, spent=before.spent)
     held = list(state.held(besides=mine.job).values())
-    [verdict] = admit(team, now_utc, [*spent.values(), mine], held, [mine])
+    every = [*spent.values(), *state.spent_elsewhere, mine]
+    [verdict] = admit(team, now_utc, every, held, [mine])
     if verdict.verdict == "start":
         return verdict
     return replace(verdict, words=verdict.words + _describe_holders(state, mine))
@@ -217,11 +238,6 @@ def reserve_budget(root: Store, team: Team, mine: JobMoney) -> Admission:
     raise StoreError(f"{root.uri}/{RESERVATIONS_PREFIX}: no number was free in {_TRIES} tries")
 
 
-def is_reserved(root: Store, job: str) -> bool:
-    """Return whether the newest document has a reservation of the job. Raises StoreError."""
-    return any(reservation.job == job for reservation in _read_newest(root)[1])
-
-
 def _describe_holders(state: TeamState, mine: JobMoney) -> str:
     holders = {reservation.job: reservation for reservation in state.reservations}
     parts = []
@@ -237,19 +253,11 @@ def _describe_holders(state: TeamState, mine: JobMoney) -> str:
 
 
 def _read_newest(root: Store) -> tuple[int, list[BudgetReservation]]:
-    for meta in reversed(root.list(RESERVATIONS_PREFIX)):
-        name = meta.key.rpartition("/")[2].removesuffix(".json")
-        if not name.isdigit():
-            continue
-        try:
-            document = json.loads(root.get(meta.key))
-            rows = [BudgetReservation(**row) for row in document["reservations"]]
-        except (ValueError, TypeError, KeyError) as error:
-            raise StoreError(
-                f"{root.uri}/{meta.key}: not reservations of a team: {error!r}; fix: delete it"
-            ) from error
-        return int(name), rows
-    return 0, []
+    document = read_newest_document(root)
+    try:
+        return document.number, [BudgetReservation(**row) for row in document.rows]
+    except TypeError as error:
+        raise damaged_document(root, document.key, error) from error
 
 
 def _delete_old(root: Store, number: int) -> None:
@@ -262,8 +270,8 @@ def _delete_old(root: Store, number: int) -> None:
 def _holds(
     root: Store, reservation: BudgetReservation, events: Sequence[Event], clock: StoreClock
 ) -> bool:
-    """Return whether the job may still spend: its launcher or its agents run, or AWS Batch may start
-    its attempt.
+    """Return whether the job may still spend: its launcher or its agents run, or AWS Batch or Slurm
+    may start its attempt.
     """
     store = root.sub(job_prefix(reservation.job))
     outcome = find_final_outcome(events)
@@ -275,7 +283,14 @@ def _holds(
     written = [meta.modified for meta in store.list("events") if "-agent-" in meta.key]
     if written and now - max(written) <= AGENT_SECONDS:
         return True
-    return now < _last_attempt_end(store, events)
+    return _has_live_slurm_job(events) or now < _last_attempt_end(store, events)
+
+
+def _has_live_slurm_job(events: Sequence[Event]) -> bool:
+    """Return whether a Slurm job's end is not recorded: it may start without its launcher."""
+    jobs = [event.payload for event in select_events(events, SlurmJobPayload)]
+    ended = {job.job_id for job in jobs if job.does == "ended"}
+    return not {job.job_id for job in jobs} <= ended
 
 
 def _last_attempt_end(store: Store, events: Sequence[Event]) -> float:

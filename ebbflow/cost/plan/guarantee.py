@@ -121,7 +121,7 @@ def rise_usd(config: RunConfig, pool: Candidate) -> float:
     """Return the dollars that a rise of a watched Spot price may cost before the ranks know of it,
     with a step and a last save; 0 for other pools.
     """
-    return pool.rise_usd(PriceWatch.of(config.cost), config.checkpoint.deadline_seconds)
+    return pool.rise_usd(PriceWatch.of(config), config.checkpoint.deadline_seconds)
 
 
 def spare_hours(
@@ -330,6 +330,6 @@ def refuse_unguaranteed(
 
 def _start_rise(config: RunConfig, spot: Candidate) -> float:
     """Return the factor by which the price may rise while ranks start, when nothing stops them."""
-    if spot.market == "spot" and PriceWatch.of(config.cost).seconds:
+    if spot.market == "spot" and PriceWatch.of(config).seconds:
         return PRICE_RISE
     return 1.0

@@ -445,7 +445,7 @@ def make_plan(  # noqa: PLR0913
         deadline_hours=cost.deadline_hours,
         reserve_usd=reserve_usd(config, ranked[0]) if ranked else 0.0,
         reserve_seconds=config.checkpoint.deadline_seconds,
-        price_seconds=PriceWatch.of(cost).seconds,
+        price_seconds=PriceWatch.of(config).seconds,
         prices=sources.prices.describe(
             now_utc=now_utc, regions=cost.regions, max_age_hours=cost.max_price_age_hours
         ),

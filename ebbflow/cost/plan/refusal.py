@@ -54,7 +54,7 @@ def reserve_usd(config: RunConfig, pool: Candidate) -> float:
     """Return the dollars kept for the last checkpoint, the price of all nodes for
     `checkpoint.deadline_seconds`, and for a rise of a watched price that is not known yet.
     """
-    return pool.reserve_usd(PriceWatch.of(config.cost), config.checkpoint.deadline_seconds)
+    return pool.reserve_usd(PriceWatch.of(config), config.checkpoint.deadline_seconds)
 
 
 def describe_reserve(watch: PriceWatch, pool: Candidate) -> str:
@@ -358,7 +358,7 @@ def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejec
     needed = needed_usd(config, sources, pool)
     reason = (
         f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} "
-        f"{describe_reserve(PriceWatch.of(config.cost), pool)}"
+        f"{describe_reserve(PriceWatch.of(config), pool)}"
         + (f" + ${spent:.4f} spent so far" if spent else "")
         + f", cost.budget_usd is ${budget:.4f}"
     )
@@ -540,7 +540,7 @@ def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) ->
         f"${needed:.4f} = {cheapest.paid_hours:.4g} h × {cheapest.nodes} × "
         f"${cheapest.price.usd_float:.4f}/h + ${other:.4f} storage and transfer + "
         f"${reserve_usd(config, cheapest):.4f} "
-        f"{describe_reserve(PriceWatch.of(config.cost), cheapest)}"
+        f"{describe_reserve(PriceWatch.of(config), cheapest)}"
         + (f" + ${spent:.4f} spent so far" if spent else "")
     )
     hint = budget_hint(config, sources, cheapest, needed)

@@ -27,6 +27,7 @@ from ebbflow.flows.job import (
     Job,
     read_job_history,
 )
+from ebbflow.flows.team_budget import restore_reservation
 from ebbflow.infra.aws.calls import within
 
 if TYPE_CHECKING:
@@ -264,6 +265,9 @@ def _place_afresh(request: PlacementRequest) -> AttemptOrder:
         ending = give_up_reason(history, events, run=job.run, on_demand_comes=comes)
         if ending is not None:
             return _put_order(job, request, AttemptOrder.stop(*ending))
+        unreserved = restore_reservation(job.root_store, job.name, config)
+        if unreserved:
+            return _put_order(job, request, AttemptOrder.stop(Outcome.BUDGET, unreserved))
         clock = ClockReading.of(job.store)
         now = history.latest_utc(clock.utc)
         evidence = open_evidence(config)
@@ -298,6 +302,9 @@ def _place_by_run_plan(request: PlacementRequest) -> AttemptOrder:
     from ebbflow.infra.batch import declared_queues
 
     job = _job(request)
+    unreserved = restore_reservation(job.root_store, job.name, job.config)
+    if unreserved:
+        return _put_order(job, request, AttemptOrder.stop(Outcome.BUDGET, unreserved))
     if request.backend == "batch":
         queues = declared_queues(job.config.batch)
     else:

@@ -215,7 +215,8 @@ def _make_plan(job: Job, config: RunConfig, options: StepOptions, shape: ModelSh
     if config.cluster.plan_for == "slurm":
         return _plan_on_slurm(job, config, now, shape)
     return make_plan(
-        config,
+        # Without a launcher nothing watches prices while the step runs
+        config.changed("cost", price_seconds=0.0),
         now_utc=now,
         simulated=is_here and options.usd_per_node_hour is None,
         shape=shape,

@@ -95,6 +95,7 @@ def make_settings(
         OwnFlowError: It contradicts the flow or the options of `@ebbflow`.
     """
     given = _read_given(step, file, overrides)
+    _refuse_team_file(step, given)
     on_slurm = _value(given, "cluster.plan_for", "local") == "slurm"
     own = {"store": step.store}
     if on_slurm:
@@ -175,6 +176,17 @@ def _value(given: GivenValues, key: str, default: object) -> object:
     if key in given:
         return given[key][0]
     return default
+
+
+def _refuse_team_file(step: CheckedStep, given: GivenValues) -> None:
+    key = "cost.team_file"
+    if _value(given, key, None) is None:
+        return
+    (_, source) = given[key]
+    raise OwnFlowError(
+        f"{step.place}: {source} has {key}, and a step of your own flow reserves nothing in a team's "
+        f"budget; fix: leave out {key}, and set cost.budget_usd"
+    )
 
 
 def _check_slurm(

@@ -31,6 +31,7 @@ from ebbflow.core.layout import link_slurm_job
 from ebbflow.core.process import OwnProgram
 from ebbflow.core.program import PROJECT_ROOT, own_command, python_path
 from ebbflow.core.untrusted_text import one_line
+from ebbflow.cost.errors import TeamError
 from ebbflow.cost.plan.candidates import read_progress
 from ebbflow.cost.plan.partitions import (
     count_spent_usd,
@@ -47,6 +48,7 @@ from ebbflow.flows.slurm.placement import (
     refused_partitions,
 )
 from ebbflow.flows.steps import say
+from ebbflow.flows.team_budget import restore_reservation
 from ebbflow.infra.slurm.commands import (
     FAR_SECONDS,
     Cause,
@@ -220,13 +222,16 @@ def run_attempt(job: Job, spec: GangSpec, *, number: int) -> AttemptEnd:
         with _listen() as stop:
             submitted = adopt(job, spec.config)
             if submitted is None:
+                unreserved = restore_reservation(job.root_store, job.name, spec.config)
+                if unreserved:
+                    return _stop(Outcome.BUDGET, unreserved)
                 attempt = _prepare(job, spec)
                 exceeded = _find_exceeded_limit(attempt)
                 if exceeded is not None:
                     return _stop(*exceeded)
                 submitted = _submit_order(job, attempt, number)
             end = await_end(job, submitted, stop)
-    except InfraError as error:
+    except (InfraError, TeamError) as error:
         return AttemptEnd(outcome=error.outcome, message=str(error))
     return _judge(job, submitted, end)
 

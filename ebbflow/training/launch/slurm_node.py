@@ -13,7 +13,9 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +24,7 @@ from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.process import die_with_parent
 from ebbflow.core.program import begin_program
 from ebbflow.core.store import Store
+from ebbflow.core.team_reservations import is_reserved
 from ebbflow.core.untrusted_text import guard_terminal
 from ebbflow.infra.slurm.environment import SlurmEnvironmentError, SlurmTask, first_address
 from ebbflow.training.errors import TrainingError
@@ -73,6 +76,15 @@ def result_key(order: str, node: int) -> str:
     return f"{order.removesuffix('.json')}-result-{node}.json"
 
 
+def make_reservation_check(spec: GangSpec) -> Callable[[], bool] | None:
+    """Return a function that tells whether the team's budget has the job's reservation; None for
+    other nodes than 0, and for a job without a team.
+    """
+    if spec.node != 0 or spec.config.cost.team_file is None:
+        return None
+    return partial(is_reserved, Store.open(spec.store_uri), spec.job)
+
+
 def run_node(job_store: Store, key: str) -> int:
     """Run this node's agent, write its result, and return the exit code of the outcome.
 
@@ -93,7 +105,8 @@ def run_node(job_store: Store, key: str) -> int:
     for name in _OF_TASK:
         os.environ.pop(f"SLURM_{name}", None)
     try:
-        result = NodeResult.of_outcome(task.job_id, run_gang(spec))
+        outcome = run_gang(spec, is_reserved=make_reservation_check(spec))
+        result = NodeResult.of_outcome(task.job_id, outcome)
     except (TrainingError, InfraError) as error:
         result = NodeResult(
             job_id=task.job_id,
