@@ -308,7 +308,8 @@ def test_a_job_that_an_earlier_version_stored_has_the_settings_of_the_same_comma
     assert stored["fsdp"]["param_dtype"] == "bfloat16", "the document is left as it is"
 
     document["sources"]["fsdp.use_mixed_precision"] = "job.yaml:3"
-    assert renew_defaults(document)["fsdp"]["use_mixed_precision"] is False, "the user wrote it"
+    renewed = RunConfig.model_validate(renew_defaults(document))
+    assert renewed.fsdp.use_mixed_precision is False, "the user wrote it"
 
 
 def test_a_step_is_repeated_at_default_precision_and_not_in_float16() -> None:

@@ -31,8 +31,13 @@ def renew_defaults(document: JsonObject) -> JsonObject:
     """Return the configuration in a job's config.json, with today's defaults of these keys where an
     earlier version wrote its own: a job that nobody has changed then has the same settings.
     """
-    config = copy.deepcopy(document.get("config") or {})
-    sources = document.get("sources") or {}
+    written = document.get("config")
+    sources = document.get("sources")
+    if not isinstance(written, dict):
+        return {}
+    config = copy.deepcopy(written)
+    if not isinstance(sources, dict):
+        return config
     for (section, name), former in _FORMER_DEFAULTS.items():
         values = config.get(section)
         if not isinstance(values, dict) or name not in values:
