@@ -146,7 +146,7 @@ def tracked(config: RunConfig, samples: int, *, world_size: int = 1) -> dict[str
         mesh = None
     with torch.device("meta"):
         model = CausalLM(config.model)
-    model.head.chunk_tokens = chunk = config.training.loss_chunk_tokens
+    model.head.chunk_tokens = chunk = config.training.loss_chunk
     spread.recompute_units(model.units()[: -1 if chunk else None], config.parallel.recompute)
     if mesh is not None:
         if tensor > 1:

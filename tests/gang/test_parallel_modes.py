@@ -354,11 +354,15 @@ def test_ranks_refuse_what_preflight_would_have(monkeypatch: pytest.MonkeyPatch)
 def test_preflight_shows_the_arrangement_of_ranks() -> None:
     hsdp = {"mode": "hsdp", "shard_size": 2, "recompute": "full"}
     detail = passed("parallel", parallel=hsdp, cluster={"nodes": 2, "processes_per_node": 4}).detail
-    assert detail == "hsdp: 8 ranks = 4 copies of the model × 2 ranks that hold one; recompute full"
+    assert detail.startswith(
+        "hsdp: 8 ranks = 4 copies of the model × 2 ranks that hold one; recompute full; precision auto"
+    )
     alone = passed(
         "parallel", parallel={"mode": "fsdp2"}, cluster={"nodes": 1, "processes_per_node": 1}
     ).detail
-    assert alone == "fsdp2: 1 rank = 1 copy of the model × 1 rank that holds one"
+    assert alone.startswith(
+        "fsdp2: 1 rank = 1 copy of the model × 1 rank that holds one; precision"
+    )
     uneven = failed("parallel", parallel={"mode": "hsdp", "shard_size": 3})
     assert "2 = 3 × 0 + 2" in uneven.detail and "parallel.shard_size to one of 1, 2" in (
         uneven.fix or ""
