@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ebbflow.core.config.device_settings import most_even_ranks
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.event_payloads import NodeStartedPayload
@@ -151,14 +152,7 @@ def ranks_of_local_gpus(config: RunConfig, nodes: int) -> int | None:
     else:
         most = visible_gpus() // nodes
     parts = config.training.gradient_accumulation_steps * nodes
-    return next(
-        (
-            ranks
-            for ranks in range(most, 0, -1)
-            if config.training.batch_size % (parts * ranks) == 0
-        ),
-        None,
-    )
+    return most_even_ranks(most, config.training.batch_size, parts)
 
 
 def end_stopped_tasks(

@@ -69,6 +69,20 @@ def settle_for_device(config: RunConfig, capability: float | None) -> RunConfig:
     return settled
 
 
+def most_even_ranks(most: int, batch_size: int, parts: int) -> int | None:
+    """Return the largest number of ranks per node that divides the batch evenly; None: there is none.
+
+    Args:
+        most: GPUs of a node.
+        batch_size: samples of a step on all ranks.
+        parts: nodes × micro-batches, among which the batch is divided as well.
+    """
+    for ranks in range(most, 0, -1):
+        if batch_size % (parts * ranks) == 0:
+            return ranks
+    return None
+
+
 def choose_loss_chunk(vocab_size: int) -> int:
     """Return the tokens whose logits and loss take at most LOSS_BYTES, a power of two from 256 on."""
     fitting = LOSS_BYTES // (_LOSS_BYTES_PER_LOGIT * vocab_size)

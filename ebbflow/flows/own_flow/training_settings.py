@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ebbflow.core.config.device_settings import renew_defaults
+from ebbflow.core.config.device_settings import most_even_ranks, renew_defaults
 from ebbflow.core.config.load import LoadedConfig, load_config, read_given_values
 from ebbflow.core.config.problems import ConfigError
 from ebbflow.core.config.schema import RunConfig, TrainingConfig
@@ -256,7 +256,4 @@ def _fit_ranks(given: GivenValues, nodes: int, *, is_own_loop: bool) -> int:
     )
     if is_own_loop or not isinstance(batch, int) or not isinstance(parts, int):
         return max(1, gpus)
-    for ranks in range(gpus, 1, -1):
-        if batch % (parts * nodes * ranks) == 0:
-            return ranks
-    return 1
+    return most_even_ranks(gpus, batch, parts * nodes) or 1
