@@ -99,6 +99,11 @@ JOBS = {
 }
 
 
+def planned_usd(config: RunConfig) -> float:
+    """Expected dollars that the plan of a configuration shows for its best pool."""
+    return make_plan(config, now_utc=NOW).ranked[0].expected_usd
+
+
 def cheapest_usd(config: RunConfig) -> float:
     inputs = PlanInputs(
         catalogue=load_catalogue(),
@@ -210,7 +215,7 @@ def test_efa_counts_as_far_as_the_job_requests_it_and_is_proposed_where_it_pays(
     savings = {saving.key: saving for saving in make_plan(two, now_utc=NOW).key_savings}
     assert savings["batch.efa_interfaces"].value == "32"
     assert savings["batch.efa_interfaces"].usd == pytest.approx(
-        cheapest_usd(two.changed("batch", efa_interfaces=32))
+        planned_usd(two.changed("batch", efa_interfaces=32))
     )
 
 
@@ -247,14 +252,15 @@ def test_a_plan_prints_each_key_that_would_save_more_than_a_twentieth_with_its_d
     made = make_plan(slow, now_utc=NOW)
     by_key = {saving.key: saving for saving in made.key_savings}
     assert {"fsdp.use_mixed_precision", "training.tf32"} <= set(by_key)
-    now = cheapest_usd(slow)
+    now = made.ranked[0].expected_usd
     for saving in made.key_savings:
         section, _, name = saving.key.partition(".")
         value = {"true": True, "false": False, "null": None}.get(saving.value, saving.value)
         if isinstance(value, str) and value.isdigit():
             value = int(value)
-        with_it = cheapest_usd(slow.changed(section, **{name: value}))
+        with_it = planned_usd(slow.changed(section, **{name: value}))
         assert saving.usd == pytest.approx(with_it) and with_it < 0.95 * now
+        assert saving.saved_usd == pytest.approx(now - with_it), "beside the plan's own dollars"
         assert f"cheaper with {saving.key}: {saving.value} → ${saving.usd:.2f}" in render_plan(made)
     at_defaults = make_plan(JOBS["1.3B on A100"], now_utc=NOW)
     assert not {"fsdp.use_mixed_precision", "training.tf32"} & {

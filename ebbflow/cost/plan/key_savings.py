@@ -1,6 +1,6 @@
 """Configuration keys whose other values would make a plan much cheaper, each with its dollars."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ebbflow.core.config.device_settings import choose_loss_chunk
@@ -18,22 +18,32 @@ _ACCUMULATIONS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class KeySaving:
-    """Another value of a key, with which the plan's cheapest pool costs less."""
+    """Another value of a key, with which the plan's best pool costs less."""
 
     key: str
     value: str  # as it is written in YAML
-    usd: float  # expected dollars of the cheapest pool with it
-    saved_usd: float  # expected dollars less than without it
+    usd: float  # expected dollars of the plan with it
+    saved_usd: float  # expected dollars less than those of this plan
 
 
-def find_key_savings(config: RunConfig, sources: PlanInputs) -> tuple[KeySaving, ...]:
+def find_key_savings(
+    config: RunConfig,
+    sources: PlanInputs,
+    planned_usd: float,
+    plan_usd: Callable[[RunConfig], float | None],
+) -> tuple[KeySaving, ...]:
     """Return the best other value of each key that would save more than 5 %, the largest saving
-    first; none if no pool can run the job, or if a script ignores the keys.
+    first; none if a script ignores the keys.
+
+    Args:
+        planned_usd: expected dollars of the plan of `config`, as it shows them.
+        plan_usd: returns the same for another configuration; None if no pool can run it. It takes
+            longer than the estimate by which the values of a key are compared.
     """
     now = _cheapest_usd(config, sources)
     if now is None or config.script is not None:
         return ()
-    best: dict[str, KeySaving] = {}
+    best: dict[str, tuple[float, str, RunConfig]] = {}
     for key, value in _other_values(config):
         section, _, name = key.partition(".")
         changed = config.changed(section, **{name: value})
@@ -42,9 +52,15 @@ def find_key_savings(config: RunConfig, sources: PlanInputs) -> tuple[KeySaving,
         usd = _cheapest_usd(changed, sources)
         if usd is None or now - usd < max(_LEAST_USD, _LEAST_SHARE * now):
             continue
-        if key not in best or usd < best[key].usd:
-            best[key] = KeySaving(key=key, value=_write(value), usd=usd, saved_usd=now - usd)
-    return tuple(sorted(best.values(), key=lambda saving: saving.usd))
+        if key not in best or usd < best[key][0]:
+            best[key] = (usd, _write(value), changed)
+    found = []
+    for key, (_, text, changed) in best.items():
+        usd = plan_usd(changed)
+        if usd is None or planned_usd - usd < max(_LEAST_USD, _LEAST_SHARE * planned_usd):
+            continue
+        found.append(KeySaving(key=key, value=text, usd=usd, saved_usd=planned_usd - usd))
+    return tuple(sorted(found, key=lambda saving: saving.usd))
 
 
 def _cheapest_usd(config: RunConfig, sources: PlanInputs) -> float | None:

@@ -460,7 +460,7 @@ def make_plan(  # noqa: PLR0913
         or refuse_unlikely(config, sources, ranked),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
         cheapest_on_demand=_cheapest_on_demand(judged),
-        key_savings=find_key_savings(config, sources),
+        key_savings=_find_key_savings(config, sources, ranked),
         blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
 
@@ -473,6 +473,19 @@ def _divided(
     ranked = sorted((pool for pool in found if isinstance(pool, Candidate)), key=_rank)
     ranked, over = split_by_budget(config, sources, ranked)
     return ranked, (*(pool for pool in found if isinstance(pool, Rejection)), *over)
+
+
+def _find_key_savings(
+    config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
+) -> tuple[KeySaving, ...]:
+    def plan_usd(changed: RunConfig) -> float | None:
+        judged, _ = _divided(changed, sources)
+        best = _forecast_best(changed, sources, judged, Forecaster(changed, sources, judged))
+        return best[0].expected_usd if best else None
+
+    if not ranked:
+        return ()
+    return find_key_savings(config, sources, ranked[0].expected_usd, plan_usd)
 
 
 def _forecast_best(
