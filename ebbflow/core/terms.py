@@ -36,11 +36,13 @@ class PriceWatch:
 
     @classmethod
     def of(cls, config: RunConfig) -> PriceWatch:
-        """Return the watch of a run of `TrainFlow` here or on AWS Batch; other prices, such as those of
-        Kubernetes pools, are not watched.
+        """Return the watch of a run of `TrainFlow` on EC2's types; prices that are stated, for the pools
+        of a cluster or the partitions of Slurm, do not change while a job runs.
         """
         cost = config.cost
-        if cost.prices == "static" or config.cluster.plan_for in ("kubernetes", "slurm"):
+        target = config.cluster.plan_for
+        is_stated = target == "slurm" or (target == "kubernetes" and config.kubernetes.pools)
+        if cost.prices == "static" or is_stated:
             return cls(0.0)
         return cls(cost.price_seconds, cost.budget_usd)
 

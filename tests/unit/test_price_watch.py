@@ -25,6 +25,8 @@ from ebbflow.infra.instance import VARIABLES
 from tests.support.flow import wait_until
 from tests.support.timelines import event
 
+POOL = {"name": "a", "gpu": "A100", "node_selector": {"pool": "a"}}
+
 
 def test_a_price_is_asked_a_hundred_times_per_budget_and_every_three_minutes() -> None:
     assert PriceWatch.of(RunConfig()).seconds == 0.0
@@ -43,20 +45,38 @@ def test_a_plan_reserves_for_a_rise_of_the_price_only_where_it_is_watched(tmp_pa
     now = time.time()
     prices = RecordedPrices.read(recorded, now)
 
-    def reserve(plan_for: str) -> tuple[float, float]:
+    def reserve(plan_for: str, **cost: object) -> tuple[float, float]:
         cluster = {"instance_types": ["g5.xlarge"], "market": "spot", "nodes": 1}
         config = RunConfig.model_validate(
             {
                 "cluster": {**cluster, "plan_for": plan_for},
-                "cost": {"prices": str(recorded)},
+                "cost": {"prices": str(recorded), **cost},
             }
         )
         plan = make_plan(config, now_utc=now, prices=prices)
         return plan.reserve_usd, plan.terms().price_look_seconds
 
-    assert reserve("batch")[1] == 180.0
-    usd, look_seconds = reserve("kubernetes")
-    assert look_seconds == 0.0 and usd < reserve("batch")[0] / 2
+    watched = reserve("batch")
+    assert watched[1] == 180.0
+    # On a cluster of EC2's machines, and of a run here that is planned for one
+    assert reserve("kubernetes") == watched
+    usd, look_seconds = reserve("kubernetes", prices="static")
+    assert look_seconds == 0.0 and usd < watched[0] / 2
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {
+            "cluster": {"plan_for": "kubernetes"},
+            "kubernetes": {"pools": [{**POOL, "usd_per_node_hour": 3.0}]},
+        },
+        {"cluster": {"plan_for": "slurm"}},
+    ],
+)
+def test_stated_prices_are_not_watched(stated: dict) -> None:
+    config = RunConfig.model_validate({"cost": {"prices": "live"}, **stated})
+    assert PriceWatch.of(config).seconds == 0.0
 
 
 def test_a_step_of_an_own_flow_reserves_for_no_rise_of_the_price(tmp_path: Path) -> None:

@@ -336,7 +336,7 @@ def test_the_team_command_lists_jobs_and_which_may_start(tmp_path: Path) -> None
         "capture_output": True,
         "text": True,
     }
-    done = subprocess.run([*command, "--focus", "out.csv"], timeout=60, check=False, **given)
+    done = subprocess.run([*command, "--focus", "out.csv"], timeout=180, check=False, **given)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["small", "half", "one", "two"]

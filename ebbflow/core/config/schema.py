@@ -581,8 +581,8 @@ class CostConfig(Section):
     )
     price_seconds: float = key(
         180.0,
-        "time between two looks at Spot prices while a job runs here or on AWS Batch, shorter with a "
-        "small budget; prices: static are not watched",
+        "time between two looks at EC2's Spot prices while a job runs, shorter with a small budget; "
+        "prices: static are not watched",
         ge=1,
     )
     regions: list[str] = key(["us-east-1"], "AWS regions whose pools are candidates")
