@@ -39,6 +39,7 @@ from ebbflow.cost.report.report import RunReport, build_report
 from ebbflow.observe.watch import add_command as add_watch
 
 if TYPE_CHECKING:
+    from ebbflow.core.config.load import LoadedConfig
     from ebbflow.core.config.schema import RunConfig
     from ebbflow.core.footprint import ModelShape
     from ebbflow.cost.job_history import JobHistory
@@ -116,7 +117,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     now = time.time()
     config = loaded.config
     if config.cluster.plan_for == "slurm" and not arguments.frontier:
-        return _plan_on_slurm(config, arguments.job, as_json=arguments.json)
+        return _plan_on_slurm(loaded, arguments.job, as_json=arguments.json)
     queues = None
     if config.cluster.plan_for == "batch" and (config.batch.queues or config.cost.prices == "live"):
         config = limit_to_queue_region(config)
@@ -140,6 +141,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         "queues": queues,
     }
     plan = make_plan(config, now_utc=now, prices=prices, shape=shape, **known)
+    plan = plan.with_sources(loaded.sources)
     if arguments.frontier:
         sources = PlanInputs(
             catalogue=load_catalogue(),
@@ -173,7 +175,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return plan.refusal.outcome.exit_code
 
 
-def _plan_on_slurm(config: RunConfig, job: str | None, *, as_json: bool) -> int:
+def _plan_on_slurm(loaded: LoadedConfig, job: str | None, *, as_json: bool) -> int:
     from ebbflow.cost.jobs import read_job
     from ebbflow.cost.plan.candidates import read_progress
     from ebbflow.cost.plan.partitions import (
@@ -183,6 +185,7 @@ def _plan_on_slurm(config: RunConfig, job: str | None, *, as_json: bool) -> int:
     )
     from ebbflow.cost.plan.plan_text import render_plan
 
+    config = loaded.config
     events = [] if job is None else read_job(job)
     plan = make_partition_plan(
         config,
@@ -191,7 +194,7 @@ def _plan_on_slurm(config: RunConfig, job: str | None, *, as_json: bool) -> int:
         progress=read_progress(events),
         evidence=read_evidence(config),
         shape=_measured_shape(config),
-    )
+    ).with_sources(loaded.sources)
     if as_json:
         print(json.dumps(plan.to_json(), indent=1, allow_nan=False))
     else:

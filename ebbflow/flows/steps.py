@@ -236,6 +236,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
             queues=available_queues(flow, config),
             evidence=open_evidence(config),
         )
+    plan = plan.with_sources(flow.settings["sources"])
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
     plan = plan.brief()

@@ -181,6 +181,17 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
     assert fewer.refusal is None, "the hint must make it fit"
 
 
+def test_a_refusal_says_where_the_user_wrote_the_keys_that_it_names():
+    refused = plan(cost={"budget_usd": 0.25})
+    sources = {"cost.budget_usd": "job.yaml:3", "training.max_steps": "default"}
+    named = refused.with_sources(sources).refusal
+    assert named.message.startswith("cost.budget_usd (job.yaml:3) is $0.25")
+    assert "training.max_steps to" in refused.with_sources(sources).refusal.hint
+    late = plan(cost={"deadline_hours": 0.01}).with_sources({"cost.deadline_hours": "--set"})
+    assert "cost.deadline_hours (--set) is 0.01" in late.refusal.message
+    assert plan().with_sources(sources) == plan()
+
+
 def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
     """The pool with the fewest expected dollars may be a dear gang, whose last save needs too much
     in reserve.

@@ -146,6 +146,12 @@ class Plan:
     def price_watch(self) -> PriceWatch:
         return PriceWatch(self.price_seconds, self.budget_usd)
 
+    def with_sources(self, sources: Mapping[str, str]) -> Plan:
+        """Return the plan with a refusal that says where the user wrote the keys that it names."""
+        if self.refusal is None:
+            return self
+        return replace(self, refusal=self.refusal.with_sources(sources))
+
     @property
     def chosen(self) -> Candidate | None:
         """The best pool that meets the deadline and the budget.

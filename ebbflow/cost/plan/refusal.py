@@ -2,9 +2,12 @@
 would help.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ebbflow.core.config.device_settings import choose_loss_chunk
 from ebbflow.core.config.schema import RunConfig
@@ -27,6 +30,8 @@ from ebbflow.cost.plan.live_forecast import Forecaster, chance_in_time
 from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
 from ebbflow.cost.prices.quote import refresh_command
 
+_DEFAULT = "default"  # source of a value that nobody wrote
+_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 # Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost
 # the same with fewer.
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)
@@ -48,6 +53,26 @@ class PlanRefusal:
     # smallest sufficient deadline in hours, or budget in dollars, depending on which limit is
     # exceeded; None if there is no capacity
     enough: float | None = None
+
+    def with_sources(self, sources: Mapping[str, str]) -> PlanRefusal:
+        """Return the refusal with the source of each key that it names and the user wrote, such as
+        "cost.budget_usd (job.yaml:3)".
+
+        Args:
+            sources: the source of each key, as `LoadedConfig.sources` has them.
+        """
+        named: set[str] = set()
+
+        def add_source(match: re.Match[str]) -> str:
+            key = match.group()
+            source = sources.get(key, _DEFAULT)
+            if source == _DEFAULT or key in named:
+                return key
+            named.add(key)
+            return f"{key} ({source})"
+
+        message = _KEY.sub(add_source, self.message)
+        return replace(self, message=message, hint=_KEY.sub(add_source, self.hint))
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:

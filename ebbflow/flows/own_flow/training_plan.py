@@ -118,6 +118,7 @@ def prepare_training(
     if plan is None or prepared is None:
         shape, prepared = _look_at_workload(job, settings)
         plan = _make_plan(job, config, options, shape)
+        plan = plan.with_sources(settings.document["sources"])
         job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
         plan = plan.brief()
     problem = ""
