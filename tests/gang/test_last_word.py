@@ -94,7 +94,7 @@ def test_a_busy_follower_gets_the_reason_when_the_coordinator_leaves(
     coordinator, member = pair
     last = coordinator.regroup(10, lambda: True)
     assert isinstance(last, GenerationEnd)
-    coordinator.give_up(last)
+    coordinator.announce_end(last)
     coordinator.close()
     for _ in range(3):  # what it says now is refused, and must not cost it what it has not read yet
         member.ready()

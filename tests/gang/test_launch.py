@@ -77,7 +77,7 @@ def test_nodes_of_a_failed_roll_call_get_its_generation(tmp_path: Path) -> None:
     thread.start()
     with pytest.raises(GangError, match="missing: node 2"):
         lead.roll_call(2, lambda: False)
-    lead.give_up(GenerationEnd(culprit="node 2 never came", reason="roll_call", generation=7))
+    lead.announce_end(GenerationEnd(culprit="node 2 never came", reason="roll_call", generation=7))
     lead.close()
     thread.join()
     assert [(verdict.culprit, verdict.generation) for verdict in told] == [("node 2 never came", 7)]

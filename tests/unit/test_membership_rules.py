@@ -385,7 +385,7 @@ def test_a_follower_that_loses_node_0_before_the_start_reports_it(gang: Gang) ->
 
 def test_a_late_follower_gets_the_gangs_result_instead_of_a_start(gang: Gang) -> None:
     coordinator = gang.open(2)
-    coordinator.give_up(GenerationEnd(culprit="rank 0: it failed", reason="rank_failed"))
+    coordinator.announce_end(GenerationEnd(culprit="rank 0: it failed", reason="rank_failed"))
     end = gang.followers[1].await_start(60.0)
     assert isinstance(end, GenerationEnd) and (end.culprit, end.reason) == (
         "rank 0: it failed",

@@ -222,6 +222,7 @@ def judge_blocks(config: RunConfig, sources: PlanInputs) -> Iterator[Candidate]:
     whole block.
     """
     free = config.changed("cluster", plan_for="batch")
+    # Judged as reservations that the user holds; a block for sale has no queue yet
     sale = replace(
         sources, evidence=replace(sources.evidence, held=sources.evidence.blocks), queues=None
     )
@@ -382,16 +383,15 @@ def _judge_reservation(job: _SizedJob, pool: Pool, held: Reservation) -> Candida
     found = _judge_offer(job, pool, _Offer(quote=quote, hazard=hazard, expected=expected))
     if isinstance(found, Rejection):
         return found
-    if held.fee_usd is None:
-        fee = 0.0
-    else:
+    compute_usd = found.compute_usd
+    if held.fee_usd is not None:
         # The fee of a Capacity Block pays for all of its hours, whether used or not.
-        fee = float(held.fee_usd) - found.compute_usd
-    total = found.expected_usd + fee
+        compute_usd = float(held.fee_usd)
+    total = found.expected_usd - found.compute_usd + compute_usd
     return replace(
         found,
         ends_utc=held.end_utc,
-        compute_usd=found.compute_usd + fee,
+        compute_usd=compute_usd,
         expected_usd=total,
         usd_per_step=total / max(1, job.work.steps),
     )
@@ -552,7 +552,7 @@ def _estimate_work(
         fingerprint=fingerprint,
     )
     samples = micro_batch(config, pool.ranks)
-    assert speed is not None and samples is not None  # checked by _cannot_run and _does_not_fit
+    assert speed is not None and samples is not None  # checked by _why_unable and _why_too_large
     steps = sources.steps_left(config)
     return RemainingWork(
         steps=steps,

@@ -226,17 +226,19 @@ def scale_and_clip(
     torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]  not in torch's type information
 
 
-def skip_if_non_finite(optimizer: torch.optim.Optimizer, norm: float | Tensor) -> bool:
-    """Make the next optimizer step change nothing if `norm`, a tensor on the device, is not finite.
+def can_skip_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `skip_if_non_finite` works with the optimizer, as with torch's fused ones."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def skip_if_non_finite(optimizer: torch.optim.Optimizer, norm: float | Tensor) -> None:
+    """Make the next optimizer step change nothing if `norm`, a tensor on the device, is not finite,
+    where the optimizer can (`can_skip_step`).
 
     No host sync.
-
-    Return whether the optimizer can do this, as torch's fused optimizers can.
     """
-    able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if able and isinstance(norm, Tensor):
+    if can_skip_step(optimizer) and isinstance(norm, Tensor):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-    return able
 
 
 def learning_rate(training: TrainingConfig, step: int) -> float:

@@ -18,7 +18,7 @@ from ebbflow.core.events import BUDGET, GPU_MEMORY, NOTICE, STEP, LedgerClass
 from ebbflow.training.engine.guards.guards import Action, Judgement
 from ebbflow.training.engine.guards.memory import GpuPeaks
 from ebbflow.training.engine.guards.silent_faults import RepeatedStep, RestingState
-from ebbflow.training.engine.optimizer import averaged_weights, learning_rate, skip_if_non_finite
+from ebbflow.training.engine.optimizer import averaged_weights, can_skip_step, learning_rate
 from ebbflow.training.engine.parallel import Spread
 from ebbflow.training.errors import GenerationSuperseded, MemoryGrowth, TrainingError
 from ebbflow.training.evaluation import Evaluation
@@ -350,10 +350,10 @@ class Trainer:
         before the host read the step sync.
         """
         # Rollouts cost too much to draw them again
-        drawn = getattr(self.workload, "batch_phase", "data") != "data"
-        if drawn or (
-            self.device_exchange is not None and not skip_if_non_finite(self.optimizer, 0.0)
-        ):
+        draws_rollouts = getattr(self.workload, "batch_phase", "data") != "data"
+        reads_late = self.device_exchange is not None
+        has_changed_weights = reads_late and not can_skip_step(self.optimizer)
+        if draws_rollouts or has_changed_weights:
             return ""
         number = self._number_of_first_non_finite_module(at)
         rows = self.session.gang.gather_numbers([number])

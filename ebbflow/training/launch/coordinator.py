@@ -111,7 +111,7 @@ class Coordinator:
                         loop = self._planner.check_crash_loop(ended, generation.number, seconds)
                         last = loop or ended
                     following = last
-                    self._peers.give_up(last)
+                    self._peers.announce_end(last)
                 finally:
                     self._record_end(ended, last)
                 if isinstance(following, messages.GenerationEnd):
@@ -149,8 +149,8 @@ class Coordinator:
             generation = self._retry_store(publish_and_open, lambda: self._peers.announce_wait(0.0))
         except (TrainingError, InfraError) as error:
             if self._drain.leaving:
-                return self._peers.give_up(messages.end_from_stop_request(self._drain.cause))
-            self._peers.give_up(end_from_open_error(error))
+                return self._peers.announce_end(messages.end_from_stop_request(self._drain.cause))
+            self._peers.announce_end(end_from_open_error(error))
             if isinstance(error, TrainingError) and not error.curable:
                 self._update_secret(partial(self._own.secret.refuse, error))
             raise
@@ -223,12 +223,12 @@ class Coordinator:
                 end = messages.GenerationEnd(
                     outcome=refusal, reason=refusal.outcome, generation=generation.number
                 )
-                return peers.give_up(end)
+                return peers.announce_end(end)
             self._ranks_started = True
             peers.start(start)
             end = self._own.run_ranks(spec, start, peers, self._take_new_terms)
         except (TrainingError, InfraError) as error:
-            end = peers.give_up(
+            end = peers.announce_end(
                 replace(self._end_before_start(error), generation=generation.number)
             )
         if end.culprit:
@@ -286,7 +286,7 @@ class Coordinator:
             return ended
         nodes = self._peers.regroup(REGROUP_SECONDS, self._own.is_leaving, self._log.beat)
         if isinstance(nodes, messages.GenerationEnd):
-            return self._peers.give_up(nodes)
+            return self._peers.announce_end(nodes)
 
         def open_next() -> Generation | messages.GenerationEnd:
             loop = self._planner.check_crash_loop(ended, number, self._log.seconds * world_size)
@@ -301,7 +301,7 @@ class Coordinator:
             else:
                 following = end_from_open_error(error)
         if isinstance(following, messages.GenerationEnd):
-            return self._peers.give_up(following)
+            return self._peers.announce_end(following)
         return following, nodes
 
     def _keep_in_touch(self) -> None:

@@ -246,15 +246,15 @@ class CoordinatorPeers(_Peers):
             self._receive(node)
             self._detect_loss(node)
         if self._evidence.is_settled(time.monotonic()):
-            return self.give_up(self._end_from_failures())
+            return self.announce_end(self._end_from_failures())
         if len(self._finished) == len(start.nodes):
             end = messages.end_from_results(self._finished, start.generation)
             end = self._continuation.after_results(end, self.nodes, growing=self._growing)
-            return self.give_up(end)
+            return self.announce_end(end)
         self._take_back_returned()
         return None
 
-    def give_up(self, end: GenerationEnd) -> GenerationEnd:
+    def announce_end(self, end: GenerationEnd) -> GenerationEnd:
         """Tell all followers that the generation or the gang ends with the result `end`, and return
         `end`.
         """
