@@ -95,7 +95,7 @@ Ctrl-C and 141 if the reader of a pipe closed it.
 COMMANDS_HEAD = """# Commands
 
 Written by `python docs/generate.py` from `ebbflow/command.py` and `ebbflow/flows/run_help.py`; do not edit. `ebbflow COMMAND
---help` lists all options of a command, and `ebbflow lab` the tools for maintainers. The older spellings `python
+--help` lists all options of a command, and `ebbflow lab` the tools for maintainers, which work without `lab` too. The older spellings `python
 flows/train_flow.py run`, `python -m infra …`, `python -m cost …` and `python -m training …` still work in a checkout;
 `torchrun … -m ebbflow.training FILE` trains without Metaflow.
 """

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "--with local": "run everything on this machine",
         "--with cloud": "run the training steps on the back end of cluster.plan_for",
         "--with batch|kubernetes": "run every step there",
+        "--with slurm": "run the training steps as Slurm jobs",
         "--nodes N": "nodes of a script; it then gets preflight, a plan and attempts, as a "
         "configuration does",
         "--ranks N": "processes of a script on each node",
