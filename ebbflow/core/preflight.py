@@ -6,6 +6,7 @@ reaches its deadline or raises is reported as failed, and does not delay other c
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -62,6 +63,11 @@ TROUBLES = {
     "I05": "the budget would be exceeded",
     "I09": "prices that are stale, or cannot be had",
 }
+# A check that computes may take so many times its deadline, since a busy machine is no fault
+_BUSY_FACTOR = 12
+# It computes if it uses this share of a core over the time of one look
+_COMPUTING_SHARE = 0.005
+_LONGEST_WINDOW_SECONDS = 2.0
 _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn", "skipped": "skip"}
 
 
@@ -153,8 +159,9 @@ def run_checks(
     """Run the checks in parallel, and return their results in the order of the checks.
 
     With `quick_only`, checks of the full tier are left out. The call takes no longer than the
-    longest deadline. Checks run in daemon threads, so that a check that never returns does not keep
-    the process from exiting. Raises ValueError if two checks share an id.
+    longest deadline, unless a check still computes then, as on a busy machine: at most
+    `_BUSY_FACTOR` times as long. Checks run in daemon threads, so that a check that never returns
+    does not keep the process from exiting. Raises ValueError if two checks share an id.
     """
     ids = [check.id for check in checks]
     if len(set(ids)) != len(ids):
@@ -210,20 +217,19 @@ class _Running:
         self._check = check
         self._context = context
         self._answer: tuple[CheckFinding, float] | None = None
+        self._cpu_clock: int | None = None  # of the check's thread
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"check {check.id}", daemon=True)
         self._thread.start()
 
     def result(self) -> CheckResult:
         check = self._check
-        self._thread.join(max(0.0, self._started + check.deadline_seconds - time.monotonic()))
-        hangs = (
-            "see whether a disk, network or name server that it asks is hanging, then run the "
-            "preflight again"
-        )
-        late = failed(f"did not answer within {check.deadline_seconds:g} s", hangs)
+        is_computing = self._wait()
         answer = self._answer  # read once: a late answer could come between two reads
-        finding, seconds = answer or (late, time.monotonic() - self._started)
+        finding, seconds = answer or (
+            self._late(is_computing=is_computing),
+            time.monotonic() - self._started,
+        )
         if finding.status == "failed" and check.severity == "warning":
             status = "warning"
         else:
@@ -239,7 +245,47 @@ class _Running:
             seconds=round(seconds, 3),
         )
 
+    def _wait(self) -> bool:
+        """Wait for the answer until the deadline, and longer while the check computes. Return whether
+        it still does.
+        """
+        deadline = self._check.deadline_seconds
+        self._thread.join(max(0.0, self._started + deadline - time.monotonic()))
+        last = self._started + _BUSY_FACTOR * deadline
+        window = min(_LONGEST_WINDOW_SECONDS, deadline)
+        is_computing = True
+        while self._thread.is_alive() and is_computing and time.monotonic() < last:
+            computed = self._cpu_seconds()
+            self._thread.join(window)
+            is_computing = self._cpu_seconds() - computed >= _COMPUTING_SHARE * window
+        return is_computing
+
+    def _cpu_seconds(self) -> float:
+        """Return the processor time of the check so far; 0 before its beginning and after its end."""
+        if self._cpu_clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._cpu_clock)
+        except OSError:  # the thread has ended
+            return 0.0
+
+    def _late(self, *, is_computing: bool) -> CheckFinding:
+        deadline = self._check.deadline_seconds
+        if is_computing:
+            load = os.getloadavg()[0]
+            return failed(
+                f"still computes after {_BUSY_FACTOR * deadline:g} s, at a load of {load:.0f} on "
+                f"{os.cpu_count()} cores",
+                "run the preflight again when the machine is less busy",
+            )
+        return failed(
+            f"did not answer within {deadline:g} s",
+            "see whether a disk, network or name server that it asks is hanging, then run the "
+            "preflight again",
+        )
+
     def _run(self) -> None:
+        self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             finding = self._check.run(self._context)
         except BaseException as error:  # even SystemExit: a check that exits has not passed

@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,25 @@ def test_a_hanging_check_is_reported_and_delays_no_other() -> None:
     assert (hung.status, hung.detail) == ("failed", "did not answer within 0.2 s")
     assert hung.fix
     assert other.status == "passed"
+
+
+def test_a_check_that_computes_on_a_busy_machine_is_waited_for_within_bounds() -> None:
+    def computes(context: PreflightContext, seconds: float) -> CheckFinding:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(1000))
+        return CheckFinding.passed("computed")
+
+    slow, endless = run_checks(
+        [
+            check("slow", partial(computes, seconds=0.6), deadline_seconds=0.1),
+            check("endless", partial(computes, seconds=4.0), deadline_seconds=0.1),
+        ],
+        CONTEXT,
+    )
+    assert (slow.status, slow.detail) == ("passed", "computed")
+    assert endless.status == "failed"
+    assert endless.detail.startswith("still computes after 1.2 s, at a load of ")
 
 
 def test_a_check_that_hangs_keeps_no_process_from_ending() -> None:
