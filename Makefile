@@ -8,6 +8,8 @@ ARGS ?=
 # make run TORCH_INDEX=https://download.pytorch.org/whl/cpu fetches torch's CPU build: 200 MB instead of gigabytes.
 TORCH_INDEX ?=
 PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Images of containers often set it: every process of the tests, and of a run, would compile its sources again.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, each file in one process: four on two cores, because they also wait.
 # Folders in their order: unit tests, whose files are short, are what is left when the last long file ends.
 JOBS ?= 4
