@@ -235,6 +235,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
             progress=read_progress(job),
             queues=available_queues(flow, config),
             evidence=open_evidence(config),
+            compare_keys=True,
         )
     say(render_plan(plan))
     job.store.put(PLAN_KEY, json.dumps(plan.to_json(), allow_nan=False).encode())
