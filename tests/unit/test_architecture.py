@@ -95,17 +95,23 @@ def is_composition_root(path: Path) -> bool:
 
 
 def statements(tree: ast.AST, *, inside_functions: bool) -> Iterator[ast.AST]:
-    """Nodes that run, without what only a type checker reads."""
+    """Statements that run, without what only a type checker reads."""
     for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if isinstance(child, ast.expr):  # which holds no import
+            continue
+        if isinstance(child, ast.If) and is_for_type_checkers(child.test):
             for alternative in child.orelse:
                 yield from statements(alternative, inside_functions=inside_functions)
             continue
-        function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
         if function and not inside_functions:
             continue
         yield child
         yield from statements(child, inside_functions=inside_functions)
+
+
+def is_for_type_checkers(condition: ast.expr) -> bool:
+    return isinstance(condition, ast.Name) and condition.id == "TYPE_CHECKING"
 
 
 @functools.cache
