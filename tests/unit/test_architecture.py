@@ -231,7 +231,7 @@ def test_our_code_is_imported_by_its_full_name() -> None:
     assert not broken
 
 
-def test_launchers_agents_and_uploaders_start_without_torch() -> None:
+def test_launchers_agents_and_uploaders_start_without_torch_and_the_diagnosis_rules() -> None:
     names = [
         "core.config",
         "core.preflight",
@@ -248,12 +248,12 @@ def test_launchers_agents_and_uploaders_start_without_torch() -> None:
     modules = ", ".join(f"ebbflow.{name}" for name in names)
     code = (
         f"import sys, {modules}; print([m for m in ('torch', 'pandas', 'metaflow', 'boto3') if m "
-        "in sys.modules])"
+        "in sys.modules], ebbflow.diagnose.rules.load_rules.cache_info().currsize)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert done.stdout.strip() == "[] 0", done.stdout + done.stderr
 
 
 def test_the_installed_package_has_its_data_files() -> None:
