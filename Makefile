@@ -8,6 +8,8 @@ ARGS ?=
 # make run TORCH_INDEX=https://download.pytorch.org/whl/cpu fetches torch's CPU build: 200 MB instead of gigabytes.
 TORCH_INDEX ?=
 PIP_TORCH := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Images of containers often set it: every process of the tests, and of a run, would compile its sources again.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run side by side, each file in one process: four on two cores, because they also wait.
 # Folders in their order: unit tests, whose files are short, are what is left when the last long file ends.
 JOBS ?= 4
@@ -27,7 +29,7 @@ check: lint types  ## what to run before each commit: style, types and unit test
 # Tests of real processes keep deadlines, which a busy machine can miss. Like CPython's suite, tests that failed beside
 # others run once more, alone; one that fails twice fails the run. Both tries are printed: look at what passed only then.
 test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config", JOBS=0: one after another)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) || { \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS) || { \
 		[ $$? -eq 1 ] && echo "make test: the tests that failed run once more, alone" && \
 		$(BIN)/python -m pytest -x -n 0 --last-failed --last-failed-no-failures none $(ARGS); }
 

@@ -26,6 +26,11 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # stays that of a job.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Images of containers often set it. Each of thousands of processes would compile its sources again: a
+# rank's imports take three times the CPU seconds where the packages have no bytecode either.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # The list of this machine's projects is the user's.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ebbflow-tests-state-")
 

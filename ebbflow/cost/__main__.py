@@ -140,7 +140,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         "evidence": open_evidence(config),
         "queues": queues,
     }
-    plan = make_plan(config, now_utc=now, prices=prices, shape=shape, **known)
+    plan = make_plan(config, now_utc=now, prices=prices, shape=shape, compare_keys=True, **known)
     plan = plan.with_sources(loaded.sources)
     if arguments.frontier:
         sources = PlanInputs(

@@ -17,7 +17,6 @@ from ebbflow.diagnose.rules import VALUES, load_rules
 from ebbflow.diagnose.series import Series
 from ebbflow.diagnose.vocabulary import TRIGGERS
 
-_LAST_RULES = [rule for rule in load_rules().rules if rule.last]
 _RESTART = re.compile("|".join(VALUES["restart"]), re.IGNORECASE)
 _MAYBE_RESTART = re.compile("|".join(VALUES["maybe_restart"]), re.IGNORECASE)
 _ENDED = re.compile("|".join(VALUES["ended"]), re.IGNORECASE)
@@ -98,8 +97,9 @@ class Evidence:
         health, such as the start of a rendezvous.
         """
         silent: dict[str, Seen] = {}
+        rules = [rule for rule in load_rules().rules if rule.last]
         for line in self._last.values():
-            for rule in _LAST_RULES:
+            for rule in rules:
                 if any(re.search(pattern, line.text, re.IGNORECASE) for pattern in rule.last):
                     found = silent.setdefault(rule.id, Seen(rule, silent=True))
                     found.add(line, self._order)

@@ -235,6 +235,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
             progress=read_progress(job),
             queues=available_queues(flow, config),
             evidence=open_evidence(config),
+            compare_keys=True,
         )
     plan = plan.with_sources(flow.settings["sources"])
     say(render_plan(plan))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -212,7 +213,9 @@ def test_efa_counts_as_far_as_the_job_requests_it_and_is_proposed_where_it_pays(
     assert tokens(32) == tokens(64) == tokens(0, "slurm"), "no type has more than 32"
     assert tokens(0) <= tokens(1) < tokens(32) and tokens(32) / tokens(0) > 1.5
     two = JOBS["13B on H100"].changed("cluster", nodes=2)
-    savings = {saving.key: saving for saving in make_plan(two, now_utc=NOW).key_savings}
+    savings = {
+        saving.key: saving for saving in make_plan(two, now_utc=NOW, compare_keys=True).key_savings
+    }
     assert savings["batch.efa_interfaces"].value == "32"
     assert savings["batch.efa_interfaces"].usd == pytest.approx(
         planned_usd(two.changed("batch", efa_interfaces=32))
@@ -249,7 +252,7 @@ def test_the_plan_refuses_hardly_any_run_that_was_published() -> None:
 def test_a_plan_prints_each_key_that_would_save_more_than_a_twentieth_with_its_dollars() -> None:
     slow = JOBS["1.3B on A100"].changed("fsdp", use_mixed_precision=False)
     slow = slow.changed("training", gradient_accumulation_steps=4)
-    made = make_plan(slow, now_utc=NOW)
+    made = make_plan(slow, now_utc=NOW, compare_keys=True)
     by_key = {saving.key: saving for saving in made.key_savings}
     assert {"fsdp.use_mixed_precision", "training.tf32"} <= set(by_key)
     now = made.ranked[0].expected_usd
@@ -262,11 +265,14 @@ def test_a_plan_prints_each_key_that_would_save_more_than_a_twentieth_with_its_d
         assert saving.usd == pytest.approx(with_it) and with_it < 0.95 * now
         assert saving.saved_usd == pytest.approx(now - with_it), "beside the plan's own dollars"
         assert f"cheaper with {saving.key}: {saving.value} → ${saving.usd:.2f}" in render_plan(made)
-    at_defaults = make_plan(JOBS["1.3B on A100"], now_utc=NOW)
+    at_defaults = make_plan(JOBS["1.3B on A100"], now_utc=NOW, compare_keys=True)
     assert not {"fsdp.use_mixed_precision", "training.tf32"} & {
         saving.key for saving in at_defaults.key_savings
     }
     assert type(made).from_json(made.to_json()) == made
+    assert make_plan(slow, now_utc=NOW) == replace(made, key_savings=()), (
+        "the slow search, if wanted"
+    )
     strict = make_plan(slow.changed("training", deterministic="strict"), now_utc=NOW)
     assert set(strict.notes) - set(made.notes) == {
         "speed: as with training.deterministic auto, but strict slows down attention's backward "

@@ -130,6 +130,12 @@ def test_every_rule_has_literals_in_its_examples() -> None:
     assert checked > 250
 
 
+def test_every_expression_of_a_last_line_is_valid() -> None:
+    # The matcher compiles all other expressions
+    expressions = [expression for rule in load_rules().rules for expression in rule.last]
+    assert len({re.compile(expression, re.IGNORECASE) for expression in expressions}) >= 5
+
+
 @given(literals=st.lists(WORDS, min_size=1, max_size=8, unique=True))
 def test_each_literal_has_a_trigger(literals: list[str]) -> None:
     triggers = choose_triggers(literals)

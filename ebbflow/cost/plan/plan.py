@@ -394,6 +394,7 @@ def make_plan(  # noqa: PLR0913
     progress: JobProgress = NO_PROGRESS,
     queues: Mapping[str, QueueState] | None = None,
     evidence: CapacityEvidence | None = None,
+    compare_keys: bool = False,
 ) -> Plan:
     """Rank every pool that `config` allows, and decide whether the job may start.
 
@@ -412,6 +413,8 @@ def make_plan(  # noqa: PLR0913
             no pool needs a queue.
         evidence: From `cost.prices.reservations.open_evidence`. None means the configured
             reservations.
+        compare_keys: Whether to look for the plan's `key_savings`, which takes twice the time of the
+            rest. Only a plan that is shown needs them.
 
     Raises:
         CatalogueError: A shipped table has an invalid entry.
@@ -466,7 +469,7 @@ def make_plan(  # noqa: PLR0913
         or refuse_unlikely(config, sources, ranked),
         on_demand=_on_demand(config, sources, ranked[0].region) if ranked else {},
         cheapest_on_demand=_cheapest_on_demand(judged),
-        key_savings=_find_key_savings(config, sources, ranked),
+        key_savings=_find_key_savings(config, sources, ranked) if compare_keys else (),
         blocks=tuple(sorted(judge_blocks(config, sources), key=_rank)[:_KEPT_BLOCKS]),
     )
 

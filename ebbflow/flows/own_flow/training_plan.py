@@ -225,6 +225,7 @@ def _make_plan(job: Job, config: RunConfig, options: StepOptions, shape: ModelSh
         history=read_job_history(job),
         progress=_read_progress(job),
         evidence=open_evidence(config),
+        compare_keys=True,
     )
 
 
