@@ -37,9 +37,8 @@ from ebbflow.cost.plan.throughput import (
 
 _SOURCES = {
     "M": (
-        "MosaicML LLM-Foundry, scripts/train/benchmarking/README.md, commit 061f2c7c; its rows "
-        "on one node are those from which the plan's MFU was taken, so these errors are not "
-        "those of a forecast"
+        "MosaicML LLM-Foundry, scripts/train/benchmarking/README.md, commit 061f2c7c; the plan "
+        "is fitted to its rows on one node, so these errors are not those of a forecast"
     ),
     "T1": (
         "torchtitan, its page performance.md, commit 04133643; sequences of 8,192 (Llama 3) and "
