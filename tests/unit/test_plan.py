@@ -247,7 +247,7 @@ def long_plan(market: str, *, backend: str = "kubernetes", **cost: float) -> Pla
 
 
 def test_a_spot_job_that_is_unlikely_in_time_is_refused_with_ways_that_help():
-    deadline = round(2.0 * long_plan("spot").chosen.case.work_hours, 2)
+    deadline = round(1.6 * long_plan("spot").chosen.case.work_hours, 2)
     bare = long_plan("spot", deadline_hours=deadline)
     chance = bare.live.deadline_probability
     assert 0.2 < chance < 0.9 and bare.refusal.outcome is Outcome.DEADLINE

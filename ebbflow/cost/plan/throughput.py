@@ -476,7 +476,9 @@ def _is_calibrated(config: RunConfig, gpu: Gpu) -> bool:
 
 
 def _gpu_log_deviation(config: RunConfig, gpu: Gpu) -> float:
-    if gpu.fit_deviation is None or not _is_calibrated(config, gpu):
+    if not config.fsdp.mixes_precision:
+        return 0.0  # the spread of MFU_PRIOR is that between published runs
+    if gpu.fit_deviation is None:
         return UNCALIBRATED_LOG_DEVIATION
     return gpu.fit_deviation
 
