@@ -29,8 +29,8 @@ from ebbflow.cost.plan.throughput import (
     MFU_PRIOR,
     RECOMPUTE_FACTOR,
     UNMEASURED_LOG_DEVIATION,
-    UNTUNED_SHARE,
     gib_text,
+    large_model_mfu,
     memory_fit,
 )
 from ebbflow.training.checkpoint import open_generation
@@ -163,14 +163,11 @@ def measure_speed(bench: Bench, model: str, variant: str) -> list[Row]:
 def mfu_range(bench: Bench, model: str, variant: str) -> tuple[float, float, str]:
     """Return the range of the plan's own prior, at two standard deviations, and its source."""
     gpu = catalogued_gpu(bench)
-    if gpu is not None:
-        published = gpu.bf16_mfu
-    else:
-        published = None
-    if published:
-        prior = UNTUNED_SHARE * published
-    else:
+    peak = None if gpu is None else gpu.peak_flops("bfloat16")
+    if gpu is None or peak is None:
         prior = MFU_PRIOR
+    else:
+        prior = large_model_mfu(gpu, peak)
     prior /= RECOMPUTE_FACTOR[VARIANTS[variant].get("recompute", "none")]
     low, high = (prior * math.exp(sign * 2 * UNMEASURED_LOG_DEVIATION) for sign in (-1, 1))
     target = _TARGET_MFU.get((gpu.name if gpu else "", model, variant), 0.0)

@@ -18,18 +18,27 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.training.tables import table
 from ebbflow.core.config.device_settings import settle_for_device
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.footprint import causal_lm_shape
-from ebbflow.cost.catalogue import load_catalogue
-from ebbflow.cost.plan.throughput import CONTEXT_BYTES, GIB, estimate_throughput, memory_fit
+from ebbflow.core.grouping import group_by_key
+from ebbflow.cost.catalogue import InstanceType, load_catalogue
+from ebbflow.cost.plan.throughput import (
+    CONTEXT_BYTES,
+    GIB,
+    Roofline,
+    estimate_roofline,
+    estimate_throughput,
+    memory_fit,
+)
 
 _SOURCES = {
     "M": (
-        "MosaicML LLM-Foundry, scripts/train/benchmarking/README.md, commit 061f2c7c; its rows "
-        "on one node are those from which the plan's MFU was taken, so these errors are not "
-        "those of a forecast"
+        "MosaicML LLM-Foundry, scripts/train/benchmarking/README.md, commit 061f2c7c; the plan "
+        "is fitted to its rows on one node, so these errors are not those of a forecast"
     ),
     "T1": (
         "torchtitan, its page performance.md, commit 04133643; sequences of 8,192 (Llama 3) and "
@@ -94,7 +103,7 @@ class FoundryRun:
 
     @property
     def was_fitted(self) -> bool:
-        """Whether the plan's MFU was taken from this run and others (gpus.csv)."""
+        """Whether the plan's speed was fitted to this run and others (`fit_roofline`)."""
         fitted = ("MPT 760M", "MPT 1.3B", "MPT 3B", "MPT 7B", "MPT 13B", "MPT 30B")
         return self.gpus == 8 and self.model in fitted and self.length <= 8192
 
@@ -111,6 +120,26 @@ class JudgedRun:
     @property
     def is_refused(self) -> bool:
         return self.needed_bytes > self.has_bytes
+
+
+@dataclass(frozen=True)
+class RooflineFit:
+    """Parameters of the plan's roofline (`Roofline.seconds`), and what was left by GPU."""
+
+    peak_share: float
+    bytes_per_flop: float
+    runs: dict[str, int]
+    deviation: dict[str, float]  # standard deviation of log(published / fitted)
+
+    def render(self) -> str:
+        left = ", ".join(
+            f"{gpu} {count} runs, deviation {self.deviation[gpu]:.3f}"
+            for gpu, count in self.runs.items()
+        )
+        return (
+            f"fit: 1 / MFU = {self.peak_share:.3f} + {self.bytes_per_flop:.5f} × peak / bandwidth, "
+            f"and {left}"
+        )
 
 
 RUNS = [
@@ -149,16 +178,20 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     compared = [compare(run) for run in RUNS]
     errors = {kind: summarise(compared, kind) for kind in ("tokens_per_second", "gib")}
-    foundry = [judge_foundry_run(run) for run in read_foundry_runs()]
+    foundry_runs = read_foundry_runs()
+    fit = fit_roofline(foundry_runs)
+    foundry = [judge_foundry_run(run) for run in foundry_runs]
     held_out = summarise_foundry(foundry)
     print(render(compared, errors))
     print(render_foundry(held_out))
+    print(fit.render())
     if given.json is not None:
         found = {
             "kind": "estimated",
             "compared": compared,
             "errors": errors,
             "llm_foundry": held_out,
+            "fit": asdict(fit),
         }
         given.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
@@ -184,16 +217,8 @@ def read_foundry_runs() -> list[FoundryRun]:
 
 def judge_foundry_run(run: FoundryRun) -> JudgedRun:
     """Estimate a run with the defaults: the precision and the chunks of the loss are automatic."""
-    kind = load_catalogue()[_FOUNDRY_TYPES[run.gpu]]
-    written = configure(
-        _MODELS[run.model],
-        ranks=run.gpus,
-        length=run.length,
-        samples=run.samples,
-        parts=run.micro_batches,
-        recompute=run.recompute,
-    )
-    config = settle_for_device(written, kind.gpu.compute_capability)
+    kind = _foundry_type(run)
+    config = _configure_foundry(run)
     shape = causal_lm_shape(config.model)
     speed = estimate_throughput(config, shape, kind, run.gpus // 8, 8)
     assert speed is not None
@@ -202,6 +227,36 @@ def judge_foundry_run(run: FoundryRun) -> JudgedRun:
         log_error=math.log(speed.tokens_per_second / run.gpus / run.tokens_per_second),
         needed_bytes=memory_fit(config, run.gpus, shape).total,
         has_bytes=kind.gpu_memory_bytes,
+    )
+
+
+def fit_roofline(runs: list[FoundryRun]) -> RooflineFit:
+    """Fit the two parameters of the plan's roofline to the runs that are to be fitted.
+
+    The sum of squared log errors is minimised by Gauss-Newton steps.
+    """
+    fitted = [run for run in runs if run.was_fitted]
+    rooflines = [_foundry_roofline(run) for run in fitted]
+    seconds = np.array(
+        [run.length * run.samples * run.micro_batches / run.tokens_per_second for run in fitted]
+    )
+    peak = np.array([line.peak_seconds for line in rooflines])
+    slopes = np.stack([peak, peak * [line.flops_per_byte for line in rooflines]], axis=1)
+    moved = np.array([line.moved_seconds for line in rooflines])
+    parameters = np.array([1.0, 0.001])
+    for _ in range(20):
+        planned = slopes @ parameters + moved
+        errors = np.log(seconds / planned)
+        parameters += np.linalg.lstsq(slopes / planned[:, None], errors, rcond=None)[0]
+    left = np.log(seconds / (slopes @ parameters + moved))
+    by_gpu = group_by_key(
+        (_foundry_type(run).gpu.name, error) for run, error in zip(fitted, left, strict=True)
+    )
+    return RooflineFit(
+        peak_share=float(parameters[0]),
+        bytes_per_flop=float(parameters[1]),
+        runs={gpu: len(errors) for gpu, errors in by_gpu.items()},
+        deviation={gpu: statistics.stdev(errors) for gpu, errors in by_gpu.items()},
     )
 
 
@@ -334,6 +389,30 @@ def render(compared: list[dict[str, Any]], errors: dict[str, Any]) -> str:
             f"from {error['lowest']:+.0%} to {error['highest']:+.0%}"
         )
     return "\n".join([*lines, "", *(f"{key}: {text}" for key, text in _SOURCES.items())])
+
+
+def _foundry_type(run: FoundryRun) -> InstanceType:
+    return load_catalogue()[_FOUNDRY_TYPES[run.gpu]]
+
+
+def _configure_foundry(run: FoundryRun) -> RunConfig:
+    written = configure(
+        _MODELS[run.model],
+        ranks=run.gpus,
+        length=run.length,
+        samples=run.samples,
+        parts=run.micro_batches,
+        recompute=run.recompute,
+    )
+    return settle_for_device(written, _foundry_type(run).gpu.compute_capability)
+
+
+def _foundry_roofline(run: FoundryRun) -> Roofline:
+    config = _configure_foundry(run)
+    shape = causal_lm_shape(config.model)
+    found = estimate_roofline(config, shape, _foundry_type(run).gpu, run.gpus, 8)
+    assert found is not None
+    return found
 
 
 # Width, blocks, heads and vocabulary; of llama also the heads of keys and the width of the MLP

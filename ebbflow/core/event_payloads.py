@@ -63,6 +63,8 @@ class LedgerClass(StrEnum):
     BOOT = "boot"
     IDLE = "idle"  # between two generations on the same billed instance
     MINIMUM_CHARGE = "minimum_charge"  # an instance is billed for at least 60 s
+    # From the end of the last job on an instance of AWS Batch until Batch terminates it
+    SCALE_DOWN = "scale_down"
 
 
 class GuardAction(StrEnum):

@@ -54,9 +54,11 @@ _GPU_FIGURES = (
     "bf16_tflops",
     "fp16_tflops",
     "fp32_tflops",
-    "bf16_mfu",
+    "memory_gbps",
+    "fitted_runs",
+    "fit_deviation",
 )
-GPU_COLUMNS = ("gpu", *_GPU_FIGURES, "source", "mfu_source", "note")
+GPU_COLUMNS = ("gpu", *_GPU_FIGURES, "source", "fit_source", "note")
 ADVISOR_COLUMNS = ("region", "name", "savings_percent", "interruption_band")
 ON_DEMAND_COLUMNS = ("region", "name", "usd_per_hour", "recorded")
 _RECORDED = re.compile(r"\brecorded (\d{4}-\d{2}(?:-\d{2})?)")
@@ -86,11 +88,14 @@ class Gpu:
     bf16_tflops: float | None
     fp16_tflops: float | None  # only of GPUs without bfloat16
     fp32_tflops: float | None
-    # published share of the bfloat16 peak that training reaches on one node; None if unpublished
-    bf16_mfu: float | None
-    # source, mfu_source: publications of the peaks and of `bf16_mfu`
+    memory_gbps: float | None  # memory bandwidth in GB/s
+    # Number of published runs to which the plan's speed was fitted, and the standard deviation of
+    # log(published / fitted) among them; None: no run
+    fitted_runs: int | None
+    fit_deviation: float | None
+    # source, fit_source: publications of the peaks and of the fitted runs
     source: str
-    mfu_source: str
+    fit_source: str
     note: str
 
     def peak_flops(self, dtype: str) -> float | None:
@@ -429,9 +434,15 @@ def _read_gpus(path: Path) -> Iterator[Gpu]:
             fp32_tflops=row.parse(
                 "fp32_tflops", _number(1, 1e4), "TFLOP/s in 1 … 10000", optional=True
             ),
-            bf16_mfu=row.parse("bf16_mfu", _number(0.01, 1), "a share in 0.01 … 1", optional=True),
+            memory_gbps=row.parse(
+                "memory_gbps", _number(1, 1e5), "GB/s in 1 … 100000", optional=True
+            ),
+            fitted_runs=row.parse("fitted_runs", int, "a number of runs", optional=True),
+            fit_deviation=row.parse(
+                "fit_deviation", _number(0, 10), "a deviation in 0 … 10", optional=True
+            ),
             source=row.parse("source", _text, "a source"),
-            mfu_source=row.parse("mfu_source", str, "text"),
+            fit_source=row.parse("fit_source", str, "text"),
             note=row.parse("note", str, "text"),
         )
 

@@ -196,7 +196,8 @@ def test_speed_counts_tf32_fp8_and_the_loss_that_is_computed_again() -> None:
     assert plain / step(fsdp=eager, parallel={"compile": True}) == pytest.approx(FLOAT8_SPEEDUP)
     chunked = step(fsdp={"use_mixed_precision": True}, training={"loss_chunk_tokens": 1024})
     head = 2.0 * 50368 * 4096 * 2048 / shape.flops_per_sample
-    assert chunked / plain == pytest.approx(1 + head) and 0.005 < head < 0.02
+    # Of the matrix products, which take most of a step
+    assert chunked / plain == pytest.approx(1 + head, abs=0.1 * head) and 0.005 < head < 0.02
 
 
 def test_efa_counts_as_far_as_the_job_requests_it_and_is_proposed_where_it_pays() -> None:

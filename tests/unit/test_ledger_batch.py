@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbflow.core.events import BATCH_ATTEMPT, NODE_STARTED, Event
+from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, Event
 from ebbflow.cost.ledger.ledger import Ledger, compute_spent_usd, fold
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
@@ -176,6 +176,77 @@ def test_the_time_from_boot_to_container_is_a_line_of_its_own_in_total_and_spent
     assert "boot" not in seconds_of(warm), "another job's instance"
 
 
+@pytest.mark.parametrize(("submitted", "boot"), [(-400.0, 290.0), (-250.0, 290.0), (-230.0, None)])
+def test_an_instance_that_booted_before_its_job_was_submitted_was_warm(
+    submitted: float, boot: float | None
+) -> None:
+    """It booted 300 s before the agent's first event. Clocks may be 60 s apart."""
+    log = gang("j", instance_id="i-1", uptime_seconds=300.0)
+    order = event(BATCH_SUBMITTED, submitted, job_id="j", job_name="train")
+    ledger = fold([plan_event(3.6), order, *log.events, told("j", -10.0, 60.0)])
+    assert seconds_of(ledger).get("boot") == (None if boot is None else 2 * boot)
+    assert_adds_up(ledger)
+
+
+def test_the_scale_down_of_an_instance_is_a_line_of_its_own_in_total_spent_and_savings() -> None:
+    log = gang("j", ends=True, instance_id="i-1", uptime_seconds=0.0)
+    before = [plan_event(3.6, on_demand=7.2), *log.events]
+    events = [*before, told("j", 0.0, 40.0, cause="ended")]
+    ledger = fold(events)
+    [line] = [line for line in ledger.lines if line.ledger_class == "scale_down"]
+    assert (line.rank_microseconds / MICRO, line.usd, line.kind) == (
+        2 * 300.0,
+        Decimal("0.3"),
+        "estimated",
+    )
+    assert ledger.total_usd == Decimal("0.34") == Decimal(str(compute_spent_usd(events)))
+    assert ledger.same_on_demand_usd is not None
+    running = fold(before).same_on_demand_usd
+    assert running is not None
+    # On demand at $7.20, Batch would keep the machine as well; the minimum charge is gone
+    assert running == 60 * Decimal("0.002")
+    assert ledger.same_on_demand_usd == 340 * Decimal("0.002")
+    assert_adds_up(ledger)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_total_never_falls_as_jobs_of_batch_follow_each_other_on_instances(seed: int) -> None:
+    """Random attempts on two instances, some warm; each event in turn is added to the log."""
+    draw = random.Random(seed)
+    events = [plan_event(3.6)]
+    booted = {}
+    at = 0.0
+    for number in range(1, draw.randint(2, 6)):
+        instance_id = draw.choice(["i-1", "i-2"])
+        submitted = at
+        start = at + draw.choice([10.0, 200.0, 700.0])
+        boot = booted.setdefault(instance_id, start - draw.choice([0.0, 120.0, 900.0]))
+        log = gang(
+            f"job-{number}",
+            start=start,
+            number=number,
+            ends=draw.random() < 0.5,
+            instance_id=instance_id,
+            uptime_seconds=start - boot,
+        )
+        at = start + 40.0 + draw.choice([0.0, 5.0, 30.0])
+        cause = draw.choice(["reclaimed", "ended", "user_code", "terminated"])
+        if cause == "reclaimed":
+            del booted[instance_id]
+        events += [
+            event(BATCH_SUBMITTED, submitted, job_id=f"job-{number}", job_name="train"),
+            *log.events,
+            told(f"job-{number}", start - draw.choice([0.0, 8.0]), at, at=at, cause=cause),
+        ]
+    total = Decimal(0)
+    for count in range(1, len(events) + 1):
+        ledger = fold(events[:count])
+        assert_adds_up(ledger)
+        assert ledger.total_usd >= total
+        total = ledger.total_usd
+
+
 @pytest.mark.parametrize("times", [(None, None), (None, 60.0), (10.0, None)])
 def test_without_both_times_only_the_agents_word_is_billed(times) -> None:
     assert fold([plan_event(3.6), *gang("j").events, told("j", *times)]).total_usd == Decimal(
@@ -250,9 +321,11 @@ def test_an_instance_is_billed_between_two_jobs_and_has_one_minimum_each() -> No
     second = gang("b", number=2, start=100.0, **known)
     jobs = [told("a", -10.0, 45.0, cause="user_code"), told("b", 90.0, 145.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
-    assert ledger.total_usd == Decimal("0.165"), (
-        "10 s of boot, and from the first job's start to the second's stop, nothing else"
+    assert ledger.total_usd == Decimal("0.365"), (
+        "10 s of boot, from the first job's start to the second's stop, and the 200 s for which "
+        "AWS Batch keeps the instance of the first at least"
     )
+    assert_adds_up(ledger)
     jobs = [told("a", -10.0, 45.0), told("b", 90.0, 145.0)]
     ledger = fold([plan_event(3.6), *first.events, *second.events, *jobs])
     assert ledger.total_usd == Decimal("0.12"), (

@@ -119,7 +119,7 @@ def test_the_minute_counts_from_the_boot_of_the_instance(
 ) -> None:
     node = on(0.0, 20.0, uptime_seconds=uptime)
     if before:
-        stays = {id(node): PaidStay(started=WALL - before, stopped=WALL + 20.0, cause="ended")}
+        stays = {id(node): PaidStay(started=WALL - before, stopped=WALL + 20.0, cause="reclaimed")}
     else:
         stays = {}
     found = found_extras([node], stays)
@@ -134,7 +134,8 @@ def test_the_boot_is_that_of_the_first_node() -> None:
 @pytest.mark.parametrize(
     ("cause", "found"),
     [
-        ("ended", [(0, "idle", 80.0, 15.0)]),
+        # AWS Batch keeps the instance for 300 s, of which the next job takes 100
+        ("ended", [(0, "idle", 80.0, 15.0), (1, "scale_down", 180.0, 200.0)]),
         ("reclaimed", []),  # a reclaimed instance is not billed afterwards
     ],
 )
@@ -147,10 +148,39 @@ def test_a_pause_between_batch_jobs_is_measured_by_their_times(cause: str, found
     assert found_extras(nodes, stays) == found
     # Batch's times decide which job came first, too, when its clock and the machines' are apart.
     swapped = {
-        id(nodes[0]): PaidStay(started=WALL + 200.0, stopped=WALL + 270.0, cause="ended"),
+        id(nodes[0]): PaidStay(started=WALL + 200.0, stopped=WALL + 470.0, cause="reclaimed"),
         id(nodes[1]): PaidStay(started=WALL + 100.0, stopped=WALL + 170.0, cause=cause),
     }
     assert found_extras(nodes, swapped) == [(1, "idle", 170.0, 30.0)][: len(found)]
+
+
+@pytest.mark.parametrize(
+    ("causes", "second", "found"),
+    [
+        (["ended"], None, [(0, "scale_down", 80.0, 300.0)]),
+        (["user_code"], None, [(0, "scale_down", 80.0, 300.0)]),
+        (["reclaimed"], None, []),
+        # The pause of an instance that served both jobs is paid; after it one scale-down is left
+        (["ended", "ended"], 280.0, [(0, "idle", 80.0, 200.0), (1, "scale_down", 380.0, 300.0)]),
+        # After too long a pause the instance may have run another job
+        (
+            ["ended", "ended"],
+            1080.0,
+            [(0, "scale_down", 80.0, 300.0), (1, "scale_down", 1180.0, 300.0)],
+        ),
+    ],
+)
+def test_batch_keeps_an_instance_for_five_minutes_after_its_job(
+    causes: list[str], second: float | None, found: list
+) -> None:
+    nodes = [on(0.0, 70.0)]
+    stays = {id(nodes[0]): PaidStay(started=WALL, stopped=WALL + 80.0, cause=causes[0])}
+    if second is not None:
+        nodes.append(on(second, 90.0))
+        stays[id(nodes[1])] = PaidStay(
+            started=WALL + second, stopped=WALL + second + 100.0, cause=causes[1]
+        )
+    assert found_extras(nodes, stays) == found
 
 
 def test_nodes_of_an_unknown_instance_are_in_no_group() -> None:

@@ -36,6 +36,7 @@ from ebbflow.cost.plan.live_forecast import Forecaster, simulate_live
 from ebbflow.cost.plan.plan import KEPT_POOLS, Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_plan
 from ebbflow.cost.plan.spot_belief import ObservedWait, SpotEvidence, ZoneSpells, believe
+from ebbflow.cost.plan.throughput import UNCALIBRATED
 from ebbflow.cost.prices.quote import StaticPrices
 from ebbflow.cost.prices.recorded import SpotRecord
 from tests.support.checks import passed
@@ -353,7 +354,8 @@ def test_a_measured_speed_is_scaled_to_other_gangs_and_is_of_one_configuration_o
     )
     other = config(model={"num_layers": 3})
     assert (
-        make_plan(other, now_utc=WALL, history=load_job_history(store)).chosen.speed_kind == "prior"
+        make_plan(other, now_utc=WALL, history=load_job_history(store)).chosen.speed_kind
+        == UNCALIBRATED
     )
 
 
@@ -525,3 +527,20 @@ def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
     assert make_plan(config(), now_utc=WALL, history=history) == Plan.from_json(
         json.loads(json.dumps(make_plan(config(), now_utc=WALL, history=history).to_json()))
     )
+
+
+def test_rows_of_gpus_without_fitted_runs_are_marked_as_uncalibrated() -> None:
+    found = make_plan(
+        config(
+            model={"hidden_size": 1024, "num_layers": 8, "num_heads": 16},
+            cluster={"nodes": 1, "processes_per_node": 8},
+        ),
+        now_utc=WALL,
+    )
+    text = render_plan(found)
+    rows = [line for line in text.splitlines() if line[2:3].isdigit() and " × " in line]
+    fitted = [line for line in rows if "8 A100" in line or "8 H100" in line]
+    others = [line for line in rows if line not in fitted]
+    assert fitted and not any(" u " in line for line in fitted)
+    assert others and all(" u " in line for line in others)
+    assert "uncalibrated, no published run of this GPU is in the" in text

@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from ebbflow.core.config.schema import RunConfig
-from ebbflow.core.events import NODE_STARTED, PLAN, PRICES, read_events
+from ebbflow.core.events import BATCH_SUBMITTED, NODE_STARTED, PLAN, PRICES, read_events
 from ebbflow.core.terms import PriceWatch, RankPrice
+from ebbflow.cost.ledger.instances import SCALE_DOWN_SECONDS
 from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.prices.recorded import RecordedPrices
 from ebbflow.flows import gang, price_watch
@@ -23,7 +24,7 @@ from ebbflow.flows.own_flow.training_plan import prepare_training
 from ebbflow.flows.own_flow.training_settings import make_settings
 from ebbflow.infra.instance import VARIABLES
 from tests.support.flow import wait_until
-from tests.support.timelines import event
+from tests.support.timelines import WALL, event
 
 POOL = {"name": "a", "gpu": "A100", "node_selector": {"pool": "a"}}
 
@@ -172,12 +173,17 @@ def test_an_agent_reads_its_own_zones_price_from_what_the_launcher_records(
         held = gang._HeldPrice(flow, job, order)
         assert held.read().price_at(time.time()) == pytest.approx(0.5 / 3600)
         # Its boot counts against the budget, unless an earlier attempt or another job has paid it
-        assert held.boot_seconds([]) in (0.0, held._uptime_seconds) and held._uptime_seconds > 0
+        assert held.unused_seconds([]) in (0.0, held._uptime_seconds) and held._uptime_seconds > 0
         held._uptime_seconds = 300.0
-        assert held.boot_seconds([]) == 300.0
-        assert held.boot_seconds([event(NODE_STARTED, 0.0, ranks=[0], instance_id="i-1")]) == 0.0
+        assert held.unused_seconds([]) == 300.0
+        assert held.unused_seconds([event(NODE_STARTED, 0.0, ranks=[0], instance_id="i-1")]) == 0.0
+        order_event = event(
+            BATCH_SUBMITTED, time.time() - 1000.0 - WALL, job_id="j-1", job_name="train"
+        )
+        held._job_id = "j-1"
+        assert held.unused_seconds([order_event]) == SCALE_DOWN_SECONDS + 300.0
         held._uptime_seconds = 601.0
-        assert held.boot_seconds([]) == 0.0
+        assert held.unused_seconds([]) == 0.0
         record(prices, ("use1-az4", 3600.0, 0.4), ("use1-az6", 3600.0, 0.5), ("use1-az6", 0.0, 1.5))
         wait_until("a new price", lambda: len(told()) == 2, 20)
         assert held.read().price_at(time.time() + 1.0) == pytest.approx(1.5 / 3600)

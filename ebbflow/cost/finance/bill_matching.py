@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-from ebbflow.core.events import LedgerClass
 from ebbflow.cost.finance.bill import BillLine, normalise_tag
 from ebbflow.cost.ledger.bills import NodeBill
 from ebbflow.cost.ledger.instances import (
     CLOCKS_APART_SECONDS,
+    ESTIMATED_UNTIL_BILLED,
     LONGEST_IDLE_SECONDS,
     MINIMUM_SECONDS,
     group_by_instance,
@@ -226,8 +226,8 @@ def meter_instances(bills: Sequence[NodeBill]) -> dict[str, MeteredInstance]:
             end = bill.node.ended_wall
             pieces.append(PaidPiece(start=start, end=end, curve=bill.curve))
             for extra in bill.extras:  # placed by two clocks, but it cannot overlap the node
-                if extra.ledger_class is LedgerClass.BOOT:
-                    continue  # estimated: the bill shows it as `boot time`
+                if extra.ledger_class in ESTIMATED_UNTIL_BILLED:
+                    continue  # the bill shows it as `boot time` or `ended later`
                 if extra.start < start:
                     at = start - extra.seconds
                 else:

@@ -20,10 +20,11 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
-from ebbflow.core.events import Event, LedgerClass
+from ebbflow.core.events import Event
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import BillError
+from ebbflow.cost.ledger.instances import ESTIMATED_UNTIL_BILLED
 from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.timeline import MICRO
 
@@ -241,8 +242,8 @@ def _metered_by_day(ledger: Ledger) -> dict[date, Decimal]:
         start = round(bill.node.started_wall * MICRO)
         spans = [(start, start + bill.node.paid_micros, bill.curve)]
         for extra in bill.extras:
-            if extra.ledger_class is LedgerClass.BOOT:
-                continue  # estimated
+            if extra.ledger_class in ESTIMATED_UNTIL_BILLED:
+                continue
             begin = round(extra.start * MICRO)
             spans.append((begin, begin + extra.micros, bill.price.curve))
         for begin, end, curve in spans:

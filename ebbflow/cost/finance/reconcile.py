@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.event_payloads import PlanPayload
-from ebbflow.core.events import Event, LedgerClass
+from ebbflow.core.events import Event
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_percent, format_usd
@@ -44,7 +44,11 @@ from ebbflow.cost.finance.daily_costs import (
 )
 from ebbflow.cost.jobs import read_job
 from ebbflow.cost.ledger.bills import NodeBill, UnreportedBill
-from ebbflow.cost.ledger.instances import CLOCKS_APART_SECONDS, LONGEST_IDLE_SECONDS
+from ebbflow.cost.ledger.instances import (
+    CLOCKS_APART_SECONDS,
+    ESTIMATED_UNTIL_BILLED,
+    LONGEST_IDLE_SECONDS,
+)
 from ebbflow.cost.ledger.ledger import Ledger, fold
 from ebbflow.cost.ledger.pricing import SIMULATED, select_plans
 from ebbflow.cost.ledger.timeline import read_paid_nodes
@@ -242,14 +246,15 @@ def reconcile(
         forecast_usd = _forecast_usd(plans[0].payload)
     else:
         forecast_usd = None
-    boot_usd = sum(
-        (line.usd for line in ledger.lines if line.ledger_class is LedgerClass.BOOT), Decimal(0)
+    estimated_usd = sum(
+        (line.usd for line in ledger.lines if line.ledger_class in ESTIMATED_UNTIL_BILLED),
+        Decimal(0),
     )
     found = Reconciliation(
         job=ordered[0].job if ordered else "",
         job_tag=job_tag,
         forecast_usd=forecast_usd,
-        metered_usd=ledger.total_usd - boot_usd,
+        metered_usd=ledger.total_usd - estimated_usd,
         simulated=ledger.price_kind == SIMULATED,
         metered=meter_instances(ledger.nodes),
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],

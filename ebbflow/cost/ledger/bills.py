@@ -24,6 +24,7 @@ from ebbflow.cost.ledger.instances import (
     read_batch_jobs,
     read_live_slurm_jobs,
     read_slurm_jobs,
+    read_submission_times,
 )
 from ebbflow.cost.ledger.pricing import SIMULATED, NodePrice, PriceCurve, Pricing
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime, RankTime, Span, read_paid_nodes
@@ -133,7 +134,7 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
     # A node-hour of Slurm begins and ends with the Slurm job, whatever its machine costs the site
     rented = [node for node in nodes if id(node) not in job_of or not job_of[id(node)].by_slurm]
     extras = [
-        *find_boots(rented, stays),
+        *find_boots(rented, stays, read_submission_times(events)),
         *find_batch_extras(reported, jobs, generations),
         *find_instance_extras(rented, stays),
     ]

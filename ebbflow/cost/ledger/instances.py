@@ -6,8 +6,13 @@ to its end, and at least a minute (https://aws.amazon.com/ec2/pricing/on-demand/
 which no node started is not counted.
 
 The time before the first node, in which the instance boots and pulls the image, follows from the
-instance's uptime at the agent's first event. An instance that had been up for longer than
-`LONGEST_IDLE_SECONDS` was started by another job, which pays for its boot.
+instance's uptime at the agent's first event. An instance that booted before its Batch job was
+submitted, or had been up for longer than `LONGEST_IDLE_SECONDS`, was started by another job, which
+pays for its boot.
+
+AWS Batch keeps an instance for some minutes after its job, in case that another one can use it. A
+job pays for this time after each stay on an instance (scale-down), unless the instance was
+reclaimed or the job's next stay follows within that time.
 
 A node of a Batch job costs money from the moment when Batch starts it until it stops. If Batch
 reports no times for a node, the times of the main node apply. The agents record a part of this
@@ -45,6 +50,14 @@ MINIMUM_SECONDS = 60.0
 # A longer pause is not counted, because the instance may have run another job. `cost.reconcile`
 # shows it if billed.
 LONGEST_IDLE_SECONDS = 600.0
+# Assumed time from the end of a job to the end of its instance of AWS Batch: half of the longest idle
+# time. AWS names no time for a compute environment without `minScaleDownDelayMinutes`, as in our
+# template (https://docs.aws.amazon.com/batch/latest/APIReference/API_ComputeScalingPolicy.html).
+SCALE_DOWN_SECONDS = 300.0
+# Clocks of two machines that follow NTP differ by less.
+SYNCHRONISED_SECONDS = 60.0
+# The bill shows this time, while the ledger has only an estimate of it.
+ESTIMATED_UNTIL_BILLED = frozenset({LedgerClass.BOOT, LedgerClass.SCALE_DOWN})
 # A node without a job id is assigned to a job at most this far apart in time, because their clocks
 # may differ.
 CLOCKS_APART_SECONDS = 300.0
@@ -137,7 +150,8 @@ def group_by_instance(nodes: Sequence[NodeTime]) -> dict[str, list[NodeTime]]:
 def find_instance_extras(
     nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]
 ) -> list[ExtraTime]:
-    """Find idle pauses and minimum charges of instances. Nodes without an instance id are ignored.
+    """Find idle pauses, scale-downs and minimum charges of instances. Nodes without an instance id
+    are ignored.
 
     Args:
         stays: Paid time of the nodes of Batch jobs, by the `id()` of the `NodeTime`. This function
@@ -155,6 +169,7 @@ def find_instance_extras(
         mine.sort(key=lambda node: interval(node)[0])
         (reached, _) = interval(mine[0])
         paid = 0.0
+        kept_until = -math.inf  # by AWS Batch, after the last stay; that time is never taken back
         previous = mine[0]
         for node in mine:
             start, end = interval(node)
@@ -169,10 +184,19 @@ def find_instance_extras(
                     )
                 )
                 paid += pause
+            elif reached < kept_until and pause > 0:
+                found.append(_scale_down(previous, reached, kept_until))
             paid += max(0.0, end - max(start, reached))  # overlapping nodes count once
             if end >= reached:
                 reached = end
                 previous = node
+            own_stay = stays.get(id(node))
+            if own_stay is not None and own_stay.cause != "reclaimed":
+                kept_until = max(kept_until, end + SCALE_DOWN_SECONDS)
+        if reached < kept_until:
+            found.append(_scale_down(previous, reached, kept_until))
+            paid += kept_until - reached
+            reached = kept_until
         before = max(0.0, mine[0].started_wall - interval(mine[0])[0])
         booted = max(0.0, float(mine[0].machine.get("uptime_seconds") or 0.0) - before)
         missing = MINIMUM_SECONDS - booted - paid
@@ -184,12 +208,33 @@ def find_instance_extras(
     return found
 
 
-def find_boots(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list[ExtraTime]:
+def was_started_by_another_job(
+    uptime_seconds: float, started_wall: float, submitted_wall: float | None
+) -> bool:
+    """Return whether an instance that has been up for `uptime_seconds` at `started_wall` was not
+    started for the Batch job that was submitted at `submitted_wall`.
+
+    Args:
+        submitted_wall: None without AWS Batch.
+    """
+    if uptime_seconds > LONGEST_IDLE_SECONDS:
+        return True
+    if submitted_wall is None:
+        return False
+    return started_wall - uptime_seconds < submitted_wall - SYNCHRONISED_SECONDS
+
+
+def find_boots(
+    nodes: Sequence[NodeTime],
+    stays: Mapping[int, PaidStay],
+    submitted: Mapping[str, float],
+) -> list[ExtraTime]:
     """Find the time of each instance before its first node: boot and image pull, and for AWS Batch
     all that precedes the start of its container.
 
     Args:
         stays: As of `find_instance_extras`.
+        submitted: As of `read_submission_times`.
     """
     found = []
     for mine in group_by_instance(nodes).values():
@@ -201,7 +246,9 @@ def find_boots(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list
             paid_from = min(stay.started, first.started_wall)
         uptime = float(first.machine.get("uptime_seconds") or 0.0)
         seconds = uptime - (first.started_wall - paid_from)
-        if uptime <= LONGEST_IDLE_SECONDS and seconds > 0:
+        submitted_wall = submitted.get(str(first.machine.get("batch_job_id")))
+        warm = was_started_by_another_job(uptime, first.started_wall, submitted_wall)
+        if not warm and seconds > 0:
             found.append(
                 ExtraTime(
                     node=first,
@@ -213,6 +260,14 @@ def find_boots(nodes: Sequence[NodeTime], stays: Mapping[int, PaidStay]) -> list
     return found
 
 
+def read_submission_times(events: Sequence[Event]) -> dict[str, float]:
+    """Read the Unix time at which each Batch job was submitted, by job id."""
+    return {
+        str(event.payload.job_id): event.t_wall
+        for event in select_events(events, BatchSubmittedPayload)
+    }
+
+
 def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     """Read the Batch jobs by id, each from its newest event.
 
@@ -221,10 +276,7 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     Args:
         events: The events of the job, ordered by time.
     """
-    submitted = {
-        str(event.payload.job_id): event.t_wall
-        for event in select_events(events, BatchSubmittedPayload)
-    }
+    submitted = read_submission_times(events)
     found = {}
     for event in select_events(events, BatchAttemptPayload):
         job = _batch_job(event, submitted)
@@ -366,6 +418,13 @@ def _batch_job(
         candidate=candidate if recorded.get("instance_type") else None,
         node_times=node_times,
         never_started=frozenset(silent),
+    )
+
+
+def _scale_down(node: NodeTime, start: float, end: float) -> ExtraTime:
+    """Return the assumed time of a node's instance without a job, in Unix seconds."""
+    return ExtraTime(
+        node=node, ledger_class=LedgerClass.SCALE_DOWN, start=start, seconds=end - start
     )
 
 

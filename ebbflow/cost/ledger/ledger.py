@@ -53,6 +53,7 @@ _CAUSES = {
     LedgerClass.PROFILING: "profiling",
     LedgerClass.CHECKPOINT_STALL: "saves",
     LedgerClass.SHUTDOWN: "start and end",
+    LedgerClass.SCALE_DOWN: "start and end",
     LedgerClass.SCRIPT: "script",
     LedgerClass.UNATTRIBUTED: "unattributed",
     LedgerClass.MINIMUM_CHARGE: "minimum charge",
@@ -329,6 +330,8 @@ def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: 
         if generation.unplanned:
             return _describe_interruption(generation)
         return "idle"
+    if kind is LedgerClass.SCALE_DOWN and generation.unplanned:
+        return _describe_interruption(generation)
     if kind in (LedgerClass.BOOT, LedgerClass.STARTUP, LedgerClass.RESTORE):
         return start_cause or "start and end"
     return _CAUSES[kind]

@@ -22,7 +22,7 @@ from ebbflow.cost.amounts import (
 from ebbflow.cost.plan.plan import RANKED, Plan
 from ebbflow.cost.plan.pools import Candidate, PartitionOffer
 from ebbflow.cost.plan.refusal import describe_reserve
-from ebbflow.cost.plan.throughput import gib_text
+from ebbflow.cost.plan.throughput import UNCALIBRATED, gib_text
 from ebbflow.cost.prices.quote import format_short_age, format_time
 
 WIDTH = 100
@@ -326,7 +326,8 @@ def _ranked(plan: Plan) -> list[str]:
                 f"{pool.ranks} {pool.gpu}",
                 f"{format_usd(pool.gang_usd_per_hour, 4)} {_price_mark(pool)}",
                 format_short_age((pool.price.age_hours or 0.0) * 3600),
-                format_number(pool.tokens_per_second, 0),
+                format_number(pool.tokens_per_second, 0)
+                + (" u" if pool.speed_kind == UNCALIBRATED else ""),
                 format_number(pool.expected_hours, 3),
                 format_usd(pool.expected_usd, 4),
             )
@@ -336,9 +337,13 @@ def _ranked(plan: Plan) -> list[str]:
         folded = "; +n: as many other zones at the same price"
     else:
         folded = ""
+    if any(group[0].speed_kind == UNCALIBRATED for group in groups[:_LISTED]):
+        uncalibrated = "; u: uncalibrated, no published run of this GPU is in the fit"
+    else:
+        uncalibrated = ""
     legend = (
         f"age: since the price was last known to hold; {speed}, hours and dollars are "
-        f"estimated{folded}"
+        f"estimated{folded}{uncalibrated}"
     )
     return [*_table(rows), *([f"… and {more} more pools"] if more > 0 else []), *_wrapped(legend)]
 

@@ -82,7 +82,7 @@ class Candidate(Pool):
     step_seconds: float
     bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
     mfu: float
-    speed_kind: str  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
+    speed_kind: str  # source of the speed (`ebbflow.cost.plan.throughput.Throughput.kind`)
     save_seconds: float  # time for which one checkpoint stops training
     interval_seconds: float
     hazard_per_hour: float  # expected interruptions of the job per hour

@@ -19,7 +19,8 @@ Memory is a sum of named parts in bytes, so that a refusal can show its arithmet
 
 The duration of a step is the longest of five lower bounds:
 
-- compute: FLOPs of the step / (GPUs × dense peak × MFU prior).
+- compute: (FLOPs of the step / dense peak) × (a + b × peak / memory bandwidth) + bytes that other
+  operations move / memory bandwidth, per GPU: a roofline without overlap (`Roofline`).
 - network: bytes that each node exchanges per step / its sustained bandwidth, perfectly overlapped
   with compute.
 - host: with offloading, bytes that each rank moves between host and GPU per step / the bandwidth of
@@ -28,8 +29,8 @@ The duration of a step is the longest of five lower bounds:
   bandwidth of PCIe.
 - launch: host time to launch all kernels, which limits a narrow model on a fast GPU.
 
-Real steps are slower than their longest bound; the MFU prior usually accounts for this. A speed
-that the job history measured for the same configuration replaces the estimate. A speed measured on
+Real steps are slower than their longest bound; a and b, fitted to published runs, account for
+this. A speed that the job history measured for the same configuration replaces the estimate. A speed measured on
 another gang is multiplied by the ratio of the two gangs' estimates, so that errors common to both
 estimates cancel.
 """
@@ -42,7 +43,7 @@ from dataclasses import asdict, dataclass, replace
 from ebbflow.core import footprint
 from ebbflow.core.config.device_settings import settle_for_device
 from ebbflow.core.config.schema import ModelConfig, RunConfig
-from ebbflow.cost.catalogue import Catalogue, InstanceType
+from ebbflow.cost.catalogue import Catalogue, Gpu, InstanceType
 from ebbflow.cost.job_history import JobHistory, MeasuredSpeed
 
 GIB = 2**30
@@ -56,12 +57,26 @@ FRAGMENTATION_SHARE = 0.10
 # (`cost.capacity.placement`).
 HOST_SHARE = 0.925
 
-# MFU of an untuned run where gpus.csv has no published figure. Published for tuned runs: 46 % (PaLM
-# 540B, Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et al. 2024, table 4).
+# MFU in float32 and on GPUs of unknown memory bandwidth. Published for tuned runs: 46 % (PaLM 540B,
+# Chowdhery et al. 2022, table 3), 38–43 % (Llama 3 405B, Grattafiori et al. 2024, table 4).
 MFU_PRIOR = 0.35
-# MFU of an untuned run, relative to the published figure of its GPU (`Gpu.bf16_mfu`): an
-# assumption.
-UNTUNED_SHARE = 0.87
+# Time of a matrix product in half precision: (FLOPs / peak) × (a + b × peak / bandwidth), which is
+# 1 / MFU = a + b × peak / bandwidth. Least squares of log errors over the 78 runs that gpus.csv
+# counts, by `ebbflow bench published`. They are of two GPUs, so no run tests the relation itself.
+PEAK_SHARE = 1.05  # a
+BYTES_PER_FLOP = 0.0037  # b: memory traffic of matrix products
+# Bytes moved per byte of activations: written, read by the next operation, read in the backward
+# pass, and their gradient written and read. Recomputation writes and reads them once more.
+_ACTIVATION_PASSES = 5
+_RECOMPUTE_PASSES = 2
+# Each float32 tensor of the loss is written and read.
+_LOGITS_PASSES = 2
+# Weights in half precision are read in forward and twice in backward (gradients of inputs and of
+# weights write as much), and their gradient is written, read and added to in float32.
+_WEIGHT_READS = 3
+_GRADIENT_BYTES = 6
+# AdamW reads weight, gradient and two moments, and writes all but the gradient, in float32.
+_OPTIMIZER_BYTES = 28
 # Speed per GPU after each doubling of the nodes: geometric mean from 8 to 64 GPUs of eight models
 # on A100 and H100 with 1,600 Gbit/s per node (0.972 to 1.001; mosaicml/llm-foundry,
 # scripts/train/benchmarking/README.md, 2024-04-22).
@@ -70,6 +85,9 @@ DOUBLING_EFFICIENCY = 0.99
 # NLG 30.2 %, PaLM 46.2 % (Chowdhery et al. 2022, table 3). The uncertainty of a speed that was not
 # measured.
 UNMEASURED_LOG_DEVIATION = 0.32
+# In addition for a GPU without fitted runs: the error if the runs of the A100 and of the H100 are
+# each predicted with the other's mean MFU.
+UNCALIBRATED_LOG_DEVIATION = 0.33
 # Gathering over TCP costs CPU time and latency; EFA bypasses the kernel.
 NO_EFA_FACTOR = 0.6
 # Bandwidth of one network card, which TCP uses if no EFA interfaces are requested (p4d: 4 cards for
@@ -77,6 +95,8 @@ NO_EFA_FACTOR = 0.6
 TCP_GBPS = 100.0
 # Float32 tensors of the size of the logits at the peak of the loss, as `footprint` counts them.
 _LOSS_COPIES = 3
+# Source of a speed on a GPU of which gpus.csv counts no fitted run
+UNCALIBRATED = "prior, uncalibrated"
 # Share of the listed bandwidth that collectives reach.
 NETWORK_EFFICIENCY = 0.7
 # About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
@@ -130,9 +150,25 @@ class Throughput:
     step_seconds: float  # duration of one optimizer step
     bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
     mfu: float  # model FLOPs utilisation at this speed
-    kind: str = "prior"  # source of the speed: "measured", "scaled from …", or "prior" (estimated)
+    # source of the speed: "measured", "scaled from …", "prior" (estimated), or `UNCALIBRATED`
+    kind: str = "prior"
     # Uncertainty of the speed: the standard deviation of its logarithm
     log_deviation: float = UNMEASURED_LOG_DEVIATION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Parts of the time that one GPU needs for the operations of a step in half precision."""
+
+    peak_seconds: float  # of the matrix products at the GPU's peak
+    flops_per_byte: float  # peak / memory bandwidth
+    moved_seconds: float  # of what other operations move, at the memory bandwidth
+
+    def seconds(
+        self, peak_share: float = PEAK_SHARE, bytes_per_flop: float = BYTES_PER_FLOP
+    ) -> float:
+        products = self.peak_seconds * (peak_share + bytes_per_flop * self.flops_per_byte)
+        return products + self.moved_seconds
 
 
 def gib_text(size: int) -> str:
@@ -241,7 +277,13 @@ def estimate_throughput(
         return None
     ranks = nodes * processes_per_node
     flops = shape.flops_per_sample * config.training.batch_size
-    again = _compute_factor(config, shape, kind, ranks)
+    again = _repeated_compute_factor(config, shape, ranks)
+    roofline = estimate_roofline(config, shape, kind.gpu, ranks, processes_per_node)
+    if roofline is None:
+        compute = again * flops / (ranks * peak * MFU_PRIOR)
+    else:
+        compute = roofline.seconds()
+    compute /= _float8_speedup(config, kind.gpu)
     shard = footprint.shard_ranks(config, ranks, processes_per_node)
     # By one node from the others
     received = _exchanged_bytes(config, shape, nodes, processes_per_node, shard)
@@ -249,7 +291,7 @@ def estimate_throughput(
     if nodes > 1 and processes_per_node % config.parallel.tensor_size:
         received += _tensor_bytes(config, shape, ranks)
     seconds = {
-        "compute": again * flops / (ranks * peak * _mfu_prior(config, kind, nodes)),
+        "compute": compute / _scaling_efficiency(config, kind, nodes),
         "network": received / (_network_gbps(config, kind) * 1e9 / 8 * NETWORK_EFFICIENCY),
         "host": _host_bytes(config, shape, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
         "pcie": _pcie_bytes(config, shape, kind, ranks, processes_per_node) / PCIE_BYTES_PER_SECOND,
@@ -262,7 +304,61 @@ def estimate_throughput(
         step_seconds=step_seconds,
         bound=bound,
         mfu=flops / (step_seconds * ranks * peak),
+        kind="prior" if _is_calibrated(config, kind.gpu) else UNCALIBRATED,
+        log_deviation=math.hypot(UNMEASURED_LOG_DEVIATION, _gpu_log_deviation(config, kind.gpu)),
     )
+
+
+def estimate_roofline(
+    config: RunConfig, shape: footprint.ModelShape, gpu: Gpu, ranks: int, ranks_per_node: int
+) -> Roofline | None:
+    """Return the parts of a step's operations on one GPU, without communication.
+
+    None in float32, and if peak or memory bandwidth of the GPU is unknown.
+    """
+    peak = gpu.peak_flops(matmul_dtype(config))
+    if peak is None or gpu.memory_gbps is None or not config.fsdp.mixes_precision:
+        return None
+    again = _repeated_compute_factor(config, shape, ranks)
+    flops = again * shape.flops_per_sample * config.training.batch_size / ranks
+    bandwidth = gpu.memory_gbps * 1e9
+    moved = count_moved_bytes(config, shape, ranks, ranks_per_node)
+    return Roofline(
+        peak_seconds=flops / peak, flops_per_byte=peak / bandwidth, moved_seconds=moved / bandwidth
+    )
+
+
+def large_model_mfu(gpu: Gpu, peak: float) -> float:
+    """Return the MFU of a model so large that its matrix products take all of the step.
+
+    Args:
+        peak: FLOP/s at the precision of the products.
+    """
+    if gpu.memory_gbps is None:
+        return MFU_PRIOR
+    return 1 / (PEAK_SHARE + BYTES_PER_FLOP * peak / (gpu.memory_gbps * 1e9))
+
+
+def count_moved_bytes(
+    config: RunConfig, shape: footprint.ModelShape, ranks: int, ranks_per_node: int
+) -> float:
+    """Return the bytes that a rank reads and writes in GPU memory per step in mixed precision, other
+    than operands of matrix products that a cache may hold: activations between operations, logits,
+    weights once per pass, gradients and the optimizer's state.
+    """
+    tensor = config.parallel.tensor_size
+    repeats = config.parallel.recompute == "full"
+    samples = config.training.batch_size / footprint.data_ranks(config, ranks)
+    share = footprint.BFLOAT16_BYTES / footprint.FLOAT32_BYTES
+    passes = _ACTIVATION_PASSES + _RECOMPUTE_PASSES * repeats
+    activations = passes * share * shape.activation_bytes_per_sample
+    logits = _LOGITS_PASSES * shape.logits_bytes_per_sample
+    weights = footprint.BFLOAT16_BYTES * (_WEIGHT_READS + repeats) * shape.parameters
+    gradients = _GRADIENT_BYTES * shape.trained_parameters
+    shard = footprint.shard_ranks(config, ranks, ranks_per_node)
+    optimizer = 0.0 if config.fsdp.cpu_offload else _OPTIMIZER_BYTES * shape.trained_parameters
+    per_micro_batch = _micro_steps(config) * (weights + gradients)
+    return (samples * (activations + logits) + per_micro_batch) / tensor + optimizer / shard
 
 
 def matmul_dtype(config: RunConfig) -> str:
@@ -366,18 +462,25 @@ def _faster(estimate: Throughput, ratio: float, kind: str, log_deviation: float)
     )
 
 
-def _mfu_prior(config: RunConfig, kind: InstanceType, nodes: int) -> float:
-    if config.fsdp.mixes_precision:
-        published = kind.gpu.bf16_mfu
-    else:
-        published = None
-    if published is None:
-        prior = MFU_PRIOR
-    else:
-        prior = UNTUNED_SHARE * published
+def _scaling_efficiency(config: RunConfig, kind: InstanceType, nodes: int) -> float:
+    """Return the speed per GPU relative to that on one node."""
+    efficiency = DOUBLING_EFFICIENCY ** math.log2(nodes)
     if nodes > 1 and not _efa_interfaces(config, kind):
-        prior *= NO_EFA_FACTOR
-    return prior * DOUBLING_EFFICIENCY ** math.log2(nodes)
+        return efficiency * NO_EFA_FACTOR
+    return efficiency
+
+
+def _is_calibrated(config: RunConfig, gpu: Gpu) -> bool:
+    """Return whether published runs of the GPU, which are in half precision, were fitted."""
+    return bool(gpu.fitted_runs) and config.fsdp.mixes_precision
+
+
+def _gpu_log_deviation(config: RunConfig, gpu: Gpu) -> float:
+    if not config.fsdp.mixes_precision:
+        return 0.0  # the spread of MFU_PRIOR is that between published runs
+    if gpu.fit_deviation is None:
+        return UNCALIBRATED_LOG_DEVIATION
+    return gpu.fit_deviation
 
 
 def _freed_logits_bytes(
@@ -415,11 +518,16 @@ def _network_gbps(config: RunConfig, kind: InstanceType) -> float:
     return kind.network_gbps * used / kind.efa
 
 
-def _compute_factor(
-    config: RunConfig, shape: footprint.ModelShape, kind: InstanceType, ranks: int
-) -> float:
-    """Return the duration of the compute relative to that without recomputation, a loss in chunks
-    and fp8.
+def _float8_speedup(config: RunConfig, gpu: Gpu) -> float:
+    has_float8 = gpu.compute_capability >= FLOAT8_CAPABILITY
+    if config.fsdp.float8 == "on" and config.parallel.compile and has_float8:
+        return FLOAT8_SPEEDUP
+    return 1.0
+
+
+def _repeated_compute_factor(config: RunConfig, shape: footprint.ModelShape, ranks: int) -> float:
+    """Return the duration of the compute relative to that without recomputation and a loss in
+    chunks.
     """
     factor = RECOMPUTE_FACTOR[config.parallel.recompute]
     chunk = config.training.loss_chunk
@@ -428,9 +536,6 @@ def _compute_factor(
         # The output layer's product, 2 of its 6 FLOPs per parameter and token, is computed again
         again = 2.0 * config.model.vocab_size * config.model.hidden_size
         factor += again * shape.tokens_per_sample / shape.flops_per_sample
-    has_float8 = kind.gpu.compute_capability >= FLOAT8_CAPABILITY
-    if config.fsdp.float8 == "on" and config.parallel.compile and has_float8:
-        factor /= FLOAT8_SPEEDUP
     return factor
 
 

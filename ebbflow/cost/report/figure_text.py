@@ -20,6 +20,7 @@ from ebbflow.cost.amounts import (
     usd_decimals,
 )
 from ebbflow.cost.capacity.placement import UNKNOWN
+from ebbflow.cost.ledger.instances import ESTIMATED_UNTIL_BILLED
 from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.plan_json import PlanSummary
@@ -330,7 +331,7 @@ def explain_figures(report: RunReport) -> list[str]:
     """Return lines that explain how each kind of figure was obtained, and which costs are not
     counted.
     """
-    billed = {LedgerClass.BOOT, LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE}
+    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE} | ESTIMATED_UNTIL_BILLED
     estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
     inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]

@@ -73,6 +73,7 @@ COLOURS = {
     LedgerClass.IDLE: "#a1887f",
     LedgerClass.MINIMUM_CHARGE: "#bcaaa4",
     LedgerClass.BOOT: "#8d6e63",
+    LedgerClass.SCALE_DOWN: "#6d4c41",
 }
 _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400
