@@ -117,7 +117,9 @@ class UploaderClient:
         """Return the uploader's process id, after restarting the uploader if it has died."""
         if self._process is None:
             self.start()
-        elif (code := self._process.poll()) is not None:
+            return self.pid
+        code = self._process.poll()
+        if code is not None:
             self.start()
             remark(
                 f"rank {self._rank}: its uploader process {describe_exit(code)}; another one uploads "

@@ -70,11 +70,13 @@ class SpareUploader:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
         began = time.monotonic()
-        while (code := self.poll()) is None:
+        while True:
+            code = self.poll()
+            if code is not None:
+                return code
             if timeout is not None and time.monotonic() - began > timeout:
                 raise subprocess.TimeoutExpired(f"uploader {self.pid}", timeout)
             time.sleep(_LOOK_SECONDS)
-        return code
 
     def kill(self) -> None:
         if self.poll() is None:
