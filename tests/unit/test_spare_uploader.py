@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ebbflow.core.process import process_state
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
-from ebbflow.training.checkpoint import reachable_commits
+from ebbflow.training.checkpoint import reachable_commits, spare_uploader
 from tests.support.flow import wait_until
 
 # Saves once with the fork, and once more after it was killed
@@ -63,3 +67,12 @@ def test_a_fork_that_was_given_no_work_ends_with_its_rank(tmp_path: Path) -> Non
     assert done.returncode == -signal.SIGKILL, done.stderr
     forked = int(done.stdout)
     wait_until("the end of the fork", lambda: process_state(forked) in ("", "Z"), 30)
+
+
+def test_a_rank_that_cannot_fork_starts_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    spare_uploader.fork_spare_uploader()
+    assert spare_uploader.take_spare_uploader(["1", "0", "store"], []) is None

@@ -87,23 +87,25 @@ class SpareUploader:
 def fork_spare_uploader() -> None:
     """Fork the uploader of this rank, which waits for its work.
 
-    Call it in the main thread, before the rank has other threads or opens a device.
+    Call it in the main thread, before the rank has other threads or opens a device. Without memory
+    or descriptors for it there is none, and the rank starts a program instead.
     """
     global _spare
-    own_pid = os.getpid()
-    orders, its_orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    its_commands, commands = os.pipe()
-    answers, its_answers = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        orders.close()
-        os.close(commands)
-        os.close(answers)
-        _run(own_pid, its_orders, its_commands, its_answers)
-    its_orders.close()
-    os.close(its_commands)
-    os.close(its_answers)
-    _spare = SpareUploader(pid, orders, commands, answers)
+    with contextlib.suppress(OSError), contextlib.ExitStack() as its_ends:
+        orders, its_orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        its_ends.callback(its_orders.close)
+        its_commands, commands = os.pipe()
+        its_ends.callback(os.close, its_commands)
+        answers, its_answers = os.pipe()
+        its_ends.callback(os.close, its_answers)
+        own_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            orders.close()
+            os.close(commands)
+            os.close(answers)
+            _run(own_pid, its_orders, its_commands, its_answers)
+        _spare = SpareUploader(pid, orders, commands, answers)
 
 
 def take_spare_uploader(arguments: Sequence[str], buffers: Sequence[int]) -> SpareUploader | None:
