@@ -19,7 +19,7 @@ from tests.support.flow import wait_until
 
 # Saves once with the fork, and once more after it was killed
 SAVER = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from ebbflow.training.checkpoint.spare_uploader import fork_spare_uploader
 fork_spare_uploader()
@@ -34,7 +34,8 @@ with Checkpointer(job.uri, generation=open_generation(job, run="r", attempt=0)) 
         assert saver.wait().step == step
         print(Path(f"/proc/{saver.uploader_pid}/comm").read_text().strip(), flush=True)
         os.kill(saver.uploader_pid, signal.SIGKILL)
-        os.waitid(os.P_PID, saver.uploader_pid, os.WEXITED | os.WNOWAIT)
+        while saver._saves.uploader._process.poll() is None:
+            time.sleep(0.01)
 """
 
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ class SpareUploader:
         self.stdin: IO[str] = os.fdopen(commands, "w")
         self.stdout: IO[str] = os.fdopen(answers, "r")
         self._orders = orders
+        self._reaping = threading.Lock()  # two threads may see the end at once
 
     def begin(self, arguments: Sequence[str], buffers: Sequence[int]) -> bool:
         """Send its arguments, this process's environment and the staging buffers.
@@ -57,7 +59,9 @@ class SpareUploader:
         return True
 
     def poll(self) -> int | None:
-        if self.returncode is None:
+        with self._reaping:
+            if self.returncode is not None:
+                return self.returncode
             try:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:  # the user's code has waited for any child
@@ -65,7 +69,7 @@ class SpareUploader:
             else:
                 if ended:
                     self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end. Raises subprocess.TimeoutExpired."""
