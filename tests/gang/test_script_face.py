@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from ebbflow.core.store import Store
 from ebbflow.cost.jobs import load_report
 from ebbflow.cost.report.verdict import render_verdict
+from ebbflow.training.checkpoint import reachable_commits
 from tests.support.surfaces import find_false_words, read_surfaces
 
 SCRIPT = """
@@ -56,6 +58,18 @@ def environment(folder: Path) -> dict[str, str]:
         "EBBFLOW_LIVE_PAGE": "1",
     }
     return os.environ | settings
+
+
+def run_in(folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -163,3 +177,38 @@ def test_names_given_to_attach_under_the_command_are_said_to_be_unused(tmp_path:
     assert "attach(name=…) is not used, since ebbflow run started this rank for job train" in (
         done.stdout
     )
+
+
+def test_a_start_that_fails_after_a_completed_run_does_not_say_completed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [*STARTS["ebbflow run"], "--job", "twice"]
+    first = run_in(tmp_path, command)
+    assert first.returncode == 0, first.stderr
+    for record in (tmp_path / "store" / "jobs" / "twice" / "generations").iterdir():
+        record.write_bytes(b"")
+    second = run_in(tmp_path, command)
+    assert second.returncode == 1
+    assert "not a sealed JSON document" in second.stdout + second.stderr
+    assert "Completed" not in second.stdout
+    assert json.loads((tmp_path / "runs/twice/report.json").read_text())["outcome"] == "failed"
+
+
+@pytest.mark.parametrize("where", ["in the loop", "before attach"])
+def test_a_fork_that_goes_on_with_the_script_neither_saves_nor_ends_the_job(
+    tmp_path: Path, where: str
+) -> None:
+    """A fork overwrote the rank's index of a commit, and its end could count as the rank's."""
+    if where == "in the loop":
+        script = SCRIPT.replace(
+            "    job.log", "    if job.step == 20:\n        os.fork()\n    job.log"
+        )
+    else:
+        script = SCRIPT.replace("job = ", "if os.fork() == 0:\n    sys.exit(0)\njob = ", 1)
+    (tmp_path / "train.py").write_text(f"import os\n{script}")
+    done = run_in(tmp_path, STARTS["ebbflow run"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "completed at step 64" in done.stdout
+    log = "".join(path.read_text() for path in (tmp_path / "runs/train/logs").rglob("rank-0.log"))
+    assert log.count("went on with the loop") == (where == "in the loop")
+    job = Store.open(str(tmp_path / "store/jobs/train"))
+    assert [ref.step for ref in reachable_commits(job)].count(64) == 1

@@ -390,6 +390,11 @@ CASES: dict[str, tuple[Evidence, int, str]] = {
         ALIKE,
     ),
     "the first of those that wait alike": ([hung(1), hung(0), seen(2, timestamp=1.0)], 0, ALIKE),
+    "a rank whose stack is not known does not wait alike": (
+        [hung(0), seen(1, where="", waiting=False)],
+        0,
+        NONE_STANDS_OUT,
+    ),
     "ranks that wait alike before any has failed": ([seen(1), seen(0)], 0, ALIKE),
 }
 

@@ -44,6 +44,7 @@ from ebbflow.training.checkpoint.restore import (
 from ebbflow.training.checkpoint.save_plan import TensorShard, lay_out
 from ebbflow.training.checkpoint.state import (
     SHARED_PREFIX,
+    apply_settings,
     capture_rng,
     named_state,
     optimizer_settings,
@@ -882,3 +883,34 @@ def test_a_rank_without_a_process_group_decides_alone(
         job.store, job.candidates, world_size=1 if missing == "there is one rank" else 2
     )
     assert found.step == 3
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "refused"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD, "betas"),
+        (torch.optim.SGD, torch.optim.AdamW, "nesterov"),
+        (torch.optim.Adam, torch.optim.RMSprop, "betas"),
+        (torch.optim.Adam, torch.optim.Adam, None),
+        (torch.optim.SGD, torch.optim.SGD, None),
+    ],
+)
+def test_settings_of_another_class_of_optimizer_are_refused(
+    saved: type[Any], resumed: type[Any], refused: str | None
+) -> None:
+    """A job that resumed AdamW's commit with SGD carried the moments along and said nothing."""
+    model = torch.nn.Linear(2, 2)
+    before = saved(model.parameters(), lr=0.5)
+    torch.optim.lr_scheduler.OneCycleLR(before, 1.0, total_steps=9)  # adds settings of its own
+    settings = optimizer_settings(model, before)
+    del settings["param_groups"][0]["maximize"]  # as of an older torch
+    after = resumed(model.parameters(), lr=0.1)
+    if refused is None:
+        apply_settings(settings, model, after)
+        assert after.param_groups[0]["lr"] == before.param_groups[0]["lr"]
+        return
+    with pytest.raises(
+        CommitMismatch, match=rf"another optimizer, with .*{refused}.*; {resumed.__name__} has"
+    ):
+        apply_settings(settings, model, after)
+    assert after.param_groups[0]["lr"] == 0.1

@@ -378,7 +378,11 @@ def forbidden_words(number: int) -> str:
         (errno.EFBIG, StoreFull, full_words(errno.EFBIG)),
         (errno.EACCES, StoreForbidden, forbidden_words(errno.EACCES)),
         (errno.EPERM, StoreForbidden, forbidden_words(errno.EPERM)),
-        (errno.EROFS, StoreForbidden, forbidden_words(errno.EROFS)),
+        (
+            errno.EROFS,
+            StoreForbidden,
+            f"not allowed: {os.strerror(errno.EROFS)}; fix: mount it for writing",
+        ),
         (errno.ENOENT, ObjectNotFound, "no such object"),
         (errno.ENOTDIR, ObjectNotFound, "no such object"),
         (errno.EIO, StoreUnavailable, f"[Errno {errno.EIO}] {os.strerror(errno.EIO)}"),

@@ -96,6 +96,8 @@ def _local(
             StoreFull,
             f"no space: {os.strerror(number)}; fix: free space, or a store on another disk",
         )
+    if number == errno.EROFS:
+        return StoreForbidden, f"not allowed: {os.strerror(number)}; fix: mount it for writing"
     if number in _FORBIDDEN_NUMBERS:
         return (
             StoreForbidden,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -97,6 +98,7 @@ class AttachedLoop:
     ) -> None:
         global current, was_opened
         was_opened = True
+        self._pid = os.getpid()
         self.name = spec.job
         self.step = 0
         self.samples = 0
@@ -143,8 +145,11 @@ class AttachedLoop:
         self.script = ScriptWatch(
             lambda: state.saved_objects, restores_generators=state.commits_guards
         )
-        generation = f"{spec.generation}-{spec.generation_id}"
-        self._watch = LoopWatch(gang, generation, lambda: self._in_step if self._running else 0)
+        self._watch = LoopWatch(
+            gang,
+            f"{spec.generation}-{spec.generation_id}",
+            lambda: self._in_step if self._running else 0,
+        )
         self._restore()
         self._watch_model()
         self.session.saver.prepare(self.session.saves.spread.module, self.session.saves.optimizer)
@@ -250,6 +255,7 @@ class AttachedLoop:
             self._strays.step = 0
 
     def begin_step(self) -> None:
+        self._end_fork()
         reporter = self.session.reporter
         if not self._begun:
             self._begun = True
@@ -410,6 +416,7 @@ class AttachedLoop:
         """Make the final commit and end the job. Collective."""
         if self._closed:
             return
+        self._end_fork()
         session = self.session
         self._watch.leave(self.step)
         session.reporter.enter("evaluation", self.step)
@@ -626,7 +633,23 @@ class AttachedLoop:
             write_result(Path(self._spec.result_path), ending)
         self._close()
 
+    def _end_fork(self) -> None:
+        """End a process that the script has forked and that goes on with the rank's training: its
+        saves would overwrite those of the rank.
+        """
+        if os.getpid() == self._pid:
+            return
+        print(
+            f"ebbflow: process {os.getpid()}, a fork of process {self._pid}, went on with the loop "
+            f"after step {self.step} and was ended; fix: end a fork with os._exit",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
     def _on_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
         self.close_at_exit()
         end_observer()
         if self._exit_code is not None:

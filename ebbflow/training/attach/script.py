@@ -14,14 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ebbflow.core.config.load import LoadedConfig, load_config, values_with_sources
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome
 from ebbflow.core.event_log import EventLog
-from ebbflow.core.events import CONFIGURED, PREPARED, Origin, read_events
+from ebbflow.core.events import CONFIGURED, OUTCOME, PREPARED, Origin, read_events
 from ebbflow.core.launchers import claim_job
 from ebbflow.core.layout import KnownJob, job_of_script, job_prefix, remember_job, runs_folder
 from ebbflow.core.observer_process import (
@@ -168,7 +169,8 @@ def main(words: list[str]) -> int:
                 f"{len(os.sched_getaffinity(0))} cores / {ranks} ranks; set it to keep your own",
                 flush=True,
             )
-        ending = run_gang(spec)
+        with _recording_failed_start(job_store, spec, number):
+            ending = run_gang(spec)
         print(f"ebbflow: job {job}: {ending.outcome}{_describe_end(ending)}", flush=True)
         if not shows_live_page():  # otherwise the observer writes the report
             print(f"report: ebbflow report {job}", flush=True)
@@ -206,7 +208,10 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     switch_on()
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
-    with bill_unattached(spec, script.name, lambda: attached_loop.was_opened):
+    with (
+        bill_unattached(spec, script.name, lambda: attached_loop.was_opened),
+        _ending_forks(),
+    ):
         _run_user_code(script, spec, result)
     with contextlib.suppress(OSError, ValueError, KeyError):
         known = json.loads(result.read_text())
@@ -219,6 +224,25 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     ending = LoopResult(Outcome.COMPLETED, 0, message)
     write_result(result, ending)
     return ending
+
+
+@contextlib.contextmanager
+def _recording_failed_start(job_store: Store, spec: GangSpec, generation: int) -> Iterator[None]:
+    """Record the outcome of a run that ends before its agent can: otherwise the report would show
+    the outcome of the run before it. A store that accepts no event leaves the error's own line.
+    """
+    try:
+        yield
+    except (InfraError, TrainingError) as error:
+        with contextlib.suppress(InfraError):
+            events = read_events(job_store)
+            if not any(event.name == OUTCOME and event.run == spec.run for event in events):
+                origin = Origin(
+                    job=spec.job, run=spec.run, generation=generation, process="launcher"
+                )
+                with EventLog(job_store, origin) as log:
+                    log.emit(OUTCOME, outcome=error.outcome.value, message=str(error))
+        raise
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -252,6 +276,21 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add_permits(parser)
     return parser
+
+
+@contextlib.contextmanager
+def _ending_forks() -> Iterator[None]:
+    """End a process that the script has forked where the script ends: only the rank has a result."""
+    rank = os.getpid()
+    try:
+        yield
+    except BaseException:
+        if os.getpid() != rank:
+            traceback.print_exc()
+            os._exit(1)
+        raise
+    if os.getpid() != rank:
+        os._exit(0)
 
 
 def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:

@@ -34,6 +34,7 @@ SHARED_PREFIX = "state."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PREFIX = "rng"
 AVERAGE = "ema"  # the optimizer's state with a parameter's average, so that commits hold it
+_OTHER_SETTINGS = 2  # this many on both sides are another optimizer's
 _ALL_GROUPS = (
     "give the optimizer all its groups before the job is restored, with requires_grad=False "
     "until they train"
@@ -127,6 +128,7 @@ def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Opt
         raise CommitMismatch(
             f"{len(groups)} optimizer groups in the commit, {have} here; fix: {_ALL_GROUPS}"
         )
+    _refuse_other_optimizer(groups[0], optimizer)
     for stored, group in zip(groups, optimizer.param_groups, strict=True):
         for key, value in stored.items():
             if key == "params":
@@ -320,6 +322,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return value
+
+
+def _refuse_other_optimizer(stored: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise CommitMismatch if the settings are those of another class of optimizer, whose state would
+    be carried along and have no effect.
+
+    One setting more or less can come from another release of torch, and some from a scheduler.
+    """
+    missing = sorted(set(optimizer.defaults) - set(stored))
+    foreign = sorted(set(stored) - set(optimizer.param_groups[0]))
+    if len(missing) < _OTHER_SETTINGS or len(foreign) < _OTHER_SETTINGS:
+        return
+    raise CommitMismatch(
+        f"the commit has the state of another optimizer, with {', '.join(foreign)}; "
+        f"{type(optimizer).__name__} has {', '.join(missing)}; fix: the optimizer of the commit, or "
+        "another name for the job"
+    )
 
 
 def _group_of(parameter: torch.Tensor, optimizer: Optimizer) -> dict[str, Any]:

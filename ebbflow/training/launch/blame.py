@@ -329,7 +329,8 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     """
     failures = [failure for failure in evidence if not failure.witness] or list(evidence)
     first = min(failures, key=_by_time)
-    if all(map(_waits, failures)):
+    # A witness whose stack could not be read may be the cause
+    if all(map(_waits, failures)) and all(map(_waits, _latest(evidence))):
         rule = BlameRule.ALL_WAIT
     else:
         rule = BlameRule.NONE_STANDS_OUT
