@@ -36,13 +36,14 @@ from ebbflow.flows.remote import CLOUD_VARIABLE, UNPLACED_VARIABLE
 
 if TYPE_CHECKING:
     from metaflow import MutableStep
+    from metaflow.metadata_provider.metadata import MetadataProvider
     from metaflow.runtime import CLIArgs, Task
 
     from ebbflow.core.preflight import Target
     from ebbflow.cost.capacity import Placement
     from ebbflow.flows.attempts.order import AttemptOrder, SubmitOrder
     from ebbflow.flows.attempts.placement import PlacementRequest
-    from ebbflow.flows.job import TrainArtifacts
+    from ebbflow.flows.job import FlowStep, TrainArtifacts
 
 _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
@@ -119,6 +120,14 @@ def training_backend(flow: TrainArtifacts) -> Target | None:
     return None
 
 
+def task_metadata(step: FlowStep) -> MetadataProvider:
+    """Return the metadata provider of the task that runs a step with `@capacity`."""
+    for decorator in step.decorators:
+        if isinstance(decorator, CapacityDecorator):
+            return decorator.metadata
+    raise ValueError("the step has no @capacity")
+
+
 OWN = not hasattr(metaflow, "package_sources")
 _SUFFIXES = (".py", ".yaml", ".csv", ".js", ".css")
 _SHIPPED: list[Path] = []
@@ -185,6 +194,7 @@ class CapacityDecorator(StepDecorator):
 
     name = "capacity"
     defaults: ClassVar[dict[str, object]] = {}
+    metadata: MetadataProvider  # of the running task
 
     def step_init(
         self, flow, graph, step_name, decorators, _environment, flow_datastore, _logger
@@ -232,7 +242,7 @@ class CapacityDecorator(StepDecorator):
         self,
         step_name,
         _task_datastore,
-        _metadata,
+        metadata,
         run_id,
         task_id,
         flow,
@@ -242,6 +252,7 @@ class CapacityDecorator(StepDecorator):
         ubf_context,
         _inputs,
     ) -> None:
+        self.metadata = metadata
         # @batch sets these attributes in multi-node jobs only; a @parallel step in a plain job
         # needs them too.
         alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
@@ -251,7 +262,7 @@ class CapacityDecorator(StepDecorator):
 
     def _place(self, cli_args: CLIArgs, task: Task, attempt: int, last_attempt: int) -> None:
         # Late, since the flow file, which every card refresh imports, imports this module
-        from ebbflow.flows.attempts.order import AttemptName
+        from ebbflow.flows.attempts.order import AttemptName, try_to_show_in_client
         from ebbflow.flows.attempts.placement import (
             AttemptArtifacts,
             PlacementRequest,
@@ -290,6 +301,9 @@ class CapacityDecorator(StepDecorator):
             )
             task.log(f"capacity: {source}", system_msg=True)
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
+        trouble = try_to_show_in_client(task.metadata, name, answer.order.brief())
+        if trouble:
+            task.log(f"capacity: {trouble}", system_msg=True)
         self._send(cli_args, request, answer.order)
 
     def _send(self, cli_args: CLIArgs, request: PlacementRequest, order: AttemptOrder) -> None:
