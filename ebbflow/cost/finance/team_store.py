@@ -122,8 +122,8 @@ class TeamState:
 
 
 def read_money(events: Sequence[Event], rows: Sequence[dict[str, str]]) -> JobMoney:
-    """Summarize what a job has spent, and its limits, from its events (ordered by time) and their
-    charges (`focus_rows`).
+    """Summarize a job's spending and its limits from its events (ordered by time) and their charges
+    (`focus_rows`).
     """
     settings = read_settings(events)
     limit = settings.get("cost.budget_usd")
@@ -216,7 +216,8 @@ def judge_job(state: TeamState, team: Team, mine: JobMoney, now_utc: float) -> A
 
 
 def reserve_budget(root: Store, team: Team, mine: JobMoney) -> Admission:
-    """Reserve what a job may still spend, if it fits beside the reservations of others.
+    """Reserve the dollars that a job may still spend, if they fit beside the reservations of other
+    jobs.
 
     Raises StoreError.
     """

@@ -34,7 +34,7 @@ class ReturningNodes:
             self._server = self._open_server()
 
     def admit(self) -> bool:
-        """Let nodes join, and tell those that have joined to wait for the next start.
+        """Accept nodes into the gang, and tell them to wait for the next start.
 
         Return whether at least one node is back.
         """

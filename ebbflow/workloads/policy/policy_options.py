@@ -235,7 +235,7 @@ class PolicyOptions:
         return options
 
     def explain_zero(self, config: RunConfig) -> str:
-        """Return what `zero_stage` means here.
+        """Return the parallel modes that correspond to `zero_stage`, as a sentence for the user.
 
         Raises WorkloadError if `parallel.mode` is another.
         """
