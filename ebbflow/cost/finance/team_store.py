@@ -103,7 +103,7 @@ class BudgetReservation:
 
 @dataclass(frozen=True, kw_only=True)
 class TeamState:
-    """What a team's jobs have spent and hold."""
+    """The spending of a team's jobs, and their reservations."""
 
     number: int  # of the newest document
     reservations: tuple[BudgetReservation, ...]  # that hold

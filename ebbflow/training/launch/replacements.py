@@ -23,7 +23,7 @@ class ReturningNodes:
 
     @property
     def server(self) -> RollCallServer | None:
-        """The server at which they join; None while none is expected."""
+        """The server at which replacement nodes join; None while none is expected."""
         return self._server
 
     def expect(self, absent: Collection[int]) -> None:
