@@ -226,10 +226,10 @@ def events_page() -> str:
                 parts += _field_rows(payloads[payload.__name__])
     parts.append("## Parts of data\n")
     used = {payload.__name__ for payload in events.PAYLOADS.values()}
-    for kind, found in payloads.items():
-        if found and kind not in used:
+    for kind, kind_fields in payloads.items():
+        if kind_fields and kind not in used:
             described = inspect.getdoc(getattr(event_payloads, kind))
-            parts += [f"### {kind}\n", f"{described}\n", *_field_rows(found)]
+            parts += [f"### {kind}\n", f"{described}\n", *_field_rows(kind_fields)]
     for kind in (event_payloads.LedgerClass, event_payloads.GuardAction):
         values = ", ".join(f"`{member}`" for member in kind)
         parts += [f"### {kind.__name__}\n", f"{values}\n"]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ebbflow.cost.capacity import Placement
     from ebbflow.flows.attempts.order import AttemptOrder, SubmitOrder
     from ebbflow.flows.attempts.placement import PlacementRequest
-    from ebbflow.flows.job import FlowStep, TrainArtifacts
+    from ebbflow.flows.job import TrainArtifacts
 
 _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
@@ -118,14 +118,6 @@ def training_backend(flow: TrainArtifacts) -> Target | None:
             if decorator.name in REMOTE:
                 return decorator.name
     return None
-
-
-def task_metadata(step: FlowStep) -> MetadataProvider:
-    """Return the metadata provider of the task that runs a step with `@capacity`."""
-    for decorator in step.decorators:
-        if isinstance(decorator, CapacityDecorator):
-            return decorator.metadata
-    raise ValueError("the step has no @capacity")
 
 
 OWN = not hasattr(metaflow, "package_sources")

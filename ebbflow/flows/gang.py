@@ -33,14 +33,16 @@ from ebbflow.core.layout import FLOW_EVENTS_PREFIX
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
 from ebbflow.core.team_reservations import is_reserved
 from ebbflow.core.terms import Fallback, RankPrice, Terms
-from ebbflow.flows.decorators import task_metadata, training_backend
-from ebbflow.flows.job import Job, TrainArtifacts
+from ebbflow.flows.decorators import CapacityDecorator, training_backend
+from ebbflow.flows.job import FlowStep, Job, TrainArtifacts
 from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 from ebbflow.infra.instance import identify_machine
 from ebbflow.infra.slurm.partitions import gpus_per_node
 
 if TYPE_CHECKING:
+    from metaflow.metadata_provider.metadata import MetadataProvider
+
     from ebbflow.core.json_values import JsonObject
     from ebbflow.cost.ledger.pricing import MachineFacts
     from ebbflow.cost.plan_json import PlanJson
@@ -304,7 +306,7 @@ def _train_on_slurm(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]
     )
 
     def show(order: JsonObject) -> None:
-        trouble = try_to_show_in_client(task_metadata(flow.train_node), name, order)
+        trouble = try_to_show_in_client(_task_metadata(flow.train_node), name, order)
         if trouble:
             say(trouble)
 
@@ -315,6 +317,14 @@ def _train_on_slurm(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]
         record_outcome(flow, end.outcome, end.message)
     reached = {"step": end.step, "weights_sha256": end.weights_sha256}
     return {"outcome": end.outcome.value, **reached}, "again" if end.goes_on else "done"
+
+
+def _task_metadata(step: FlowStep) -> MetadataProvider:
+    """Return the metadata provider of the task that runs a step with `@capacity`."""
+    for decorator in step.decorators:
+        if isinstance(decorator, CapacityDecorator):
+            return decorator.metadata
+    raise ValueError("the step has no @capacity")
 
 
 def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:

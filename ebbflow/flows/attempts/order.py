@@ -143,33 +143,6 @@ class AttemptOrder(BaseModel):
         job_store.put(name.key, json.dumps(document, allow_nan=False).encode())
 
 
-def try_to_show_in_client(metadata: MetadataProvider, name: AttemptName, order: JsonObject) -> str:
-    """Write an attempt's order into the metadata of its task, as JSON. Return the reason if this
-    fails, or "".
-
-    Metaflow's Client then lists it in `Task(…).metadata`, for each attempt. An artifact would be
-    missing after an attempt that was killed.
-    """
-    from metaflow.metadata_provider.metadata import MetaDatum
-
-    datum = MetaDatum(
-        field=_CLIENT_FIELD,
-        value=json.dumps({"attempt": name.attempt, **order}),
-        type=_CLIENT_FIELD,
-        tags=[f"attempt_id:{name.attempt}"],  # by which the Client finds an attempt's own
-    )
-    try:
-        call_within(
-            _CLIENT_SECONDS,
-            lambda: metadata.register_metadata(name.run, name.step, name.task, [datum]),
-            "metadata",
-            lambda: TimeoutError(f"no answer within {_CLIENT_SECONDS:g} s"),
-        )
-    except Exception as error:  # the order is in the job's store, and the attempt needs no other
-        return f"the order is not in Metaflow's metadata: {type(error).__name__}: {error}"
-    return ""
-
-
 class SubmitLimits(BaseModel):
     """Time limits of a submitted attempt, in seconds."""
 
@@ -219,3 +192,30 @@ class SubmitOrder(SubmitLimits):
         if not text:
             return None
         return cls.model_validate_json(text)
+
+
+def try_to_show_in_client(metadata: MetadataProvider, name: AttemptName, order: JsonObject) -> str:
+    """Write an attempt's order into the metadata of its task, as JSON. Return the reason if this
+    fails, or "".
+
+    Metaflow's Client then lists it in `Task(…).metadata`, for each attempt. An artifact would be
+    missing after an attempt that was killed.
+    """
+    from metaflow.metadata_provider.metadata import MetaDatum
+
+    datum = MetaDatum(
+        field=_CLIENT_FIELD,
+        value=json.dumps({"attempt": name.attempt, **order}),
+        type=_CLIENT_FIELD,
+        tags=[f"attempt_id:{name.attempt}"],  # by which the Client finds an attempt's own
+    )
+    try:
+        call_within(
+            _CLIENT_SECONDS,
+            lambda: metadata.register_metadata(name.run, name.step, name.task, [datum]),
+            "metadata",
+            lambda: TimeoutError(f"no answer within {_CLIENT_SECONDS:g} s"),
+        )
+    except Exception as error:  # the order is in the job's store, and the attempt needs no other
+        return f"the order is not in Metaflow's metadata: {type(error).__name__}: {error}"
+    return ""
