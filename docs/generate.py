@@ -4,9 +4,12 @@
 A test compares them.
 """
 
+import ast
+import inspect
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,13 @@ _GUIDES = {
     "bench": "benchmarks",
     "soak": "benchmarks",
 }
+
+EVENTS_HEAD = """# All events
+
+Written by `python docs/generate.py` from `ebbflow/core/events.py` and `ebbflow/core/event_payloads.py`; do not edit. [Store
+layout](store-layout.md) says where the event log is. A line of it is one event in JSON: the fields below, and in `data` those of
+its name.
+"""
 
 CHECKS_HEAD = """# All preflight checks
 
@@ -200,6 +210,145 @@ def checks_page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def events_page() -> str:
+    """The page with every event by its writer, and the fields of its data."""
+    from ebbflow.core import event_payloads, events
+
+    payloads = _read_fields(Path(event_payloads.__file__))
+    fields = _read_fields(Path(events.__file__))["Event"]
+    parts = [EVENTS_HEAD, "## Fields of every event\n", *_field_rows(fields)]
+    for writer, names in _events_by_writer(Path(events.__file__)):
+        parts.append(f"## {writer}\n")
+        for name in names:
+            payload = events.PAYLOADS[name]
+            parts += [f"### {name}\n", f"{inspect.getdoc(payload)}\n"]
+            if payloads[payload.__name__]:
+                parts += _field_rows(payloads[payload.__name__])
+    parts.append("## Parts of data\n")
+    used = {payload.__name__ for payload in events.PAYLOADS.values()}
+    for kind, kind_fields in payloads.items():
+        if kind_fields and kind not in used:
+            described = inspect.getdoc(getattr(event_payloads, kind))
+            parts += [f"### {kind}\n", f"{described}\n", *_field_rows(kind_fields)]
+    for kind in (event_payloads.LedgerClass, event_payloads.GuardAction):
+        values = ", ".join(f"`{member}`" for member in kind)
+        parts += [f"### {kind.__name__}\n", f"{values}\n"]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+@dataclass(frozen=True)
+class EventField:
+    """Field of an event or of its data."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+def _field_rows(fields: list[EventField]) -> list[str]:
+    rows = ["| field | type | meaning |", "|---|---|---|"]
+    rows += [f"| `{field.name}` | {field.kind} | {field.meaning} |" for field in fields]
+    return [*rows, ""]
+
+
+def _read_fields(path: Path) -> dict[str, list[EventField]]:
+    """Read the fields of each class of a module, with the comments as their meaning.
+
+    A comment above a field belongs to it. One that begins with "Of" belongs to the fields below too.
+    """
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    classes: dict[str, list[EventField]] = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        group = ""
+        fields = classes.setdefault(node.name, [])
+        for statement in node.body:
+            if not isinstance(statement, ast.AnnAssign) or statement.end_lineno is None:
+                continue
+            kind, alias = _event_type(statement.annotation)
+            if kind == "ClassVar":
+                continue
+            above = _comment_above(lines, statement.lineno - 1)
+            if above.startswith("Of ") and not above.endswith("`"):
+                group = f"{above[0].lower()}{above[1:]}"
+                above = ""
+            beside = lines[statement.end_lineno - 1].partition("  # ")[2]
+            meaning = "; ".join(part for part in (above, beside, group) if part)
+            name = alias or ast.unparse(statement.target)
+            fields.append(EventField(name, kind, meaning.replace("|", "\\|")))
+    return classes
+
+
+def _comment_above(lines: list[str], number: int) -> str:
+    """The comment in the lines right above line `number`, counted from 0."""
+    words: list[str] = []
+    while lines[number - 1].lstrip().startswith("# "):
+        number -= 1
+        words.insert(0, lines[number].strip().removeprefix("# "))
+    return " ".join(words)
+
+
+# Names of the types of event_payloads, as JSON values
+_EVENT_TYPES = {
+    "Text": "text",
+    "AnyText": "text",
+    "TextElement": "text",
+    "Integer": "integer",
+    "AnyInteger": "integer",
+    "IntegerElement": "integer",
+    "Number": "number",
+    "AnyNumber": "number",
+    "NumberElement": "number",
+    "Measurement": "number",
+    "Loss": "number",
+    "Dollars": "dollars, as number or text",
+    "PricePart": "number, or dollars as text",
+    "Flag": "true or false",
+    "Any": "any",
+    "str": "text",
+    "OptionalAction": "GuardAction",
+    "SecondsByClass": "object of numbers by LedgerClass",
+}
+
+
+def _event_type(annotation: ast.expr) -> tuple[str, str]:
+    """The type of a field in words, and the field's name in JSON if it is another; else ""."""
+    if isinstance(annotation, ast.BinOp):  # `| None`
+        return _event_type(annotation.left)
+    if isinstance(annotation, ast.Subscript):
+        outer = ast.unparse(annotation.value)
+        parts = (
+            annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        )
+        last = _event_type(parts[-1])[0]
+        if outer == "Annotated":
+            alias = ast.unparse(parts[-1]).partition("validation_alias='")[2].partition("'")[0]
+            return _event_type(parts[0])[0], alias
+        if outer == "ClassVar":
+            return outer, ""
+        return (f"list of {last}" if outer == "list" else f"object of {last} by name"), ""
+    name = ast.unparse(annotation)
+    if name.startswith("Required"):
+        bare = name.removeprefix("Required")
+        known = {"Class": "LedgerClass", "Outcome": "[outcome](exit-codes.md)"}
+        return f"{_EVENT_TYPES.get(bare) or known[bare]}, required", ""
+    return _EVENT_TYPES.get(name, {"int": "integer"}.get(name, name)), ""
+
+
+def _events_by_writer(path: Path) -> list[tuple[str, list[str]]]:
+    """The names of the events below each comment "Written by …" of the module."""
+    found: list[tuple[str, list[str]]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# Written by"):
+            found.append((line.removeprefix("# "), []))
+        constant = re.fullmatch(r'[A-Z_]+ = "([a-z_]+)"', line)
+        if constant and found:
+            found[-1][1].append(constant[1])
+    return found
+
+
 def exit_codes_page() -> str:
     """The page with every exit code of a job, its meaning and what to do."""
     from ebbflow.flows.run_help import EXIT_CODE_HELP
@@ -307,6 +456,7 @@ PAGES = {
     "preflight-checks.md": checks_page,
     "commands.md": commands_page,
     "exit-codes.md": exit_codes_page,
+    "events.md": events_page,
 }
 
 if __name__ == "__main__":

@@ -75,9 +75,8 @@ def main() -> None:
             (_IMAGES / f"{picture}.png").write_bytes(browser.picture(top=int(top), height=height))
 
         with Browser(folder) as browser:
-            assert (
-                start("slow-rank", *_TROUBLED, "--set", "workload_options.slow=forward").wait() == 0
-            )
+            slow = start("slow-rank", *_TROUBLED, "--set", "workload_options.slow=forward")
+            assert slow.wait() == 0, (folder / "slow-rank.txt").read_text()
             take("slow-rank", "slow-rank", part="#ranks", height=300)
             assert start("failing", *_TROUBLED, "--set", "workload_options.bad=5000").wait() != 0
             take("failing", "failure", height=1400)

@@ -47,7 +47,7 @@ class Home(Enum):
 
 
 class Group(Enum):
-    """A heading of `ebbflow --help`, under which commands with one purpose stand."""
+    """Heading of `ebbflow --help`, with the commands of one purpose below it."""
 
     START = "start a job"
     WATCH = "watch and steer it"
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render_help() -> str:
-    """Render the commands under their headings; those of the laboratory are on a page of their own."""
+    """Render the commands under their headings. Those for maintainers are on a page of their own."""
     usage = (
         "usage: ebbflow COMMAND …    (ebbflow COMMAND --help shows its options; ebbflow --version)"
     )
@@ -372,7 +372,7 @@ def _find_script(words: list[str]) -> str | None:
 
 
 def _count_own(words: list[str]) -> int:
-    """Return how many words come before `--`, behind which those of a script follow."""
+    """Return the number of words before `--`; the words after it are the script's."""
     if "--" in words:
         return words.index("--")
     return len(words)

@@ -728,6 +728,9 @@ class SlurmJobPayload(Payload):
     processes_per_node: Integer = None
     preemptible: Flag = None
     usd_per_node_hour: Number = None  # None if no price is stated
+    # Of a submitted or adopted job
+    most_minutes: Integer = None  # time limit; None: the partition's own
+    why: AnyText = None  # why this partition
     # Of an ended job
     state: AnyText = None  # Slurm's word, such as NODE_FAIL
     cause: AnyText = None  # value of `ebbflow.infra.slurm.commands.Cause`

@@ -443,7 +443,7 @@ def _read_folders() -> list[str]:
 
 
 def _remember_folder(runs: Path) -> None:
-    """Make a folder of runs the newest of those that this machine knows."""
+    """Record a folder of runs as the newest in this machine's list."""
     if os.environ.get("EBBFLOW_RUNS"):
         return
     known = _read_folders()

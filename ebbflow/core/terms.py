@@ -134,7 +134,7 @@ class Fallback:
         )
 
     def needs(self, steps: float, *, restart: bool) -> FallbackNeeds:
-        """Return what finishing on demand may take.
+        """Return the time and the dollars that finishing on on-demand machines may take.
 
         Args:
             steps: number of steps left, in steps of planned duration.

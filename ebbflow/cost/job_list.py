@@ -415,7 +415,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
 def _with_waiting(
     team: Team, file: str, now_utc: float, records: Sequence[TeamJob]
 ) -> list[TeamJob]:
-    """Return the records with those of waiting jobs, which say whether each may start, last."""
+    """Return the records, followed by one for each waiting job, which says whether it may start."""
     folder = Path() if file == IN_STORE else Path(file).parent
     try:
         waiting = list(_waiting_records(team, folder, records))
@@ -448,7 +448,7 @@ def _publish(file: str | None, store: str | None) -> int:
 
 
 def _with_reservations(records: Sequence[TeamJob], state: TeamState) -> list[TeamJob]:
-    """Return the records with those of jobs that hold a reservation as running."""
+    """Return the records, with each job that holds a reservation shown as running."""
     by_name = {record.money.job: record for record in records}
     held = state.held()
     for reservation in state.reservations:

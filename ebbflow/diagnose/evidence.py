@@ -79,7 +79,7 @@ class Evidence:
                     self._close(log.scan.file)
 
     def add_verdict(self, symptom: str, line: LogText) -> None:
-        """Add what an agent or a guard of an Ebbflow job recorded."""
+        """Add a symptom that an agent or a guard of an Ebbflow job has recorded itself."""
         rule = load_rules().find(symptom)
         if rule is None:
             return

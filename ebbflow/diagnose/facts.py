@@ -276,7 +276,7 @@ def compile_expression(expression: str, kind: str) -> CodeType:
 
 
 def has_fact(lower: str) -> bool:
-    """Return whether a line, in lower case, may tell a fact or continue the one before it."""
+    """Return whether a lower-case line may contain a fact, or continue the fact of the line before."""
     return _MAY_TELL.search(lower) is not None
 
 
@@ -317,7 +317,7 @@ class FactReader:
                 self._facts.append(replace(fact, order=order, frame=frame, place=" ".join(frames)))
 
     def facts(self) -> list[Fact]:
-        """Return all facts, with those that combine ranks."""
+        """Return all facts, including those that follow from several ranks together."""
         known = []
         for fact in self._facts:
             known.append(replace(fact, world=self._world) if isinstance(fact, Address) else fact)

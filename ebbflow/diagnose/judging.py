@@ -253,7 +253,8 @@ def evidence_class(root: Finding) -> str:
 
 
 def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
-    """Return the root that the messages of failed ranks tell, if it is a cause and no effect.
+    """Diagnose the error messages of failed ranks. Return the root failure if it is a cause, not an
+    effect of another failure; else None.
 
     It is the judgement of `diagnose`, on what is known while the job still runs.
 
@@ -272,7 +273,9 @@ def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
 
 
 def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
-    """Return the symptoms with those that facts show; one that replaces others removes them."""
+    """Return the symptoms, with those added that the facts prove, and without those that such a
+    symptom replaces.
+    """
     judged = dict(seen)
     for rule in load_rules().rules:
         for test in rule.facts:
@@ -292,7 +295,7 @@ def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen
 
 
 def _judge_nccl_errors(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
-    """Return the symptoms with those that NCCL's last errors name."""
+    """Return the symptoms, with those added that the causes in NCCL's error messages prove."""
     judged = dict(seen)
     named = dict[str, Seen]()
     for fact in facts:

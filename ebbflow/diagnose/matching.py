@@ -110,7 +110,9 @@ class Seen:
             self.ranks[line.rank] = line
 
     def split(self, file: str) -> "tuple[Seen | None, Seen | None]":
-        """Return the matches of a file, and those of other files; None if there are none."""
+        """Split the matches into those of `file` and those of all other files; None for a side
+        without a match.
+        """
         mine = self.counts[file]
         if not mine:
             return None, self
@@ -339,8 +341,8 @@ def _object_of(line: LogText) -> str:
 
 
 def _is_told(regex: re.Pattern[str], text: str) -> bool:
-    """Return whether an expression matches words that tell of a fault, and do not only speak about
-    one ("on CUDA out of memory the batch is halved").
+    """Return whether an expression matches words that report a fault. A line may also mention one
+    without having it ("on CUDA out of memory the batch is halved").
     """
     match = regex.search(text)
     if match is None:

@@ -13,7 +13,7 @@ _GENERIC = ("A16", "D01", "D06", "D13", "D19")
 
 @dataclass(frozen=True)
 class NcclCause:
-    """Words of NCCL, and what they mean."""
+    """Words of an NCCL message, and the failure that they stand for."""
 
     words: str  # regular expression over the last error, in lower case
     symptom: str  # rule of `ebbflow diagnose`

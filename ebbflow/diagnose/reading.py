@@ -143,7 +143,7 @@ class FileScan:
 
 
 class OpenLog(NamedTuple):
-    """A log that is open, and what its reading shows."""
+    """An open log, and the facts that were read from it so far."""
 
     scan: FileScan
     stream: LogStream | None  # None: it is refused

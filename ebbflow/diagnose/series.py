@@ -153,7 +153,7 @@ class Series:
             yield line
 
     def forget(self, file: str) -> None:
-        """Drop what a file has shown so far, because its job starts again."""
+        """Drop the series of a file, because its job starts again."""
         for tracks in (self.losses, self.norms, self.scores, self.seconds):
             _drop(tracks, file)
         for tracks in (self.data_shares, self.data_totals, self.moments):

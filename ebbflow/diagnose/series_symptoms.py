@@ -177,7 +177,7 @@ def _find_clocks_apart(series: Series) -> Iterator[_Symptom]:
 
 
 def _rises(values: list[float]) -> bool:
-    """Return whether finite losses end clearly above where they were."""
+    """Return whether the losses at the end are clearly higher than at the start."""
     if len(values) < _FEW_LOSSES:
         if len(values) < 4:
             return False

@@ -36,6 +36,7 @@ from ebbflow.flows.remote import CLOUD_VARIABLE, UNPLACED_VARIABLE
 
 if TYPE_CHECKING:
     from metaflow import MutableStep
+    from metaflow.metadata_provider.metadata import MetadataProvider
     from metaflow.runtime import CLIArgs, Task
 
     from ebbflow.core.preflight import Target
@@ -185,6 +186,7 @@ class CapacityDecorator(StepDecorator):
 
     name = "capacity"
     defaults: ClassVar[dict[str, object]] = {}
+    metadata: MetadataProvider  # of the running task
 
     def step_init(
         self, flow, graph, step_name, decorators, _environment, flow_datastore, _logger
@@ -232,7 +234,7 @@ class CapacityDecorator(StepDecorator):
         self,
         step_name,
         _task_datastore,
-        _metadata,
+        metadata,
         run_id,
         task_id,
         flow,
@@ -242,6 +244,7 @@ class CapacityDecorator(StepDecorator):
         ubf_context,
         _inputs,
     ) -> None:
+        self.metadata = metadata
         # @batch sets these attributes in multi-node jobs only; a @parallel step in a plain job
         # needs them too.
         alone = "AWS_BATCH_JOB_ID" in os.environ and "AWS_BATCH_JOB_NUM_NODES" not in os.environ
@@ -251,7 +254,7 @@ class CapacityDecorator(StepDecorator):
 
     def _place(self, cli_args: CLIArgs, task: Task, attempt: int, last_attempt: int) -> None:
         # Late, since the flow file, which every card refresh imports, imports this module
-        from ebbflow.flows.attempts.order import AttemptName
+        from ebbflow.flows.attempts.order import AttemptName, try_to_show_in_client
         from ebbflow.flows.attempts.placement import (
             AttemptArtifacts,
             PlacementRequest,
@@ -290,6 +293,9 @@ class CapacityDecorator(StepDecorator):
             )
             task.log(f"capacity: {source}", system_msg=True)
         task.log(f"capacity: {describe_order(answer.order)}", system_msg=True)
+        trouble = try_to_show_in_client(task.metadata, name, answer.order.brief())
+        if trouble:
+            task.log(f"capacity: {trouble}", system_msg=True)
         self._send(cli_args, request, answer.order)
 
     def _send(self, cli_args: CLIArgs, request: PlacementRequest, order: AttemptOrder) -> None:

@@ -33,14 +33,17 @@ from ebbflow.core.layout import FLOW_EVENTS_PREFIX
 from ebbflow.core.process import StoppedProcesses, children, read_system_file
 from ebbflow.core.team_reservations import is_reserved
 from ebbflow.core.terms import Fallback, RankPrice, Terms
-from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import Job, TrainArtifacts
+from ebbflow.flows.decorators import CapacityDecorator, training_backend
+from ebbflow.flows.job import FlowStep, Job, TrainArtifacts
 from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 from ebbflow.infra.instance import identify_machine
 from ebbflow.infra.slurm.partitions import gpus_per_node
 
 if TYPE_CHECKING:
+    from metaflow.metadata_provider.metadata import MetadataProvider
+
+    from ebbflow.core.json_values import JsonObject
     from ebbflow.cost.ledger.pricing import MachineFacts
     from ebbflow.cost.plan_json import PlanJson
     from ebbflow.flows.attempts.order import AttemptOrder
@@ -208,9 +211,10 @@ def train_node(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]:
     if training_backend(flow) == "slurm":
         return _train_on_slurm(flow, this)
     order = _order(flow, this)
-    if order is not None and order.does in ("gang", "again"):
+    if order is not None and order.does == "next":
         flow.num_nodes = order.nodes
-        return {"outcome": Outcome.INTERRUPTED.value, **_STOPPED}, order.does
+        branch = "gang" if order.nodes > 1 else "again"
+        return {"outcome": Outcome.INTERRUPTED.value, **_STOPPED}, branch
     try:
         return _run_node(flow, this, order, node=0, main_address="127.0.0.1"), "done"
     except StepFailed as error:
@@ -291,15 +295,36 @@ def _run_node(
 
 
 def _train_on_slurm(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]:
+    from ebbflow.flows.attempts.order import AttemptName, try_to_show_in_client
     from ebbflow.flows.slurm.attempt import run_attempt
 
-    end = run_attempt(current_job(flow), _slurm_spec(flow, this), number=flow.rounds)
+    name = AttemptName(
+        run=str(this.run_id),
+        step=this.step_name,
+        task=str(this.task_id),
+        attempt=int(this.retry_count),
+    )
+
+    def show(order: JsonObject) -> None:
+        trouble = try_to_show_in_client(_task_metadata(flow.train_node), name, order)
+        if trouble:
+            say(trouble)
+
+    end = run_attempt(current_job(flow), _slurm_spec(flow, this), number=flow.rounds, show=show)
     if end.was_asked:
         raise StepFailed(end.outcome, end.told)
     if end.message:
         record_outcome(flow, end.outcome, end.message)
     reached = {"step": end.step, "weights_sha256": end.weights_sha256}
     return {"outcome": end.outcome.value, **reached}, "again" if end.goes_on else "done"
+
+
+def _task_metadata(step: FlowStep) -> MetadataProvider:
+    """Return the metadata provider of the task that runs a step with `@capacity`."""
+    for decorator in step.decorators:
+        if isinstance(decorator, CapacityDecorator):
+            return decorator.metadata
+    raise ValueError("the step has no @capacity")
 
 
 def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
@@ -312,7 +337,6 @@ def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
     # Late, since the flow file, which every card refresh imports, imports this module
     from ebbflow.flows.attempts.order import AttemptName, AttemptOrder
 
-    flow.attempt_order = None
     if training_backend(flow) in (None, "slurm"):
         return None
     trouble = os.environ.get(UNPLACED_VARIABLE)
@@ -327,12 +351,9 @@ def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
         run=str(this.run_id), step=this.step_name, task=task, attempt=int(this.retry_count)
     )
     try:
-        order = AttemptOrder.get(Job.of(flow, this.run_id).store, name)
+        return AttemptOrder.get(Job.of(flow, this.run_id).store, name)
     except InfraError as error:
         raise StepFailed(error.outcome, str(error)) from error
-    if order is not None:
-        flow.attempt_order = order.to_artifact()
-    return order
 
 
 def _gang_spec(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.event_log import EventLog
 from ebbflow.core.events import Origin
-from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import KnownJob, job_prefix, make_local_folder, remember_job, runs_folder
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
@@ -53,8 +52,6 @@ class TrainArtifacts(JobArtifacts, Protocol):
     """Artifacts and parameters of `TrainFlow` that its steps read."""
 
     capacity: dict  # the run's plan as JSON
-    # Order of this attempt (`AttemptOrder.to_artifact`); None on this machine and on Slurm
-    attempt_order: JsonObject | None
     examined: dict | None  # shape and data of the user's own workload
     prepared: dict  # fingerprint and statistics of the data
     rounds: int  # of `train_node`

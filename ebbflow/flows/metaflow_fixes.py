@@ -336,7 +336,9 @@ CHECKS = [
 
 
 def _judge_release(found: str, service: str) -> CheckFinding:
-    """Judge a release of Metaflow with local metadata. `service` is the fix for one that is unfit."""
+    """Return the finding about a release of Metaflow that is used with local metadata. `service` is
+    the fix for an unfit one.
+    """
     known = ", ".join(".".join(map(str, release)) for release in KNOWN)
     if not is_known_release(found):
         broken = broken_contract()

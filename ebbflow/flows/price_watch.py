@@ -84,8 +84,8 @@ class LauncherPrices:
                 log.close()
 
     def _look(self, events: list[Event], log: EventLog) -> float:
-        """Ask for prices if there is a plan, and record what is new. Return the seconds until the
-        next look.
+        """Query the prices if there is a plan, and record those that have changed. Return the
+        seconds until the next query.
         """
         from ebbflow.cost.errors import PriceError
         from ebbflow.cost.ledger.pricing import parse_usd, read_plan, select_plans

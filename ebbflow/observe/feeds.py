@@ -58,7 +58,7 @@ class SentState(TypedDict):
 
 
 class JobFeeds:
-    """Trackers and notification channels of one job, and a record of what was sent to them
+    """Trackers and notification channels of one job, with the record of everything sent to them
     (`trackers.json`).
 
     It is an output of `ebbflow.observe.observer.JobObserver`. Each tracker and channel has a thread of its

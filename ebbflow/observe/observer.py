@@ -181,7 +181,7 @@ class ProgressLines:
             print_line(render_progress(report))
 
     def wake(self, *, last: bool) -> None:
-        """Do nothing, since a line is short."""
+        """Do nothing, since `show` writes its line at once."""
 
     def report_problem(self, error: Exception) -> None:
         """Do nothing: the live page shows it."""

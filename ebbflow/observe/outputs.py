@@ -32,7 +32,7 @@ class JobView:
 
 
 class Output(Protocol):
-    """A destination of what is known of a job.
+    """Destination of a job's events and report, such as a tracker or the live page.
 
     All methods are called by the observer's main thread, which they must not delay.
     """
@@ -49,7 +49,7 @@ class Output(Protocol):
         ...
 
     def wake(self, *, last: bool) -> None:
-        """Start the output's threads on what they have, also without a report."""
+        """Let the output's threads write what they were given, also without a report."""
         ...
 
     def report_problem(self, error: Exception) -> None:
@@ -62,7 +62,8 @@ class Output(Protocol):
 
 
 class OutputThread(threading.Thread):
-    """Thread that calls `work` whenever it is woken, until `work` has succeeded with `last`.
+    """Thread that calls `work` each time `wake` is called. It ends after the first call of `work`
+    without an error that follows `wake(last=True)`.
 
     It prints the first of consecutive errors, and retries.
 

@@ -84,7 +84,7 @@ def read_metric(value: object) -> float | None:
 def emit_evaluation(
     reporter: Reporter, step: int, values: MetricValues, pictures: Mapping[str, str] | None = None
 ) -> None:
-    """Emit the event of the metrics of a step, with those that are not finite as texts."""
+    """Emit the evaluation event of a step, with non-finite metrics as texts."""
     data: dict[str, object] = {"metrics": values.finite}
     if values.non_finite:
         data["non_finite"] = values.non_finite

@@ -146,7 +146,8 @@ class _Run:
 
 
 def _variables_in_each_file(saved: list[Any]) -> set[tuple[str, str]] | None:
-    """Return the variables whose value is in all files that one line saves, in one place of each.
+    """Return the variables whose value is in every file that one line of the script saves, always
+    at the same place inside the file.
 
     None if no save was seen.
     """

@@ -32,7 +32,7 @@ UNEXPLAINED = LostState("unknown", "")
 
 
 def why_not_repeatable(whole: list[StepRecord], killed: list[StepRecord]) -> str:
-    """Return what differs first between two equal starts, or ""."""
+    """Return the first difference between two equal starts of a script, or ""."""
     for step, (record, other) in enumerate(zip(whole, killed, strict=False), start=1):
         for key, name in _COMPARED.items():
             if key in other and record.get(key) != other[key]:
@@ -199,7 +199,7 @@ def _lost_counters(whole: list[StepRecord], at: int, first: StepRecord) -> list[
 def _lost_counts(
     whole: list[StepRecord], lost: list[str], *, passing: frozenset[str], deciding: frozenset[str]
 ) -> list[LostState]:
-    """Return those of the lost numbers that count, each value once: first those that decide.
+    """Return the lost counters, each value once, those that decide about training first.
 
     A number that repeats another one, such as the steps since the start, needs no saving.
     """

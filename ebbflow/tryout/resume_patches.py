@@ -39,7 +39,8 @@ class Patch(NamedTuple):
 
 
 def find_patch(finding: LostState, *, checkpoint: str) -> Patch | None:
-    """Return what saves and restores the lost state, or None if it is no variable with a state.
+    """Return the lines of code that save and restore the lost state, or None if it is no variable
+    with a state.
 
     Args:
         checkpoint: the variable of the script that has what is loaded.

@@ -164,7 +164,7 @@ def _reads_from(value: ast.expr, loaded: str) -> bool:
 
 
 def _opposite_of(operation: ast.BinOp) -> str:
-    """Return what undoes `… + 1` or `… - 1`; "" for any other operation."""
+    """Return the operation that cancels `… + 1` or `… - 1`; "" for any other operation."""
     if not (isinstance(operation.right, ast.Constant) and operation.right.value == 1):
         return ""
     if isinstance(operation.op, ast.Add):

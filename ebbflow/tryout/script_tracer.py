@@ -134,8 +134,8 @@ class Tracer:
         return tell
 
     def _saved_numbers(self, saved: Any) -> list[tuple[str, str]]:
-        """Return the integer variables whose value is in what is saved, each with a place of this
-        value.
+        """Return each integer variable whose value occurs in the saved object, with the place of
+        one occurrence.
         """
         places = dict(_integers("", saved, _DEPTH))
         counters: dict[str, int] = {}
@@ -245,8 +245,8 @@ class Tracer:
             level = members
 
     def _members(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        """Return the attributes of an object of the script's own classes, or what a list or dict
-        holds, by name.
+        """Return the parts of an object by name: attributes of the script's own classes, or the
+        items of a list or dict.
         """
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             pairs = list(enumerate(value[:_MOST_MEMBERS]))

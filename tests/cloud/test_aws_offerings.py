@@ -94,6 +94,22 @@ def test_an_existing_stack_keeps_its_families_for_several_nodes(template: Templa
     assert said == ["jobs of several nodes go to x-1c, which offers g5"]
 
 
+def test_a_family_that_is_added_to_a_stack_gets_its_queue_for_several_nodes(
+    template: Template,
+) -> None:
+    known = {"Families": "g5,g6", "GangFamilies": "", "GangZone": "x-1c"}
+    said: list[str] = []
+    grown = {"Families": "g5,g6,g6e,p4d"}
+    chosen = choose_families(template, grown, known, "x-1", said.append)
+    assert chosen["GangFamilies"] == "g6e", "g5 had none before; x-1c, the stack's zone, has no p4d"
+    assert said == [
+        "x-1c offers no p4d: its queue for several nodes is left out",
+        "jobs of several nodes go to x-1c, which offers g6e",
+    ]
+    given = {**grown, "GangFamilies": ""}
+    assert choose_families(template, given, known, "x-1", said.append)["GangFamilies"] == ""
+
+
 def test_without_families_for_several_nodes_no_line_names_their_zone(template: Template) -> None:
     said: list[str] = []
     chosen = choose_families(template, {"Families": "g4dn"}, None, "x-1", said.append)

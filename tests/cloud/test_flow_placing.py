@@ -106,7 +106,7 @@ def test_a_placed_attempt_leaves_its_order_and_events(
     assert "spot-g5 is DISABLED" in stopped.message and "od-g5 is DISABLED" in stopped.message
     batch.client().update_job_queue(jobQueue="spot-g5", state="ENABLED")
     last = place_attempt(ask(flow, last=True)).order
-    assert last is not None and last.does == "again"
+    assert last is not None and (last.does, last.nodes) == ("next", 1)
 
 
 def test_prices_are_those_of_the_queues_region_whatever_the_configuration_names(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from ebbflow.core.process import children
 from ebbflow.core.store import Store
 from ebbflow.flows.job import Job
 from ebbflow.flows.slurm.attempt import adopt, run_attempt
+from ebbflow.infra.slurm.commands import look_up
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.launch.slurm_node import NodeResult, SlurmOrder, order_key, result_key
 from tests.support.flow import ROOT
@@ -63,11 +65,27 @@ def test_a_supervised_job_survives_its_launcher_and_a_preemption_and_ends_bit_eq
     rows = run.report["money"]["slurm_jobs"]
     assert (rows[0]["cause"], rows[0]["reason"]) == ("preempted", "FAILED, preempted")
     assert {row["partition"] for row in rows} == {"spot"}, "the cheaper one"
+    records = runner.folder.rglob("sysmeta_attempt_order_*.json")
+    orders = [json.loads(json.loads(path.read_text())["value"]) for path in records]
+    assert len(orders) >= len(rows) == 2, "of the killed launcher's task too"
+    assert {order["pool"] for order in orders} == {"partition spot"}
+    assert {order["reason"] for order in orders} == {row["why"] for row in rows}
     # Slurm's clock has whole seconds
     assert run.report["total_usd"] == pytest.approx(
         SPOT_USD * sum(row["node_hours"] for row in rows), abs=2 * 2 * SPOT_USD / 3600
     )
     assert "stated in slurm.partitions" in run.report["actual"]["price_kind"]
+
+
+def test_slurm_tells_a_job_that_was_cancelled_in_the_queue_from_one_that_ran(
+    cluster: SlurmCluster,
+) -> None:
+    queued = cluster.ask("sbatch", "--parsable", "--hold", "--job-name=q", "--wrap=true").strip()
+    cluster.ask("scancel", queued)
+    ran = cluster.ask("sbatch", "--parsable", "--job-name=r", "--wrap=true").strip()
+    cluster.wait_until("both ends", lambda: all(look_up(job).ended for job in (queued, ran)))
+    assert (look_up(queued).name, look_up(queued).never_started) == ("q", True)
+    assert (look_up(ran).name, look_up(ran).never_started) == ("r", False)
 
 
 def test_a_job_that_has_lost_its_reservation_and_gets_no_other_is_not_submitted(

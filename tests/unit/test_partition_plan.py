@@ -23,7 +23,7 @@ from ebbflow.cost.plan.partitions import (
 )
 from ebbflow.cost.plan.plan import Plan
 from ebbflow.cost.plan.plan_text import render_plan
-from ebbflow.cost.report.slurm_jobs import format_slurm_rows, summarize_slurm_jobs
+from ebbflow.cost.report.slurm_jobs import format_slurm_rows, list_reasons, summarize_slurm_jobs
 from tests.support.timelines import WALL, GangLog, event
 
 SPOT = {"name": "spot", "preemptible": True, "usd_per_node_hour": 12.0}
@@ -48,7 +48,13 @@ def settings(*partitions: dict[str, Any], slurm: dict[str, Any] | None = None, *
 
 
 def slurm_job(
-    does: str, started: float, stopped: float, *, partition: dict[str, Any], job_id: str = "7"
+    does: str,
+    started: float,
+    stopped: float,
+    *,
+    partition: dict[str, Any],
+    job_id: str = "7",
+    **order: Any,
 ) -> Event:
     made = event(
         SLURM_JOB,
@@ -60,6 +66,7 @@ def slurm_job(
         processes_per_node=1,
         preemptible=partition.get("preemptible", False),
         usd_per_node_hour=partition.get("usd_per_node_hour"),
+        **order,
     )
     if does == "submitted":
         return made
@@ -162,6 +169,19 @@ def test_rows_of_slurm_jobs_without_dollars_from_an_older_report_are_shown() -> 
     (without,) = format_slurm_rows([row])
     assert with_dollars[4] == "$0.4000"
     assert without == (*with_dollars[:4], "unknown", *with_dollars[5:])
+
+
+def test_the_report_has_the_order_of_each_slurm_job() -> None:
+    order = {"why": "the only one within the budget", "most_minutes": 90}
+    submitted = slurm_job("submitted", 0, 60, partition=SPOT, **order)
+    ended = slurm_job("ended", 0, 60, partition=SPOT)
+    for events in ([submitted], [submitted, ended]):
+        (row,) = summarize_slurm_jobs(events)
+        assert {name: row.get(name) for name in order} == order
+        assert list_reasons([row]) == [
+            (row["job_id"], "the only one within the budget, 90 min at most")
+        ]
+    assert list_reasons(summarize_slurm_jobs([ended])) == []
 
 
 def test_the_terms_of_an_attempt_have_its_partitions_price_and_hazard() -> None:

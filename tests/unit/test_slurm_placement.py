@@ -34,12 +34,12 @@ SHOWN = (
 
 # Written after sacct(1) of 22.05 ("JOB STATE CODES", --parsable2); no slurmdbd was at hand to record it
 ACCOUNTED = {
-    "PREEMPTED|None|spot|n[1-2]|2026-11-29T09:00:00|2026-11-29T09:10:00": "PREEMPTED, preempted",
-    "CANCELLED by 1000|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00": (
+    "PREEMPTED|None|spot|n[1-2]|2026-11-29T09:00:00|2026-11-29T09:10:00|j": "PREEMPTED, preempted",
+    "CANCELLED by 1000|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00|j": (
         "CANCELLED by uid 1000"
     ),
-    "OUT_OF_MEMORY|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00": "OUT_OF_MEMORY",
-    "BOOT_FAIL|None|safe|None assigned|Unknown|Unknown": "BOOT_FAIL",
+    "OUT_OF_MEMORY|None|safe|n1|2026-11-29T09:00:00|2026-11-29T09:10:00|j": "OUT_OF_MEMORY",
+    "BOOT_FAIL|None|safe|None assigned|Unknown|Unknown|j": "BOOT_FAIL",
 }
 
 
@@ -152,10 +152,11 @@ def test_states_of_slurm_have_causes(state: str, cause: Cause) -> None:
 
 @pytest.mark.parametrize("line", ACCOUNTED)
 def test_accounting_tells_how_a_job_ended(line: str) -> None:
-    requeued = "NODE_FAIL|None|spot|n[1-2]|2026-11-29T08:00:00|2026-11-29T08:10:00"
+    requeued = "NODE_FAIL|None|spot|n[1-2]|2026-11-29T08:00:00|2026-11-29T08:10:00|j"
     job = parse_accounting("1", f"{requeued}\n{line}\n")
     assert job is not None and job.describe() == ACCOUNTED[line]
     assert (job.ended_utc is None) is ("Unknown" in line)
+    assert (job.name, job.never_started) == ("j", "None assigned" in line)
     assert parse_accounting("1", "") is None
 
 

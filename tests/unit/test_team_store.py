@@ -22,6 +22,7 @@ from ebbflow.cost.finance.team import JobMoney, parse_team
 from ebbflow.cost.finance.team_store import judge_job, read_state, reserve_budget
 from ebbflow.flows import gang
 from ebbflow.flows.launch import Launch
+from ebbflow.infra.slurm.commands import SlurmJob, SlurmRejected, SlurmUnavailable
 from ebbflow.training.launch.messages import GangSpec
 from ebbflow.training.launch.slurm_node import make_reservation_check
 
@@ -106,6 +107,33 @@ def test_a_slurm_job_without_a_recorded_end_keeps_its_reservation(root: Store) -
     assert holders(root) == ["a"]
     write_events(root, "a", "slurm-7-ended", (SLURM_JOB, {"does": "ended", "job_id": "7"}))
     assert holders(root) == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_held"),
+    [
+        (SlurmJob(job_id="7", state="CANCELLED", name="a"), False),
+        (SlurmJob(job_id="7", state="CANCELLED", name="b"), True),  # of another cluster
+        (SlurmJob(job_id="7", state="CANCELLED", nodes="n1", name="a"), True),  # it has a bill
+        (SlurmJob(job_id="7", state="PENDING", name="a"), True),
+        (SlurmJob(job_id="7", state=""), True),  # Slurm has forgotten it
+        (SlurmUnavailable("no answer"), True),
+        (SlurmRejected("no scontrol"), True),
+    ],
+)
+def test_a_slurm_job_that_was_cancelled_in_the_queue_releases_its_reservation(
+    root: Store, monkeypatch: pytest.MonkeyPatch, seen: SlurmJob | Exception, is_held: bool
+) -> None:
+    def look_up(job_id: str) -> SlurmJob:
+        assert job_id == "7"
+        if isinstance(seen, Exception):
+            raise seen
+        return seen
+
+    monkeypatch.setattr(team_store, "look_up", look_up)
+    reserve_budget(root, parse_team(TEAM, "team.yaml"), MINE)
+    write_events(root, "a", "slurm-7-submitted", (SLURM_JOB, {"does": "submitted", "job_id": "7"}))
+    assert holders(root) == (["a"] if is_held else [])
 
 
 def test_node_0_of_a_slurm_job_watches_the_reservation_of_a_team(root: Store) -> None:

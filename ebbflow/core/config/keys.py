@@ -93,8 +93,8 @@ class Entry:
     given_key: str  # key as the user wrote it; differs from `key` if the key was renamed
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Return the location of `part`, a YAML node inside the value, such as a list item; None is
-        the whole value.
+        """Return the location of `part`, a YAML node inside the value, such as a list item. Without
+        `part`, return that of the whole value.
         """
         if part is None:
             return self.place

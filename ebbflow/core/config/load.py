@@ -231,7 +231,9 @@ def _collect(
     cwd: Path,
     variables: Mapping[str, str],
 ) -> tuple[Given, Path, bool]:
-    """Return what is given, the configuration file, and whether all of the file could be read."""
+    """Read the configuration file and the overrides. Return the given values, the file, and whether
+    the whole file could be read.
+    """
     is_inline = isinstance(path, str) and path.lstrip().startswith("{")
     inline = str(path) if is_inline else None
     file = cwd

@@ -50,6 +50,7 @@ from ebbflow.cost.finance.team import Admission, JobMoney, Team, admit, parse_te
 from ebbflow.cost.jobs import find_job_uri, list_jobs, list_known_jobs
 from ebbflow.cost.ledger.generations import find_final_outcome
 from ebbflow.cost.plan.candidates import read_progress
+from ebbflow.infra.slurm.commands import SlurmRejected, SlurmUnavailable, look_up
 
 # Value of `cost.team_file` and `ebbflow jobs --team` for the team file in the store.
 IN_STORE = "store"
@@ -102,7 +103,7 @@ class BudgetReservation:
 
 @dataclass(frozen=True, kw_only=True)
 class TeamState:
-    """What a team's jobs have spent and hold."""
+    """The spending of a team's jobs, and their reservations."""
 
     number: int  # of the newest document
     reservations: tuple[BudgetReservation, ...]  # that hold
@@ -121,8 +122,8 @@ class TeamState:
 
 
 def read_money(events: Sequence[Event], rows: Sequence[dict[str, str]]) -> JobMoney:
-    """Summarize what a job has spent, and its limits, from its events (ordered by time) and their
-    charges (`focus_rows`).
+    """Summarize a job's spending and its limits from its events (ordered by time) and their charges
+    (`focus_rows`).
     """
     settings = read_settings(events)
     limit = settings.get("cost.budget_usd")
@@ -215,7 +216,8 @@ def judge_job(state: TeamState, team: Team, mine: JobMoney, now_utc: float) -> A
 
 
 def reserve_budget(root: Store, team: Team, mine: JobMoney) -> Admission:
-    """Reserve what a job may still spend, if it fits beside the reservations of others.
+    """Reserve the dollars that a job may still spend, if they fit beside the reservations of other
+    jobs.
 
     Raises StoreError.
     """
@@ -283,14 +285,29 @@ def _holds(
     written = [meta.modified for meta in store.list("events") if "-agent-" in meta.key]
     if written and now - max(written) <= AGENT_SECONDS:
         return True
-    return _has_live_slurm_job(events) or now < _last_attempt_end(store, events)
+    if now < _last_attempt_end(store, events):
+        return True
+    return any(
+        not _never_started(reservation.job, slurm_job) for slurm_job in _unended_slurm_jobs(events)
+    )
 
 
-def _has_live_slurm_job(events: Sequence[Event]) -> bool:
-    """Return whether a Slurm job's end is not recorded: it may start without its launcher."""
+def _unended_slurm_jobs(events: Sequence[Event]) -> set[str]:
+    """Return the ids of the Slurm jobs whose end is not recorded: they may start without a launcher."""
     jobs = [event.payload for event in select_events(events, SlurmJobPayload)]
     ended = {job.job_id for job in jobs if job.does == "ended"}
-    return not {job.job_id for job in jobs} <= ended
+    return {job.job_id for job in jobs} - ended
+
+
+def _never_started(job: str, slurm_job: str) -> bool:
+    """Return whether this machine's Slurm proves that a Slurm job of this job ended in the queue, as
+    after `scancel` without a launcher. Another cluster may have another job with the same id.
+    """
+    try:
+        seen = look_up(slurm_job)
+    except (SlurmRejected, SlurmUnavailable):
+        return False
+    return seen.never_started and seen.name == job
 
 
 def _last_attempt_end(store: Store, events: Sequence[Event]) -> float:

@@ -162,7 +162,7 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
 def merge_batch_status(
     generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
 ) -> dict[int, RecordedGeneration]:
-    """Return the generations.
+    """Return the generations, with AWS Batch's reason for the end of those whose events give none.
 
     If no event records why a generation ended, use the reason that AWS Batch reports.
 

@@ -83,7 +83,7 @@ def reserve_usd(config: RunConfig, pool: Candidate) -> float:
 
 
 def describe_reserve(watch: PriceWatch, pool: Candidate) -> str:
-    """Describe what `reserve_usd` is for."""
+    """Describe the purpose of `reserve_usd`."""
     if pool.market == "spot" and watch.seconds:
         return f"reserve for the last save and a price {PRICE_RISE:g} times as high"
     return "reserve for the last save"

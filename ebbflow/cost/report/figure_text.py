@@ -602,7 +602,7 @@ def _quality(report: RunReport) -> dict[str, str]:
 
 
 def _format_rows(actual: ActualFigures) -> str:
-    """Format how many rows were read, and what was changed in them."""
+    """Format the number of rows that were read, and the changes made to them."""
     parts = [f"{actual.get('rows'):,.0f}"]
     empty = actual.get("empty_rows")
     if empty:

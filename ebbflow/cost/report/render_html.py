@@ -42,7 +42,7 @@ from ebbflow.cost.report.render_text import (
 )
 from ebbflow.cost.report.report import RunReport, find_deciding_failure
 from ebbflow.cost.report.slurm_jobs import HEADER as SLURM_HEADER
-from ebbflow.cost.report.slurm_jobs import format_slurm_rows
+from ebbflow.cost.report.slurm_jobs import format_slurm_rows, list_reasons
 from ebbflow.cost.report.verdict import (
     Tile,
     describe_slowest_rank,
@@ -773,10 +773,14 @@ def _attempts(report: RunReport) -> str:
 
 
 def _slurm_jobs(report: RunReport) -> str:
-    rows = format_slurm_rows(report.money.get("slurm_jobs") or [])
-    if not rows:
+    jobs = report.money.get("slurm_jobs") or []
+    if not jobs:
         return ""
-    return _section("slurm-jobs", "Slurm jobs", render_html_table(SLURM_HEADER, rows))
+    tables = render_html_table(SLURM_HEADER, format_slurm_rows(jobs))
+    reasons = list_reasons(jobs)
+    if reasons:
+        tables += render_html_table(("Slurm job", "why this partition"), reasons)
+    return _section("slurm-jobs", "Slurm jobs", tables)
 
 
 def _table_section(

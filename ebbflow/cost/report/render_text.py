@@ -15,7 +15,7 @@ from ebbflow.cost.amounts import format_number, format_percent, format_usd, usd_
 from ebbflow.cost.report import figure_text
 from ebbflow.cost.report.report import RunReport
 from ebbflow.cost.report.slurm_jobs import HEADER as SLURM_HEADER
-from ebbflow.cost.report.slurm_jobs import format_slurm_rows
+from ebbflow.cost.report.slurm_jobs import format_slurm_rows, list_reasons
 from ebbflow.cost.report.verdict import describe_slowest_rank, render_verdict, script_command
 
 PROGRAM = "ebbflow"  # the console command
@@ -466,6 +466,9 @@ def _attempts(report: RunReport) -> list[list[str]]:
     slurm_jobs = (report.money.get("slurm_jobs") or [])[-_LISTED_ATTEMPTS:]
     if slurm_jobs:
         sections.append(format_table(format_slurm_rows(slurm_jobs), SLURM_HEADER))
+        reasons = [f"{job_id}: {why}" for job_id, why in list_reasons(slurm_jobs)]
+        if reasons:
+            sections.append(["why each Slurm job got its partition:", *_wrapped(reasons)])
     return sections
 
 

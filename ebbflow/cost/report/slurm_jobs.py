@@ -28,21 +28,42 @@ class SlurmJobRow(TypedDict):
     cause: str | None  # why it ended; None if its end is not recorded
     state: str | None  # Slurm's word
     reason: str | None
+    # Why this partition, and the time limit of the order; missing in reports of older versions
+    why: NotRequired[str | None]
+    most_minutes: NotRequired[int | None]  # None: the partition's own
 
 
 def summarize_slurm_jobs(events: Sequence[Event]) -> list[SlurmJobRow]:
     """Return the job's Slurm jobs in the order of their submission."""
     newest: dict[str, SlurmJobPayload] = {}
+    submitted: dict[str, SlurmJobPayload] = {}
     for event in select_events(events, SlurmJobPayload):
-        known = newest.get(event.payload.job_id)
+        payload = event.payload
+        known = newest.get(payload.job_id)
         if known is None or known.does != "ended":
-            newest[event.payload.job_id] = event.payload
-    return [_make_row(payload) for payload in newest.values()]
+            newest[payload.job_id] = payload
+        if payload.does != "ended":
+            submitted.setdefault(payload.job_id, payload)
+    return [_make_row(payload, submitted.get(payload.job_id)) for payload in newest.values()]
 
 
 def format_slurm_rows(rows: Sequence[SlurmJobRow]) -> list[tuple[str, ...]]:
     """Format the Slurm jobs as rows with the columns of `HEADER`."""
     return [_format_row(row) for row in rows]
+
+
+def list_reasons(rows: Sequence[SlurmJobRow]) -> list[tuple[str, str]]:
+    """Return the id of each Slurm job, and why its partition was chosen with which time limit, where
+    that is known.
+    """
+    reasons = []
+    for row in rows:
+        why = row.get("why")
+        minutes = row.get("most_minutes")
+        if why:
+            limit = f", {minutes} min at most" if minutes else ""
+            reasons.append((one_line(row["job_id"]), one_line(why) + limit))
+    return reasons
 
 
 def _format_row(row: SlurmJobRow) -> tuple[str, ...]:
@@ -66,7 +87,8 @@ def _count_node_hours(payload: SlurmJobPayload) -> float | None:
     return payload.nodes * max(0.0, payload.stopped_utc - payload.started_utc) / 3600
 
 
-def _make_row(payload: SlurmJobPayload) -> SlurmJobRow:
+def _make_row(payload: SlurmJobPayload, submitted: SlurmJobPayload | None) -> SlurmJobRow:
+    """Make a row of the newest event of a Slurm job, and of the event of its submission."""
     hours = _count_node_hours(payload)
     price = payload.usd_per_node_hour
     return {
@@ -78,4 +100,6 @@ def _make_row(payload: SlurmJobPayload) -> SlurmJobRow:
         "cause": payload.cause,
         "state": payload.state,
         "reason": payload.reason,
+        "why": None if submitted is None else submitted.why,
+        "most_minutes": None if submitted is None else submitted.most_minutes,
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,12 +25,19 @@ from pydantic import (
 from ebbflow.core.errors import Outcome
 from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import order_key
+from ebbflow.core.retry import call_within
 from ebbflow.core.store import Store
 from ebbflow.cost.capacity import Placement
 from ebbflow.cost.plan.plan import Plan
 
+if TYPE_CHECKING:
+    from metaflow.metadata_provider.metadata import MetadataProvider
+
 # `SubmitOrder` as JSON, for the submitting process.
 SUBMIT_VARIABLE = "EBBFLOW_SUBMIT"
+# Name of an attempt's order in the metadata of its task
+_CLIENT_FIELD = "attempt_order"
+_CLIENT_SECONDS = 10.0  # a hook that waits longer would hold up the run's other tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +83,29 @@ class AttemptOrder(BaseModel):
     # Infinite numbers must raise an error, and not become null
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
-    # "train", or one of three ways to end without training: "gang" (the flow continues with a gang
-    # of `nodes` nodes), "again" (`train_node` starts another round) or "stop" (the job ends)
-    does: Literal["train", "gang", "again", "stop"] = "train"
+    # "train", or one of two ways to end without training: "next" (the flow places the next attempt
+    # anew: a gang of `nodes` nodes, or `train_node` once more) or "stop" (the job ends)
+    does: Literal["train", "next", "stop"] = "train"
     nodes: int = 1
     processes_per_node: int = 1  # number of ranks on each node
     placement: PlacementField | None = None  # None unless the attempt trains
     plan: PlanField | None = None  # plan of this attempt; None: the run's plan applies
     outcome: Outcome | Literal[""] = ""  # outcome of the job, for "stop"
-    message: str = ""  # why the job ends, for "stop"
+    message: str = ""  # why the attempt does not train
 
     @classmethod
     def stop(cls, outcome: Outcome, message: str) -> AttemptOrder:
         return cls(does="stop", outcome=outcome, message=message)
+
+    @classmethod
+    def hand_on(cls, placed: Placement, message: str) -> AttemptOrder:
+        """Return the order to leave the training to the flow's next attempt."""
+        return cls(
+            does="next",
+            nodes=placed.nodes,
+            processes_per_node=placed.processes_per_node,
+            message=message,
+        )
 
     @classmethod
     def get(cls, job_store: Store, name: AttemptName) -> AttemptOrder | None:
@@ -100,8 +117,8 @@ class AttemptOrder(BaseModel):
             return None
         return cls.model_validate_json(job_store.get(name.key))
 
-    def to_artifact(self) -> JsonObject:
-        """Return the order without its plan, for `Task.data.attempt_order` of Metaflow's Client."""
+    def brief(self) -> JsonObject:
+        """Return the order without its plan, for `try_to_show_in_client`."""
         order: JsonObject = {"does": self.does, "nodes": self.nodes, "reason": self.message}
         placed = self.placement
         if placed is None:
@@ -175,3 +192,30 @@ class SubmitOrder(SubmitLimits):
         if not text:
             return None
         return cls.model_validate_json(text)
+
+
+def try_to_show_in_client(metadata: MetadataProvider, name: AttemptName, order: JsonObject) -> str:
+    """Write an attempt's order into the metadata of its task, as JSON. Return the reason if this
+    fails, or "".
+
+    Metaflow's Client then lists it in `Task(…).metadata`, for each attempt. An artifact would be
+    missing after an attempt that was killed.
+    """
+    from metaflow.metadata_provider.metadata import MetaDatum
+
+    datum = MetaDatum(
+        field=_CLIENT_FIELD,
+        value=json.dumps({"attempt": name.attempt, **order}),
+        type=_CLIENT_FIELD,
+        tags=[f"attempt_id:{name.attempt}"],  # by which the Client finds an attempt's own
+    )
+    try:
+        call_within(
+            _CLIENT_SECONDS,
+            lambda: metadata.register_metadata(name.run, name.step, name.task, [datum]),
+            "metadata",
+            lambda: TimeoutError(f"no answer within {_CLIENT_SECONDS:g} s"),
+        )
+    except Exception as error:  # the order is in the job's store, and the attempt needs no other
+        return f"the order is not in Metaflow's metadata: {type(error).__name__}: {error}"
+    return ""

@@ -118,18 +118,20 @@ def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> Atte
     """Turn a placement into an order (see `AttemptOrder.does`).
 
     The step `train_node` cannot run several nodes. If the placement has several nodes, the order is
-    "gang", so that the step `train` runs them. For the last attempt that Metaflow allows
-    `train_node`, the order is "again": the flow then runs the step once more, and Metaflow counts
-    its attempts from 0.
+    "next", so that the step `train` runs them. It is also "next" for the last attempt that Metaflow
+    allows `train_node`: the flow then runs the step once more, and Metaflow counts its attempts
+    from 0.
     """
     from ebbflow.cost.capacity import with_placement
 
     nodes = placed.nodes
     processes_per_node = placed.processes_per_node
     if request.one_node and nodes > 1:
-        return AttemptOrder(does="gang", nodes=nodes, processes_per_node=processes_per_node)
-    if request.one_node and request.last:  # another round has new retries
-        return AttemptOrder(does="again", nodes=nodes, processes_per_node=processes_per_node)
+        return AttemptOrder.hand_on(placed, f"continues as a gang of {nodes} nodes")
+    if request.one_node and request.last:
+        return AttemptOrder.hand_on(
+            placed, "another round, since this was the last attempt that Metaflow allows"
+        )
     return AttemptOrder(
         nodes=nodes,
         processes_per_node=processes_per_node,
@@ -232,10 +234,8 @@ def operator_stop_reason(history: AttemptHistory, *, run: str) -> str:
 def describe_order(order: AttemptOrder) -> str:
     if order.does == "stop":
         return f"no further attempt: {order.outcome}: {order.message}"
-    if order.does == "gang":
-        return f"continues as a gang of {order.nodes} nodes"
-    if order.does == "again":
-        return "another round, since this was the step's last attempt"
+    if order.does == "next":
+        return order.message
     assert order.placement is not None  # an order to train has one
     return f"{order.placement}: {order.placement.reason}"
 

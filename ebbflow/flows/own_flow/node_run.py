@@ -149,7 +149,7 @@ class NodeRun:
             self._exchange.publish_start(message)
 
     def _run_trial(self) -> TrainedModel:
-        """Run the job and, of a shared budget, leave to the other trials what it did not spend.
+        """Run the job as a trial, and return what it did not spend to the shared budget.
 
         A trial whose part is spent, or too small to begin, ends with the outcome budget instead of
         an error, so that the flow goes on to the step that ranks the trials.

@@ -40,7 +40,9 @@ class RankedTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The trials of a sweep, the most gain per dollar first and those without a metric last."""
+    """The trials of a sweep, ordered by gain per dollar, the best first and those without a metric
+    last.
+    """
 
     metric: str
     mode: str  # min or max: which metric is the best

@@ -47,7 +47,8 @@ class SharedBudget:
         return self._read()[1].get(trial)
 
     def hold(self, trial: str, *, needed_usd: float, wanted_usd: float) -> float | None:
-        """Hold dollars for a trial in place of those that it holds now.
+        """Reserve dollars of the shared budget for a trial. This replaces the trial's earlier
+        reservation.
 
         Returns the dollars: `wanted_usd`, or all that the other trials leave; None, without a
         change, if that is less than `needed_usd`. Raises StoreError.
@@ -63,7 +64,9 @@ class SharedBudget:
         raise self._error()
 
     def settle(self, trial: str, spent_usd: float) -> None:
-        """Leave what a trial that has ended did not spend to the others. Raises StoreError."""
+        """Reduce the reservation of an ended trial to what it spent, so that the other trials can
+        have the rest. Raises StoreError.
+        """
         settled = Hold(usd=spent_usd, has_ended=True)
         for _ in range(_MOST_TRIES):
             number, holds = self._read()

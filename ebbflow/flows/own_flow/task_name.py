@@ -65,7 +65,9 @@ class TaskName:
 
 
 def sweep_name(task: TaskName, *, label: str | None) -> str:
-    """Return the name of what the trials of a step share, equal in resumed runs."""
+    """Return the name under which the trials of a step share data; a resumed run gets the same
+    name.
+    """
     return plain_name(
         "-".join([task.flow.lstrip("_") or "flow", task.first_run, label or task.step])
     )

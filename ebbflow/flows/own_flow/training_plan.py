@@ -159,7 +159,9 @@ def extend_terms(job: Job, terms: Terms, shared: SharedBudget) -> Terms | None:
 
 
 def describe_script(config: RunConfig) -> Prepared:
-    """Return what stands for the data of a script, which reads its data itself."""
+    """Return the data description of a script, which reads its data itself: a fixed one without a
+    fingerprint.
+    """
     return {
         "fingerprint": "",
         "weight_unit": "samples",

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from ebbflow.core.config.schema import PartitionConfig
 from ebbflow.core.errors import InfraError, ObjectNotFound, Outcome
 from ebbflow.core.event_payloads import SlurmJobPayload
 from ebbflow.core.events import COMMIT, SLURM_JOB, Event, read_events, select_events
+from ebbflow.core.json_values import JsonObject
 from ebbflow.core.launchers import CLAIM_VARIABLE, RUN_CLAIM_VARIABLE
 from ebbflow.core.layout import link_slurm_job
 from ebbflow.core.process import OwnProgram
@@ -211,12 +212,15 @@ class JobWait:
         _ask_to_leave(seen)
 
 
-def run_attempt(job: Job, spec: GangSpec, *, number: int) -> AttemptEnd:
+def run_attempt(
+    job: Job, spec: GangSpec, *, number: int, show: Callable[[JsonObject], None] | None = None
+) -> AttemptEnd:
     """Train in one Slurm job.
 
     Args:
         spec: specification of node 0, without its address.
         number: number of the attempt within the run, from 1.
+        show: called with the order, as `describe_order` returns it, before the job is submitted.
     """
     try:
         with _listen() as stop:
@@ -229,7 +233,12 @@ def run_attempt(job: Job, spec: GangSpec, *, number: int) -> AttemptEnd:
                 exceeded = _find_exceeded_limit(attempt)
                 if exceeded is not None:
                     return _stop(*exceeded)
-                submitted = _submit_order(job, attempt, number)
+                order = _write_order(job, attempt, number)
+                if show is not None:
+                    show(describe_order(order))
+                submitted = _submit_order(job, attempt, order)
+            elif show is not None:
+                show(describe_order(submitted.order))
             end = await_end(job, submitted, stop)
     except (InfraError, TeamError) as error:
         return AttemptEnd(outcome=error.outcome, message=str(error))
@@ -336,6 +345,26 @@ def make_batch_script(job: Job, attempt: NextAttempt, key: str, comment: str) ->
     return BatchScript(options=options, lines=agent_lines(slurm, words, may_leave=may_leave))
 
 
+def describe_order(order: SlurmOrder) -> JsonObject:
+    """Return pool, nodes, limits and reason of an order, with the names of `AttemptOrder.brief`."""
+    spec = order.spec()
+    if order.most_minutes is None:
+        wall_seconds = None
+    else:
+        wall_seconds = 60 * order.most_minutes
+    return {
+        "does": "train",
+        "nodes": spec.nodes,
+        "processes_per_node": spec.processes_per_node,
+        "pool": _describe_partition(order),
+        "limits": {
+            "wall_seconds": wall_seconds,
+            "runnable_seconds": 60 * spec.config.slurm.queue_minutes,
+        },
+        "reason": order.reason,
+    }
+
+
 def ended_jobs(events: Sequence[Event], run: str) -> list[SlurmJobPayload]:
     """Return the ends of a run's Slurm jobs, oldest first."""
     return [
@@ -437,28 +466,40 @@ def _find_exceeded_limit(attempt: NextAttempt) -> tuple[Outcome, str] | None:
     return (Outcome.BUDGET, spent) if spent else None
 
 
-def _submit_order(job: Job, attempt: NextAttempt, number: int) -> SubmittedJob:
-    """Write the order into the store, then submit the Slurm job that follows it."""
-    key = order_key(job.run, number)
-    spec = attempt.spec
-    choice = attempt.choice
-    partition = choice.partition
+def _write_order(job: Job, attempt: NextAttempt, number: int) -> SlurmOrder:
+    """Write the order of an attempt into the store, where the nodes of its Slurm job read it."""
+    partition = attempt.choice.partition
     order = SlurmOrder(
-        gang=spec.to_json(), partition=None if partition is None else partition.name, round=number
+        gang=attempt.spec.to_json(),
+        partition=None if partition is None else partition.name,
+        round=number,
+        most_minutes=attempt.most_minutes,
+        reason=attempt.choice.reason,
     )
-    job.store.put(key, order.model_dump_json().encode())
-    comment = f"{_PREFIX}:{_token(job)}:{job.run}:{number}"
+    job.store.put(order_key(job.run, number), order.model_dump_json().encode())
+    return order
+
+
+def _submit_order(job: Job, attempt: NextAttempt, order: SlurmOrder) -> SubmittedJob:
+    """Submit the Slurm job that follows an order."""
+    key = order_key(job.run, order.round)
+    comment = f"{_PREFIX}:{_token(job)}:{job.run}:{order.round}"
     script = make_batch_script(job, attempt, key, comment).render()
     job_id = _submit_once(script, comment)
     submitted = SubmittedJob(job_id=job_id, key=key, order=order)
-    where = "the default partition" if partition is None else f"partition {partition.name}"
-    limit = "" if attempt.most_minutes is None else f", {attempt.most_minutes} min at most"
+    limit = "" if order.most_minutes is None else f", {order.most_minutes} min at most"
     say(
-        f"slurm: attempt {number} is job {job_id} in {where} ({choice.reason}), {spec.nodes} "
-        f"nodes{limit}"
+        f"slurm: attempt {order.round} is job {job_id} in {_describe_partition(order)} "
+        f"({order.reason}), {attempt.spec.nodes} nodes{limit}"
     )
     _record(job, submitted, does="submitted")
     return submitted
+
+
+def _describe_partition(order: SlurmOrder) -> str:
+    if order.partition is None:
+        return "the default partition"
+    return f"partition {order.partition}"
 
 
 def _submit_once(script: str, comment: str) -> str:
@@ -579,6 +620,8 @@ def _record(job: Job, submitted: SubmittedJob, *, does: str, end: JobEnd | None 
                 processes_per_node=spec.processes_per_node,
                 preemptible=partition.preemptible,
                 usd_per_node_hour=partition.usd_per_node_hour,
+                most_minutes=submitted.order.most_minutes,
+                why=submitted.order.reason,
             )
             return
         log.emit(

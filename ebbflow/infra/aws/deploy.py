@@ -515,8 +515,8 @@ class Stack:
         }
 
     def template_request(self, body: str) -> dict[str, str]:
-        """Return the fields of a request that carry the template: itself, or where it was uploaded
-        to.
+        """Return the request fields with the template: its text, or the address of an uploaded
+        copy.
 
         Raises CloudRefused if it is too large and there is no bucket for it.
         """

@@ -68,11 +68,7 @@ def choose_families(
     offered = [family for family in wanted if family not in absent]
     chosen = dict(given)
     chosen[FAMILIES_PARAMETER] = ",".join(offered)
-    gangs = [
-        family
-        for family in _families(template, decided, GANG_FAMILIES_PARAMETER)
-        if family in offered
-    ]
+    gangs = [family for family in _gang_families(template, given, known) if family in offered]
     zone = decided.get(ZONE_PARAMETER, "")
     # Subnets of a stack without the parameter are in the first zone. CloudFormation cannot move them:
     # it makes the new ones, whose addresses are the same, before it deletes the old ones.
@@ -140,6 +136,23 @@ def refuse_too_many_queues(template: Template, region: str, say: Callable[[str],
 def _families(template: Template, given: Mapping[str, str], parameter: str) -> list[str]:
     default = template["Parameters"][parameter]["Default"]
     return [family for family in given.get(parameter, str(default)).split(",") if family]
+
+
+def _gang_families(
+    template: Template, given: Mapping[str, str], known: Mapping[str, str] | None
+) -> list[str]:
+    """Return the families that shall have a queue for several nodes: those given, else those of the
+    existing stack and, of the families that are new to it, those that a new stack would get.
+    """
+    if known is None or GANG_FAMILIES_PARAMETER in given:
+        return _families(template, given, GANG_FAMILIES_PARAMETER)
+    before = _families(template, known, FAMILIES_PARAMETER)
+    kept = _families(template, known, GANG_FAMILIES_PARAMETER)
+    usual = _families(template, {}, GANG_FAMILIES_PARAMETER)
+    wanted = _families(template, given, FAMILIES_PARAMETER)
+    return [
+        family for family in usual if family in kept or (family in wanted and family not in before)
+    ]
 
 
 def _refuse_absent(

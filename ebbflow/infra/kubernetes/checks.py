@@ -229,7 +229,7 @@ def add_kubernetes_command(commands: argparse._SubParsersAction) -> None:
 
 
 def describe_refusal_fix(error: CloudRefused) -> str:
-    """Return what to do about a Job, JobSet or pod that the API server refused."""
+    """Return the fix for a Job, JobSet or pod that the API server refused."""
     text = str(error)
     if "namespaces" in text and error.code == "404":
         return "kubectl apply -f infra/kubernetes/namespace.yaml; set METAFLOW_KUBERNETES_NAMESPACE"
@@ -275,8 +275,8 @@ def _allocatable(node: Node, device: str) -> int:
 
 
 def _why_unregistered(node: Node) -> str:
-    """Return what keeps the device plugin of NVIDIA off a node, by the defaults of its chart, or
-    "".
+    """Return the reason why NVIDIA's device plugin does not run on a node with the defaults of its
+    chart; "" if it does.
     """
     taints = [taint["key"] for taint in (node.get("spec") or {}).get("taints") or []]
     foreign = [key for key in taints if key not in _PLUGIN_TOLERATES]

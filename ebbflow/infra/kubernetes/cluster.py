@@ -844,7 +844,9 @@ def open_cluster(seconds: float = _SECONDS) -> Cluster:
 def describe_attempts(
     job_ids: Sequence[str], cluster: Cluster, *, now: float
 ) -> dict[str, BatchAttempt]:
-    """Return the attempts by id, without those that the cluster has deleted. Raises CloudError."""
+    """Return the state of each attempt by its job id, without jobs that the cluster has deleted.
+    Raises CloudError.
+    """
     found = {}
     for job_id in job_ids:
         watch = AttemptWatch(job_id)

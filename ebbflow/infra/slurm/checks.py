@@ -259,7 +259,7 @@ def check_nodes(context: PreflightContext) -> CheckFinding:
 
 
 def judge_probes(config: RunConfig, probes: Sequence[NodeProbe]) -> CheckFinding:
-    """Judge what the nodes found out about themselves and each other."""
+    """Turn the probes of all nodes into one finding."""
     if len(probes) != config.cluster.nodes:
         return failed(
             f"{len(probes)} of {config.cluster.nodes} nodes answered: "

@@ -18,7 +18,7 @@ from ebbflow.core.errors import InfraError, Outcome
 FAR_SECONDS = 300 * 86400.0
 _SECONDS = 30.0  # for a controller under load; its own timeout of a message is 10 s
 _COMMENT = "%i|%T|%k"
-_ACCOUNTED = "State,Reason,Partition,NodeList,Start,End"
+_ACCOUNTED = "State,Reason,Partition,NodeList,Start,End,JobName"
 _NONE = ("", "None", "none", "N/A", "(null)", "Unknown")
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NONE", "(null)", "")
 _TEST_ONLY = re.compile(r"to start at (\S+)")
@@ -87,6 +87,7 @@ class SlurmJob:
     # Unix seconds; Slurm's estimate for a job that waits; None if it has none
     expected_start_utc: float | None = None
     cancelled_by: str = ""  # uid of the user who cancelled it; "" if nobody did, or if unknown
+    name: str = ""
 
     @property
     def waits(self) -> bool:
@@ -102,6 +103,11 @@ class SlurmJob:
             "SIGNALING",
             "STAGE_OUT",
         )
+
+    @property
+    def never_started(self) -> bool:
+        """Whether Slurm has a record of its end and gave it no node."""
+        return bool(self.state) and self.ended and not self.nodes
 
     @property
     def cause(self) -> Cause:
@@ -206,7 +212,7 @@ def parse_accounting(job_id: str, shown: str) -> SlurmJob | None:
     lines = shown.splitlines()
     if not lines or lines[-1].count("|") != _ACCOUNTED.count(","):
         return None
-    state, reason, partition, nodes, started, ended = lines[-1].split("|")
+    state, reason, partition, nodes, started, ended, job_name = lines[-1].split("|")
     name, _, canceller = state.partition(" by ")
     return SlurmJob(
         job_id=job_id,
@@ -218,6 +224,7 @@ def parse_accounting(job_id: str, shown: str) -> SlurmJob | None:
         started_utc=_time(started),
         ended_utc=_time(ended),
         cancelled_by=canceller,
+        name=job_name,
     )
 
 
@@ -243,6 +250,7 @@ def parse_job(job_id: str, shown: str) -> SlurmJob:
         started_utc=None if state == "PENDING" else start,
         ended_utc=None if state == "PENDING" else _time(fields.get("EndTime", "")),
         expected_start_utc=start if state == "PENDING" else None,
+        name=fields.get("JobName", ""),
     )
 
 

@@ -202,7 +202,8 @@ def _sharding_library(model: nn.Module) -> str:
 
 
 def _adopt_plain_states(states: dict[str, object]) -> dict[str, Any]:
-    """Return the states, with containers, tensors and arrays as objects with a state_dict.
+    """Return the states by name, with each container, tensor or array wrapped in an object that has
+    a state_dict.
 
     Raises AttachError for a plain value, which cannot be restored in place.
     """

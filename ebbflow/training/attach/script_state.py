@@ -104,7 +104,7 @@ class ScriptWatch:
         return self._looks > 2
 
     def to_json(self) -> dict[str, object]:
-        """Return what was found so far, for a commit."""
+        """Return the findings so far as JSON, to be saved in a commit."""
         found = {**self._found_before, **self.unsaved}
         return {
             "examined": self.is_examined,
@@ -112,7 +112,7 @@ class ScriptWatch:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what the job that made a commit had found (`to_json`)."""
+        """Restore the findings that `to_json` saved in a commit."""
         self._was_examined = bool(state.get("examined"))
         saved = self._saved()
         for fields in state.get("unsaved", ()):

@@ -156,8 +156,8 @@ class LineageChain:
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Return {generation: last step in the newest generation's history}, from the newest back
-        to `oldest`.
+        """Map each generation from the newest back to `oldest` to its last step that still belongs
+        to the job's history.
         """
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
@@ -396,7 +396,8 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation that a permit of the kind `what` covers, or 0.
+    """Return the newest generation for which the user has permitted `what`, such as "from-scratch";
+    0 without a permit.
 
     See `checkpoint.rollback`.
     """

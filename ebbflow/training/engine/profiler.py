@@ -230,8 +230,8 @@ def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterato
 def record_memory(
     spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
 ) -> Callable[[int], None]:
-    """Return a function that is called after an out-of-memory error with the step. It puts a
-    snapshot for pytorch.org/memory_viz into the store: what memory holds.
+    """Return a function for out-of-memory errors: it gets the step and stores a snapshot of the
+    GPU's memory, for pytorch.org/memory_viz.
 
     After the job's first out-of-memory error, the next starts also record the newest
     `guards.memory_history` allocations with their Python stacks, which the snapshot then has. Before

@@ -11,7 +11,8 @@ from ebbflow.training.launch.messages import RETURNED, SIGTERM, GenerationEnd, R
 
 
 class Continuation:
-    """Rules for one attempt of a gang, with what they have to remember.
+    """Rules that decide whether a gang starts another generation, with the counts of the attempt
+    that they need.
 
     Nodes have the numbers of `GangSpec.node`. A gang with enough nodes left continues without the
     others. A gang with too few waits for replacements if the scheduler replaces lost nodes.

@@ -426,7 +426,7 @@ class GenerationPlanner:
         return start
 
     def follow_price(self, price: RankPrice) -> Terms | None:
-        """Take over what is known of the held pool's price now, and return the terms at it."""
+        """Store a new price of the machines, and return the cost terms at that price."""
         self._price = price
         return self._terms_at(self._now())
 

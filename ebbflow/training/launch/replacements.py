@@ -23,7 +23,7 @@ class ReturningNodes:
 
     @property
     def server(self) -> RollCallServer | None:
-        """The server at which they join; None while none is expected."""
+        """The server at which replacement nodes join; None while none is expected."""
         return self._server
 
     def expect(self, absent: Collection[int]) -> None:
@@ -34,7 +34,7 @@ class ReturningNodes:
             self._server = self._open_server()
 
     def admit(self) -> bool:
-        """Let nodes join, and tell those that have joined to wait for the next start.
+        """Accept nodes into the gang, and tell them to wait for the next start.
 
         Return whether at least one node is back.
         """

@@ -43,6 +43,8 @@ class SlurmOrder(BaseModel):
     gang: str  # `GangSpec` of node 0 as JSON
     partition: str | None = None  # None: the cluster's default
     round: int  # number of the attempt within the run, from 1
+    most_minutes: int | None = None  # time limit; None: the partition's own
+    reason: str = ""  # why this partition
 
     def spec(self) -> GangSpec:
         return GangSpec.from_json(self.gang)

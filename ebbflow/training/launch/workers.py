@@ -355,7 +355,7 @@ def threads_per_rank(colocated_ranks: int) -> str:
 def make_environment(
     rendezvous: tuple[str, int], world_size: int, local_world_size: int, colocated: int
 ) -> dict[str, str]:
-    """Return the environment variables of the ranks of a node; those of the user are kept."""
+    """Return the environment variables of a node's ranks: torchrun's, beside the user's own."""
     address, port = rendezvous
     environment = dict(
         os.environ,

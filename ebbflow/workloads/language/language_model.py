@@ -336,7 +336,7 @@ class CausalLM(nn.Module):
         return self.head(x, targets)
 
     def units(self) -> list[nn.Module]:
-        """Return the parts that are sharded as one.
+        """Return the parts of the model, each of which is sharded as a unit.
 
         Tied weights stay outside, because a parameter has one unit.
         """

@@ -131,7 +131,7 @@ class FolderModels:
         return self._flops
 
     def describe(self) -> JsonObject:
-        """Return what identifies the given weights."""
+        """Return the identity of the weights, as JSON."""
         folders = {"model": self._folder, "reference": self._reference}
         return {name: _identify(folder) for name, folder in folders.items() if folder is not None}
 

@@ -89,7 +89,9 @@ class Record(nn.Module):
         self.figures[:, self.NAMES.index("kl_coefficient")] = self._coefficient
 
     def read(self, *, before_round: int | None = None) -> dict[str, float]:
-        """Return the figures; if the last round was `before_round`, those before it."""
+        """Return the figures of the last round; if that is `before_round`, those of the round
+        before.
+        """
         first, last = self.figures.tolist()
         before: dict[str, float] = dict(zip(self.NAMES, first, strict=True))
         after: dict[str, float] = dict(zip(self.NAMES, last, strict=True))
@@ -169,7 +171,7 @@ class PolicyModels(Protocol):
         ...
 
     def describe(self) -> JsonObject:
-        """Return what identifies the given weights."""
+        """Return the identity of the weights, as JSON."""
         ...
 
 

@@ -454,8 +454,8 @@ class PolicyOptimization:
 
     @torch.no_grad()
     def _roll_out(self, module: Any, step: int, number: int) -> RolloutBatch:
-        """Draw and judge the rollouts of a round, this rank its share, and return those of all
-        ranks. Collective.
+        """Draw and judge this rank's share of a round's rollouts, and return the rollouts of all
+        ranks. Every rank must call it.
         """
         options = self._options
         context = self._context

@@ -235,7 +235,7 @@ class PolicyOptions:
         return options
 
     def explain_zero(self, config: RunConfig) -> str:
-        """Return what `zero_stage` means here.
+        """Return the parallel modes that correspond to `zero_stage`, as a sentence for the user.
 
         Raises WorkloadError if `parallel.mode` is another.
         """
@@ -289,7 +289,7 @@ class PolicyOptions:
 
     @property
     def sequence(self) -> int:
-        """Tokens of a prompt and its completion at most."""
+        """The largest number of tokens of a prompt with its completion."""
         return self.prompt_max_len + self.generate_max_len
 
     def prompts_per_rollout(self, batch_size: int) -> int:

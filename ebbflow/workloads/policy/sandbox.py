@@ -86,7 +86,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def find_missing() -> list[str]:
-    """Return what a program is not kept from on this machine."""
+    """Return the protections of the sandbox that this machine lacks."""
     linux = sys.platform == "linux"
     if _landlock_version():
         missing = []

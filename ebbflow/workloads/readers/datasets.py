@@ -347,7 +347,8 @@ class DatasetWorkload:
         return default_collate(samples)
 
     def _find_collate(self) -> Callable[[list[Any]], Any]:
-        """Return `collate`.
+        """Return the function that makes a batch of samples: the subclass's `collate`, or torch's
+        default.
 
         The default one is a function, since the method would be pickled with the workload.
         """

@@ -273,7 +273,7 @@ def _read_json(file: DataFile, column: str | None) -> Iterator[Json]:  # noqa: A
 
 @contextmanager
 def _reading(file: DataFile) -> Iterator[None]:
-    """Raise what decompression raises for a damaged file as DataError."""
+    """Raise DataError for the errors that decompression raises on a damaged file."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError) as error:

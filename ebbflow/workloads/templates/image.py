@@ -79,7 +79,8 @@ class Example:
 
 
 def image(index: int) -> tuple[Tensor, Tensor]:
-    """Sample `index`, with augmentation: a function of its index alone.
+    """Return image `index` and its label. The augmentation depends on the index alone, so that a
+    resumed run sees the same image.
 
     Replace it by an image of your own.
 

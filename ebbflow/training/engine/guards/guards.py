@@ -526,7 +526,7 @@ def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int],
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return the configuration.
+    """Return the configuration with the number of micro-batches of `overrides`, if that is larger.
 
     If `overrides` has a larger number of micro-batches, the result has that number.
     """

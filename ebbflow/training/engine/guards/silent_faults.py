@@ -130,7 +130,7 @@ class RepeatedStep:
             torch.cuda.set_rng_state(self._device_random)
 
     def compare(self) -> Differences:
-        """Return what differs between the two computations."""
+        """Return the differences between two computations of the same step."""
         first, second = self._passes
         return Differences(
             gradients=first.gradients != second.gradients,
