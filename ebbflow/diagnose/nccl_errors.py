@@ -21,6 +21,9 @@ class NcclCause:
     fix: str
     # Whether this process failed for a reason on its own machine, whatever its peers do
     is_local: bool = True
+    # Whether each start on the same machines meets it again; others may pass, such as a full
+    # /dev/shm that another process has filled
+    recurs: bool = False
     instead_of: Sequence[str] = _GENERIC  # symptoms that say less of the same lines
     kind: str = ""  # kind and weight of the symptom, if they are not those of its rule
     weight: float = 0.0
@@ -40,12 +43,14 @@ NCCL_CAUSES = (
         "A14",
         "NCCL_SOCKET_IFNAME leaves no interface, or this container has none but loopback",
         "ip -br addr; unset NCCL_SOCKET_IFNAME, or name the interface of the route to the master",
+        recurs=True,
     ),
     NcclCause(
         r"socket_ifname.{0,80}(?:no matching|not found|no such)|neither af_inet",
         "A14",
         "NCCL_SOCKET_IFNAME names an interface that this machine does not have",
         "ip -br addr; unset NCCL_SOCKET_IFNAME, or name the interface of the route to the master",
+        recurs=True,
     ),
     NcclCause(
         r"ibv_\w+.{0,60}cannot allocate memory",
@@ -53,6 +58,7 @@ NCCL_CAUSES = (
         "the limit of locked memory is too small for the buffers that InfiniBand registers",
         "ulimit -l unlimited on every node and in the container (docker run --ulimit memlock=-1; "
         "LimitMEMLOCK=infinity for the daemon of Slurm)",
+        recurs=True,
     ),
     NcclCause(
         r"net/ib.{0,80}(?:error 12|status=12)|(?:error 12|status=12).{0,40}net/ib",
@@ -90,6 +96,7 @@ NCCL_CAUSES = (
         "two ranks have the same GPU",
         "one rank per GPU: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), and "
         "cluster.processes_per_node at most the GPUs of a node",
+        recurs=True,
     ),
     NcclCause(
         r"out of memory|cudaerrormemoryallocation",
@@ -102,6 +109,7 @@ NCCL_CAUSES = (
         "A04",
         "the driver is older than the CUDA of NCCL's wheel",
         "upgrade the driver, or install torch for an older CUDA",
+        recurs=True,
     ),
     NcclCause(
         r"system not yet initialized|cuda (?:failure|error) 802",
@@ -126,6 +134,7 @@ NCCL_CAUSES = (
         "A03",
         "ranks have different releases of NCCL",
         'python -c "import torch; print(torch.cuda.nccl.version())" on all nodes; one image for all',
+        recurs=True,
     ),
     NcclCause(
         r"message truncated",
@@ -153,12 +162,14 @@ NCCL_CAUSES = (
         "NCCL cannot read the machine's topology",
         "mount /sys into the container, give it all GPUs of NVIDIA_VISIBLE_DEVICES, unset "
         "NCCL_TOPO_FILE",
+        recurs=True,
     ),
     NcclCause(
         r"permission denied|operation not permitted",
         "A16",
         "the container may not use a device or system call that NCCL needs",
         "docker run --device=/dev/infiniband --cap-add=IPC_LOCK, or a pod's securityContext",
+        recurs=True,
     ),
     NcclCause(
         r"closed by remote|reset by peer|broken pipe|remote process exit",

@@ -689,6 +689,14 @@ def test_nccls_last_error_is_a_cascade_only_if_a_peer_is_at_fault(
         assert blame([*evidence[:3], dead]).rank == 3, "a peer died first"
 
 
+def test_evidence_of_a_local_cause_of_nccl_waits_for_all_ranks() -> None:
+    """If all name it, no restart helps."""
+    message = f"ncclSystemError: x\nLast error:\n{LAST_ERRORS[0][0]}"
+    evidence = [failed(0, message=message), broken(1)]
+    assert settle_seconds(evidence) == 3.0
+    assert settle_seconds(evidence, all_heard=True) == 0.5
+
+
 @pytest.mark.parametrize("unknown", ["", "a new word of a later release"])
 def test_a_system_error_without_known_words_asks_for_nccls_own_log(unknown: str) -> None:
     message = f"ncclSystemError: System call failed.\nLast error:\n{unknown}"
