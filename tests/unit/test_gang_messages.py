@@ -87,6 +87,15 @@ DEADLOCK = "Expected to have finished reduction in the prior iteration"
 USER = "user/loss.py:9 in log"
 ENGINE = "training/engine/loop.py:73 in forward_backward"
 
+NO_INTERFACE = (
+    "ncclSystemError: System call failed.\nLast error:\nBootstrap : no socket interface found"
+)
+FULL_SHM = (
+    "ncclSystemError: System call failed.\nLast error:\nError while creating shared memory segment "
+    "/dev/shm/nccl-q8jUQw (size 33030528), error: No space left on device (28)"
+)
+PEER_GONE = "ncclRemoteError: remote process exited"
+
 RESERVE = Fallback(
     seconds=1800, restart_seconds=300, restart_usd=0.5, step_seconds=10, usd=1.0, step_usd=0.01
 )
@@ -536,27 +545,9 @@ def test_a_fingerprint_is_of_the_program_and_names_the_step_of_a_signal_from_out
     assert end_from_failures([replace(failure, step=7)]).fingerprint == fingerprint
 
 
-NO_INTERFACE = (
-    "ncclSystemError: System call failed.\nLast error:\nBootstrap : no socket interface found"
-)
-FULL_SHM = (
-    "ncclSystemError: System call failed.\nLast error:\nError while creating shared memory segment "
-    "/dev/shm/nccl-q8jUQw (size 33030528), error: No space left on device (28)"
-)
-PEER_GONE = "ncclRemoteError: remote process exited"
-
-
 def in_nccl(rank: int, message: str, **known: Any) -> WorkerFailure:
-    return failed(
-        rank,
-        **{
-            "message": message,
-            "error": "DistBackendError",
-            "node": rank // 2,
-            "cascade": message == PEER_GONE,
-            **known,
-        },
-    )
+    failure = failed(rank, message=message, error="DistBackendError", node=rank // 2)
+    return replace(failure, cascade=message == PEER_GONE, **known)
 
 
 def test_a_cause_of_nccl_that_every_node_has_ends_the_job_at_once() -> None:
@@ -629,22 +620,20 @@ def test_a_shared_cause_that_may_pass_is_tried_once_more() -> None:
 
 
 def test_a_failed_start_in_the_events_keeps_its_limit() -> None:
-    place: dict[str, Any] = {"job": "a", "run": "1", "attempt": 0, "node": 0, "rank": None}
-    events = []
-    for number in (1, 2):
-        data = {"reason": "rank_failed", "fingerprint": "NCCL: x", "same_limit": 2}
-        moment = float(number)
-        events.append(
-            Event(
-                name="generation_ended",
-                generation=number,
-                t_wall=moment,
-                t_mono=moment,
-                step=None,
-                data=data,
-                **place,
-            )
-        )
+    first = Event(
+        name="generation_ended",
+        job="a",
+        run="1",
+        attempt=0,
+        node=0,
+        rank=None,
+        step=None,
+        generation=1,
+        t_wall=1.0,
+        t_mono=1.0,
+        data={"reason": "rank_failed", "fingerprint": "NCCL: x", "same_limit": 2},
+    )
+    events = [first, replace(first, generation=2, t_wall=2.0, t_mono=2.0)]
     assert len(find_crash_loop(read_failed_generations(events), 0)) == 2
 
 
