@@ -21,8 +21,8 @@ class NcclCause:
     fix: str
     # Whether this process failed for a reason on its own machine, whatever its peers do
     is_local: bool = True
-    # Whether each start on the same machines meets it again; others may pass, such as a full
-    # /dev/shm that another process has filled
+    # Whether each start on the same machines meets it again; others may pass, such as a /dev/shm
+    # that another process has filled, or be a mere warning before the error
     recurs: bool = False
     instead_of: Sequence[str] = _GENERIC  # symptoms that say less of the same lines
     kind: str = ""  # kind and weight of the symptom, if they are not those of its rule
@@ -70,11 +70,28 @@ NCCL_CAUSES = (
         weight=0.65,
     ),
     NcclCause(
+        r"net/ib.{0,40}got completion",
+        "A29",
+        "a transfer over InfiniBand failed",
+        "the number after status or error names it: 4 the memory of a GPU (load nvidia_peermem; "
+        "NCCL_NET_GDR_LEVEL=0 to try without it), 5 an earlier error, 9 to 11 the peer, 13 packets "
+        "that were lost; ibstat on both machines",
+        is_local=False,
+    ),
+    NcclCause(
         r"net/ib|ibv_\w+ failed|call to ibv_",
         "A29",
         "InfiniBand cannot be used",
         "ibstat; show_gids; NCCL_IB_HCA and NCCL_IB_GID_INDEX of the fabric; NCCL_IB_DISABLE=1 to "
         "try without it",
+        is_local=False,
+    ),
+    NcclCause(
+        r"net/ofi.{0,120}completed with error|unresponsive receiver",
+        "A28",
+        "a peer does not answer over EFA: its process or machine has ended, or a security group is "
+        "between",
+        "the rank that ended first; a security group that allows all traffic from and to itself",
         is_local=False,
     ),
     NcclCause(
@@ -137,6 +154,14 @@ NCCL_CAUSES = (
         recurs=True,
     ),
     NcclCause(
+        r"invalid config \w+ attribute",
+        "A03",
+        "a rank has loaded another NCCL than the one that torch was built for",
+        'python -c "import torch; print(torch.cuda.nccl.version())"; unset LD_LIBRARY_PATH and '
+        "LD_PRELOAD; reinstall torch with its own NCCL",
+        recurs=True,
+    ),
+    NcclCause(
         r"message truncated",
         "D04",
         "ranks call collectives of different sizes",
@@ -162,14 +187,12 @@ NCCL_CAUSES = (
         "NCCL cannot read the machine's topology",
         "mount /sys into the container, give it all GPUs of NVIDIA_VISIBLE_DEVICES, unset "
         "NCCL_TOPO_FILE",
-        recurs=True,
     ),
     NcclCause(
         r"permission denied|operation not permitted",
         "A16",
         "the container may not use a device or system call that NCCL needs",
         "docker run --device=/dev/infiniband --cap-add=IPC_LOCK, or a pod's securityContext",
-        recurs=True,
     ),
     NcclCause(
         r"closed by remote|reset by peer|broken pipe|remote process exit",
@@ -180,7 +203,8 @@ NCCL_CAUSES = (
         instead_of=("A16", "D01"),
     ),
     NcclCause(
-        r"connection refused|no route to host|network is unreachable|timed out|timeout",
+        r"connection refused|no route to host|network is unreachable|timed out|timeout|"
+        r"connect to .{0,80}(?:failed|returned)",
         "A11",
         "a rank's socket cannot be reached: its process has ended, or a firewall is between",
         "security groups must allow all traffic between the nodes; NCCL_SOCKET_IFNAME of the "

@@ -18,6 +18,7 @@ The culprit is the first of the following that the evidence shows:
 The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -47,6 +48,7 @@ HANG = "hang"
 _by_time = attrgetter("timestamp")
 _MOST_UNUSUAL_FIRST = (True, None, False)  # results of `is_unusual_call`
 _STALL_SECONDS = 1.0  # without CPU time
+_CUDA_ERROR = re.compile(r"\bcuda (?:error|failure)|\b(?:cudnn|cublas) ?(?:error|_status)", re.I)
 # An exception counts as the cause of a kill only if it is more than this earlier
 _KILL_SECONDS = 1.0
 
@@ -130,7 +132,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     for find_culprit in (_broken_gpu, _died, _stopped):
         accusation = find_culprit(failures)
         if accusation is not None:
-            return _culprit(accusation, evidence, message=_explain_nccl(accusation.failure))
+            return _culprit(accusation, evidence, message=_explain_device_error(accusation.failure))
     mismatch = detect_mismatch(evidence)
     if mismatch is not None:
         return _mismatch_culprit(mismatch, evidence)
@@ -378,11 +380,12 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     return _culprit(accusation, evidence, message=text, certainty=SLOW)
 
 
-def _explain_nccl(failure: WorkerFailure) -> str:
+def _explain_device_error(failure: WorkerFailure) -> str:
     """Return the failure's message with the cause and fix that `ebbflow diagnose` finds in it; ""
-    if it is no error of NCCL, or has no known cause.
+    if it is no error of NCCL or CUDA, or has no known cause.
     """
-    if find_message_cause(failure.message) is None:
+    known = find_message_cause(failure.message) is not None
+    if not known and not _CUDA_ERROR.search(failure.message):
         return ""
     cause = find_reported_cause([(failure.rank, failure.message)])
     if cause is None:
