@@ -37,7 +37,7 @@ from ebbflow.training.engine.guards.memory import is_out_of_memory
 from ebbflow.training.engine.loop import train
 from ebbflow.training.engine.optimizer import make_optimizer
 from ebbflow.training.engine.parallel import spread_model
-from ebbflow.training.engine.profiler import record_memory
+from ebbflow.training.engine.profiler import make_step_watches, record_memory
 from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.errors import DivergenceError, MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
@@ -173,6 +173,21 @@ def make_config(*, steps: int, every: int, **guards: Any) -> RunConfig:
             "guards": guards,
             "checkpoint": {"interval_steps": every, "when_busy": "wait"},
         }
+    )
+
+
+def job_spec(folder: Path) -> WorkerSpec:
+    return WorkerSpec(
+        job="one",
+        run="1",
+        attempt=0,
+        node=0,
+        generation=3,
+        generation_id="abc",
+        candidates=[],
+        config=RunConfig(),
+        store_uri=str(folder),
+        prepared={},
     )
 
 
@@ -582,19 +597,8 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
     trainer, events = make_trainer(
         make_config(steps=4, every=100, out_of_memory=response, memory_history=500)
     )
-    spec = WorkerSpec(
-        job="one",
-        run="1",
-        attempt=0,
-        node=0,
-        generation=3,
-        generation_id="abc",
-        candidates=[],
-        config=RunConfig(),
-        store_uri=str(tmp_path),
-        prepared={},
-        overrides={"gradient_accumulation_steps": 2} if again else {},
-    )
+    overrides = {"gradient_accumulation_steps": 2} if again else {}
+    spec = replace(job_spec(tmp_path), overrides=overrides)
     recorded = (500, "python") if again else None
     session = trainer.session
     keep = record_memory(spec, trainer.config, session.gang, session.reporter)
@@ -631,6 +635,46 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
     assert gpu.recorded is None
     record_memory(spec, trainer.config, Gang(), trainer.session.reporter)(2)
     assert [*tmp_path.rglob("*.pickle")] == [kept], "of a CPU there is none"
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_the_memory_of_a_chosen_step_is_recorded_and_kept_with_the_job(
+    gpu: FakeGpu, tmp_path: Path, step: int
+) -> None:
+    """Also of the last step, after which no other begins."""
+    config = make_config(steps=4, every=100, memory_history=500)
+    config = config.changed("training", memory_snapshot_step=step)
+    trainer, events = make_trainer(config)
+    reporter = trainer.session.reporter
+    recorded: dict[int, Any] = {}
+    watches = make_step_watches(job_spec(tmp_path), config, trainer.session.gang, reporter)
+
+    def note(number: int) -> None:
+        recorded[number] = gpu.recorded
+
+    train(replace(trainer, on_step=[*watches, note]))
+    reporter.close()
+    assert [number for number, state in recorded.items() if state] == [step]
+    assert recorded[step] == (500, "python") and gpu.recorded is None
+    (kept,) = tmp_path.rglob("*.pickle")
+    assert kept.name == f"rank-0-memory-step-{step}.pickle"
+    assert pickle.loads(kept.read_bytes())["recorded"] == (500, "python")
+    said = [data["message"] for name, data in events if name == "notice"]
+    assert said == [f"rank 0, step {step}: memory snapshot; open {kept} in pytorch.org/memory_viz"]
+
+
+def test_a_memory_snapshot_of_a_step_that_never_comes_is_told(gpu: FakeGpu, tmp_path: Path) -> None:
+    config = make_config(steps=3, every=100).changed("training", memory_snapshot_step=9)
+    trainer, events = make_trainer(config)
+    reporter = trainer.session.reporter
+    watches = make_step_watches(job_spec(tmp_path), config, trainer.session.gang, reporter)
+    train(replace(trainer, on_step=watches))
+    reporter.close()
+    assert [data["message"] for name, data in events if name == "notice"] == [
+        "training.memory_snapshot_step 9: no snapshot, because training reached step 3 only; fix: "
+        "an earlier step"
+    ]
+    assert not [*tmp_path.rglob("*.pickle")]
 
 
 def test_peaks_of_a_gpus_memory_are_reported_when_they_grow_beside_the_plans(
