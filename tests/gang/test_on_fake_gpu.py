@@ -9,6 +9,7 @@ import pickle
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -86,6 +87,10 @@ BUILT_IN = {
     "points": {
         "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
         "workload_options": {"num_points": 16, "hidden": 16, "layers": 1, "heads": 2},
+    },
+    "images": {
+        "workload": "ebbflow.workloads:ImageClassifier",
+        "workload_options": {"size": 12, "width": 8, "layers": 3, "workers": 0},
     },
     "points, known": {
         "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
@@ -458,6 +463,14 @@ def test_text_for_the_next_step_is_read_in_the_background(gpu: FakeGpu, tmp_path
     assert "reader_0" in {thread.name for thread in threading.enumerate()}
 
 
+def list_tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for part in tree_leaves(batch):
+        values = vars(part) if is_dataclass(part) else part
+        found += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return found
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_workload_never_waits_for_its_gpu_in_a_step(
     gpu: FakeGpu, tmp_path: Path, name: str
@@ -483,12 +496,54 @@ def test_a_built_in_workload_never_waits_for_its_gpu_in_a_step(
         on_gpu_.loss(spread.model, batch).sum.backward()
         assert gpu.take_waits() == []
         expected = on_cpu.next_batch(nn.Module(), Cursor(4 * step, 4))
-        for found, wanted in zip(tree_leaves(batch), tree_leaves(expected), strict=True):
-            values = vars(found) if is_dataclass(found) else {"": found}
-            for field, value in values.items():
-                other = getattr(wanted, field) if field else wanted
-                assert torch.equal(value.cpu(), other)
+        for found, wanted in zip(list_tensors(batch), list_tensors(expected), strict=True):
+            assert torch.equal(found.cpu(), wanted)
     spread.module.zero_grad()
+
+
+def test_policy_optimization_waits_for_its_gpu_when_it_judges_and_not_in_an_update(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    """A round of rollouts has two updates: the second finds its rollouts on the GPU."""
+    config = RunConfig.model_validate(
+        {
+            "workload": "ebbflow.workloads:PolicyOptimization",
+            "workload_options": {
+                "prompt_max_len": 6,
+                "generate_max_len": 4,
+                "held_out_prompts": 8,
+                "n_samples_per_prompt": 2,
+                "max_epochs": 2,
+                "reward": "tests.gang.test_policy_training:small_bytes",
+            },
+            "training": {"batch_size": 4},
+            "model": {
+                "hidden_size": 16,
+                "num_layers": 1,
+                "num_heads": 2,
+                "sequence_length": 12,
+            },
+        }
+    )
+    store = Store.open(str(tmp_path / "store"))
+    context = replace(workload_context(config, Gang(), store=store), project_root=tmp_path)
+    context = replace(context, prepared=prepare_data(config, context), device=CUDA)
+    workload = make_workload(config, context)
+    spread = spread_model(workload, config.changed("parallel", mode="ddp"), Gang(device=CUDA))
+    drawn: list[Counter[str]] = []
+    for step in range(4):
+        gpu.take_waits()
+        batch = workload.next_batch(spread.model, Cursor(4 * step, 4))
+        drawn.append(Counter(place.rpartition(" ")[2] for _, place in gpu.take_waits()))
+        workload.loss(spread.model, batch).sum.backward()
+        assert gpu.take_waits() == []
+        spread.module.zero_grad()
+    first, same_round, second, again = drawn
+    assert (same_round, again) == ({}, {})
+    del first["_copy_own_part"]  # of the reference's weights, once
+    for reads in (first, second):
+        assert 0 < reads.pop("_generate") <= 4, "one for each token of the longest completion"
+        assert reads == {"_texts": 3, "add": 2, "_judge": 1, "_roll_out": 1, "read": 1, "write": 1}
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
