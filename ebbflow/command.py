@@ -285,7 +285,7 @@ def _run(words: list[str]) -> int:
         print(render_run_help())
         return 0
     try:
-        words = _expand_tracker(_expand_profile(words))
+        words = _expand_tracker(_expand_memory_snapshot(_expand_profile(words)))
     except ValueError as error:
         print(f"ebbflow run: {error}", file=sys.stderr)
         return _USAGE_EXIT
@@ -324,6 +324,19 @@ def _expand_profile(words: list[str]) -> list[str]:
         f"training.profile_steps={last - first + 1}",
     ]
     return [*words[:place], *settings, *words[place + 2 :]]
+
+
+def _expand_memory_snapshot(words: list[str]) -> list[str]:
+    """Replace `--memory-snapshot STEP` by the setting that it stands for. Raises ValueError."""
+    option = "--memory-snapshot"
+    if option not in words[: _count_own(words)]:
+        return words
+    place = words.index(option)
+    step = "".join(words[place + 1 : place + 2])
+    if not (step.isdecimal() and int(step)):
+        raise ValueError(f"{option} takes a step, from 1 on, and not {step!r}")
+    setting = ["--set", f"training.memory_snapshot_step={int(step)}"]
+    return [*words[:place], *setting, *words[place + 2 :]]
 
 
 def _expand_tracker(words: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.bench import HIGH, LOW, NO_RANGE, NOT_RUN, Bench, Row, judge
 from benchmarks.gpu.device import catalogued_gpu, published_peak
-from benchmarks.training.bare import BareLoop
+from benchmarks.gpu.loop_process import LoopProcess
 from benchmarks.training.engine_rank import UNLIMITED, EngineLoop
 from benchmarks.training.laps import Contestant, run_laps
 from ebbflow.core.config.schema import RunConfig
@@ -180,11 +180,10 @@ def mfu_range(bench: Bench, model: str, variant: str) -> tuple[float, float, str
 
 
 def measure_ratio(bench: Bench) -> list[Row]:
-    """Compare the engine's speed with that of a bare loop, in turn, in the same process; both
+    """Compare the engine's speed with that of a bare loop in a process of its own, in turn; both
     compiled on a GPU.
     """
     model = bench.size.models[0]
-    gang = bench.gang
     parallel = {"mode": "ddp", "compile": bench.on_gpu}
     # Both are on the device at once
     samples, why = fitting_samples(bench, model, parallel, share=0.4)
@@ -196,17 +195,16 @@ def measure_ratio(bench: Bench) -> list[Row]:
     order = SampleOrder((tokens.size - 1) // config.model.sequence_length, config.training.seed)
     windows = order.window(0, samples * bench.size.steps * (bench.size.rounds + 1))
     engine = open_engine(bench, "ratio", config)
-    contestants: dict[str, Contestant] = {
-        "engine": engine,
-        "bare": BareLoop(config, gang, tokens, windows, tuned=False),
-    }
+    bare = LoopProcess(config, bench.gang.device, bench.prepared["fingerprint"], windows)
+    contestants: dict[str, Contestant] = {"engine": engine, "bare": bare}
     try:
         laps = run_laps(contestants, rounds=bench.size.rounds, steps=bench.size.steps)
     finally:
+        bare.close()
         engine.close()
     ratios = [
-        bare["seconds"] / engine_lap["seconds"]
-        for engine_lap, bare in zip(laps["engine"], laps["bare"], strict=True)
+        bare_lap["seconds"] / engine_lap["seconds"]
+        for engine_lap, bare_lap in zip(laps["engine"], laps["bare"], strict=True)
     ]
     ratio = statistics.median(ratios)
     losses = {name: of_name[-1]["loss"] for name, of_name in laps.items()}

@@ -141,6 +141,7 @@ class GenerationEndedPayload(Payload):
     fingerprint: Text = None
     ranks_started: Flag = None  # False if it ended before any rank was started
     known_cause: Flag = None  # True if the loss of a node is explained, as by a fault of its GPU
+    same_limit: Integer = None  # number of equal failures that end the job, if it is not the usual
 
 
 def _check_number(value: Any) -> float | None:

@@ -21,6 +21,9 @@ class NcclCause:
     fix: str
     # Whether this process failed for a reason on its own machine, whatever its peers do
     is_local: bool = True
+    # Whether each start on the same machines meets it again; others may pass, such as a /dev/shm
+    # that another process has filled, or be a mere warning before the error
+    recurs: bool = False
     instead_of: Sequence[str] = _GENERIC  # symptoms that say less of the same lines
     kind: str = ""  # kind and weight of the symptom, if they are not those of its rule
     weight: float = 0.0
@@ -40,12 +43,14 @@ NCCL_CAUSES = (
         "A14",
         "NCCL_SOCKET_IFNAME leaves no interface, or this container has none but loopback",
         "ip -br addr; unset NCCL_SOCKET_IFNAME, or name the interface of the route to the master",
+        recurs=True,
     ),
     NcclCause(
         r"socket_ifname.{0,80}(?:no matching|not found|no such)|neither af_inet",
         "A14",
         "NCCL_SOCKET_IFNAME names an interface that this machine does not have",
         "ip -br addr; unset NCCL_SOCKET_IFNAME, or name the interface of the route to the master",
+        recurs=True,
     ),
     NcclCause(
         r"ibv_\w+.{0,60}cannot allocate memory",
@@ -53,6 +58,7 @@ NCCL_CAUSES = (
         "the limit of locked memory is too small for the buffers that InfiniBand registers",
         "ulimit -l unlimited on every node and in the container (docker run --ulimit memlock=-1; "
         "LimitMEMLOCK=infinity for the daemon of Slurm)",
+        recurs=True,
     ),
     NcclCause(
         r"net/ib.{0,80}(?:error 12|status=12)|(?:error 12|status=12).{0,40}net/ib",
@@ -64,11 +70,28 @@ NCCL_CAUSES = (
         weight=0.65,
     ),
     NcclCause(
+        r"net/ib.{0,40}got completion",
+        "A29",
+        "a transfer over InfiniBand failed",
+        "the number after status or error names it: 4 the memory of a GPU (load nvidia_peermem; "
+        "NCCL_NET_GDR_LEVEL=0 to try without it), 5 an earlier error, 9 to 11 the peer, 13 packets "
+        "that were lost; ibstat on both machines",
+        is_local=False,
+    ),
+    NcclCause(
         r"net/ib|ibv_\w+ failed|call to ibv_",
         "A29",
         "InfiniBand cannot be used",
         "ibstat; show_gids; NCCL_IB_HCA and NCCL_IB_GID_INDEX of the fabric; NCCL_IB_DISABLE=1 to "
         "try without it",
+        is_local=False,
+    ),
+    NcclCause(
+        r"net/ofi.{0,120}completed with error|unresponsive receiver",
+        "A28",
+        "a peer does not answer over EFA: its process or machine has ended, or a security group is "
+        "between",
+        "the rank that ended first; a security group that allows all traffic from and to itself",
         is_local=False,
     ),
     NcclCause(
@@ -90,6 +113,7 @@ NCCL_CAUSES = (
         "two ranks have the same GPU",
         "one rank per GPU: torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), and "
         "cluster.processes_per_node at most the GPUs of a node",
+        recurs=True,
     ),
     NcclCause(
         r"out of memory|cudaerrormemoryallocation",
@@ -102,6 +126,7 @@ NCCL_CAUSES = (
         "A04",
         "the driver is older than the CUDA of NCCL's wheel",
         "upgrade the driver, or install torch for an older CUDA",
+        recurs=True,
     ),
     NcclCause(
         r"system not yet initialized|cuda (?:failure|error) 802",
@@ -126,6 +151,15 @@ NCCL_CAUSES = (
         "A03",
         "ranks have different releases of NCCL",
         'python -c "import torch; print(torch.cuda.nccl.version())" on all nodes; one image for all',
+        recurs=True,
+    ),
+    NcclCause(
+        r"invalid config \w+ attribute",
+        "A03",
+        "a rank has loaded another NCCL than the one that torch was built for",
+        'python -c "import torch; print(torch.cuda.nccl.version())"; unset LD_LIBRARY_PATH and '
+        "LD_PRELOAD; reinstall torch with its own NCCL",
+        recurs=True,
     ),
     NcclCause(
         r"message truncated",
@@ -169,7 +203,8 @@ NCCL_CAUSES = (
         instead_of=("A16", "D01"),
     ),
     NcclCause(
-        r"connection refused|no route to host|network is unreachable|timed out|timeout",
+        r"connection refused|no route to host|network is unreachable|timed out|timeout|"
+        r"connect to .{0,80}(?:failed|returned)",
         "A11",
         "a rank's socket cannot be reached: its process has ended, or a firewall is between",
         "security groups must allow all traffic between the nodes; NCCL_SOCKET_IFNAME of the "

@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "--verbose": "show Metaflow's log, every check, the full plan and the full report",
         "--tracker KIND": "send the metrics to wandb, mlflow, tensorboard or jsonl; repeatable",
         "--profile FIRST:LAST": "profile these steps of each rank",
+        "--memory-snapshot STEP": "record the GPU's memory of this step, for pytorch.org/memory_viz",
     },
     "try it": {
         "--rehearse FAULT": "inject a fault: rank-kill@60%, node-loss@60%[:node=N], notice@60%, "

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks.gpu import main
 from benchmarks.gpu.bench import EXPECTED, NO_RANGE, SIZES, Bench, judge
 from benchmarks.gpu.device import published_peak
+from benchmarks.gpu.loop_process import LoopProcess
 from benchmarks.gpu.speed import busy_share, fitting_samples, mfu_range
+from ebbflow.core.config.schema import RunConfig
 
 
 def run_tiny(path: Path, *options: str) -> int:
@@ -32,6 +37,16 @@ def test_lines_of_the_command_hold_on_a_cpu(
     losses = figures["ratio"]["losses"]
     assert losses["engine"] == pytest.approx(losses["bare"], rel=1e-4), "both take the same steps"
     assert figures["save"]["commits"] >= 6
+
+
+def test_a_bare_loop_whose_process_ends_is_told(tmp_path: Path) -> None:
+    """Its process finds no tokens."""
+    config = RunConfig(store=str(tmp_path))
+    loop = LoopProcess(config, torch.device("cpu"), "none", np.zeros(8, dtype=np.int64))
+    assert loop.pid not in (None, os.getpid())
+    with pytest.raises(RuntimeError, match="the bare loop's process ended with 1"):
+        loop.run(1)
+    loop.close()
 
 
 def test_a_line_that_gives_nothing_does_not_end_the_others(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pickle
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from ebbflow.training.engine.guards.memory import is_out_of_memory
 from ebbflow.training.engine.loop import train
 from ebbflow.training.engine.optimizer import make_optimizer
 from ebbflow.training.engine.parallel import spread_model
-from ebbflow.training.engine.profiler import record_memory
+from ebbflow.training.engine.profiler import make_step_watches, record_memory
 from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.errors import DivergenceError, MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
@@ -86,6 +87,10 @@ BUILT_IN = {
     "points": {
         "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
         "workload_options": {"num_points": 16, "hidden": 16, "layers": 1, "heads": 2},
+    },
+    "images": {
+        "workload": "ebbflow.workloads:ImageClassifier",
+        "workload_options": {"size": 12, "width": 8, "layers": 3, "workers": 0},
     },
     "points, known": {
         "workload": "ebbflow.workloads.points.point_clouds:PointCloudDiffusion",
@@ -173,6 +178,21 @@ def make_config(*, steps: int, every: int, **guards: Any) -> RunConfig:
             "guards": guards,
             "checkpoint": {"interval_steps": every, "when_busy": "wait"},
         }
+    )
+
+
+def job_spec(folder: Path) -> WorkerSpec:
+    return WorkerSpec(
+        job="one",
+        run="1",
+        attempt=0,
+        node=0,
+        generation=3,
+        generation_id="abc",
+        candidates=[],
+        config=RunConfig(),
+        store_uri=str(folder),
+        prepared={},
     )
 
 
@@ -443,6 +463,14 @@ def test_text_for_the_next_step_is_read_in_the_background(gpu: FakeGpu, tmp_path
     assert "reader_0" in {thread.name for thread in threading.enumerate()}
 
 
+def list_tensors(batch: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for part in tree_leaves(batch):
+        values = vars(part) if is_dataclass(part) else part
+        found += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return found
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_workload_never_waits_for_its_gpu_in_a_step(
     gpu: FakeGpu, tmp_path: Path, name: str
@@ -468,12 +496,54 @@ def test_a_built_in_workload_never_waits_for_its_gpu_in_a_step(
         on_gpu_.loss(spread.model, batch).sum.backward()
         assert gpu.take_waits() == []
         expected = on_cpu.next_batch(nn.Module(), Cursor(4 * step, 4))
-        for found, wanted in zip(tree_leaves(batch), tree_leaves(expected), strict=True):
-            values = vars(found) if is_dataclass(found) else {"": found}
-            for field, value in values.items():
-                other = getattr(wanted, field) if field else wanted
-                assert torch.equal(value.cpu(), other)
+        for found, wanted in zip(list_tensors(batch), list_tensors(expected), strict=True):
+            assert torch.equal(found.cpu(), wanted)
     spread.module.zero_grad()
+
+
+def test_policy_optimization_waits_for_its_gpu_when_it_judges_and_not_in_an_update(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    """A round of rollouts has two updates: the second finds its rollouts on the GPU."""
+    config = RunConfig.model_validate(
+        {
+            "workload": "ebbflow.workloads:PolicyOptimization",
+            "workload_options": {
+                "prompt_max_len": 6,
+                "generate_max_len": 4,
+                "held_out_prompts": 8,
+                "n_samples_per_prompt": 2,
+                "max_epochs": 2,
+                "reward": "tests.gang.test_policy_training:small_bytes",
+            },
+            "training": {"batch_size": 4},
+            "model": {
+                "hidden_size": 16,
+                "num_layers": 1,
+                "num_heads": 2,
+                "sequence_length": 12,
+            },
+        }
+    )
+    store = Store.open(str(tmp_path / "store"))
+    context = replace(workload_context(config, Gang(), store=store), project_root=tmp_path)
+    context = replace(context, prepared=prepare_data(config, context), device=CUDA)
+    workload = make_workload(config, context)
+    spread = spread_model(workload, config.changed("parallel", mode="ddp"), Gang(device=CUDA))
+    drawn: list[Counter[str]] = []
+    for step in range(4):
+        gpu.take_waits()
+        batch = workload.next_batch(spread.model, Cursor(4 * step, 4))
+        drawn.append(Counter(place.rpartition(" ")[2] for _, place in gpu.take_waits()))
+        workload.loss(spread.model, batch).sum.backward()
+        assert gpu.take_waits() == []
+        spread.module.zero_grad()
+    first, same_round, second, again = drawn
+    assert (same_round, again) == ({}, {})
+    del first["_copy_own_part"]  # of the reference's weights, once
+    for reads in (first, second):
+        assert 0 < reads.pop("_generate") <= 4, "one for each token of the longest completion"
+        assert reads == {"_texts": 3, "add": 2, "_judge": 1, "_roll_out": 1, "read": 1, "write": 1}
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
@@ -582,19 +652,8 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
     trainer, events = make_trainer(
         make_config(steps=4, every=100, out_of_memory=response, memory_history=500)
     )
-    spec = WorkerSpec(
-        job="one",
-        run="1",
-        attempt=0,
-        node=0,
-        generation=3,
-        generation_id="abc",
-        candidates=[],
-        config=RunConfig(),
-        store_uri=str(tmp_path),
-        prepared={},
-        overrides={"gradient_accumulation_steps": 2} if again else {},
-    )
+    overrides = {"gradient_accumulation_steps": 2} if again else {}
+    spec = replace(job_spec(tmp_path), overrides=overrides)
     recorded = (500, "python") if again else None
     session = trainer.session
     keep = record_memory(spec, trainer.config, session.gang, session.reporter)
@@ -631,6 +690,46 @@ def test_memory_that_runs_out_leaves_a_snapshot_with_the_job(
     assert gpu.recorded is None
     record_memory(spec, trainer.config, Gang(), trainer.session.reporter)(2)
     assert [*tmp_path.rglob("*.pickle")] == [kept], "of a CPU there is none"
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_the_memory_of_a_chosen_step_is_recorded_and_kept_with_the_job(
+    gpu: FakeGpu, tmp_path: Path, step: int
+) -> None:
+    """Also of the last step, after which no other begins."""
+    config = make_config(steps=4, every=100, memory_history=500)
+    config = config.changed("training", memory_snapshot_step=step)
+    trainer, events = make_trainer(config)
+    reporter = trainer.session.reporter
+    recorded: dict[int, Any] = {}
+    watches = make_step_watches(job_spec(tmp_path), config, trainer.session.gang, reporter)
+
+    def note(number: int) -> None:
+        recorded[number] = gpu.recorded
+
+    train(replace(trainer, on_step=[*watches, note]))
+    reporter.close()
+    assert [number for number, state in recorded.items() if state] == [step]
+    assert recorded[step] == (500, "python") and gpu.recorded is None
+    (kept,) = tmp_path.rglob("*.pickle")
+    assert kept.name == f"rank-0-memory-step-{step}.pickle"
+    assert pickle.loads(kept.read_bytes())["recorded"] == (500, "python")
+    said = [data["message"] for name, data in events if name == "notice"]
+    assert said == [f"rank 0, step {step}: memory snapshot; open {kept} in pytorch.org/memory_viz"]
+
+
+def test_a_memory_snapshot_of_a_step_that_never_comes_is_told(gpu: FakeGpu, tmp_path: Path) -> None:
+    config = make_config(steps=3, every=100).changed("training", memory_snapshot_step=9)
+    trainer, events = make_trainer(config)
+    reporter = trainer.session.reporter
+    watches = make_step_watches(job_spec(tmp_path), config, trainer.session.gang, reporter)
+    train(replace(trainer, on_step=watches))
+    reporter.close()
+    assert [data["message"] for name, data in events if name == "notice"] == [
+        "training.memory_snapshot_step 9: no snapshot, because training reached step 3 only; fix: "
+        "an earlier step"
+    ]
+    assert not [*tmp_path.rglob("*.pickle")]
 
 
 def test_peaks_of_a_gpus_memory_are_reported_when_they_grow_beside_the_plans(

@@ -82,6 +82,20 @@ def test_a_bug_in_three_starts_ends_the_job_and_reports_its_cost(
     assert (report.outcome, report.exit_code, report.failures) == ("crash_loop", 6, 3)
 
 
+def test_a_network_that_no_rank_has_is_not_tried_again(tmp_path: Path) -> None:
+    spec = endless_gang(tmp_path)
+    config = spec.config.model_copy(update={"workload": "tests.support.crashing:Unconnected"})
+    prepared = prepare_data(
+        config, workload_context(config, Gang(), store=Store.open(spec.store_uri))
+    )
+    spec = replace(spec, config=config, prepared=prepared)
+    with pytest.raises(GangError, match="ip -br addr") as error:
+        gang(spec, tmp_path).wait(150)
+    assert error.value.outcome == "config" and not error.value.curable
+    events = read_events(job_store(spec))
+    assert len([event for event in events if event.name == GENERATION_STARTED]) == 1
+
+
 def test_a_lost_node_is_done_without_where_enough_are_left_and_taken_in_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,27 @@ LAST_ERRORS = [
         "nc",
         False,
     ),
+    # From public issues: NVIDIA/nccl 1052 and nccl-tests 166, pytorch on a foreign libnccl, EFA
+    (
+        "NET/IB : Got completion from peer 10.0.35.1<49189> with error 4, opcode 5327, len 5327, "
+        "vendor err 81 (Send)",
+        "A29",
+        "nvidia_peermem",
+        False,
+    ),
+    (
+        "socketStartConnect: Connect to 10.0.0.2<45763> failed : Software caused connection abort",
+        "A11",
+        "nc",
+        False,
+    ),
+    ("Invalid config blocking attribute value -2147483648", "A03", "LD_LIBRARY_PATH", True),
+    (
+        "NET/OFI Request 0x7f2 completed with error. RC: 113. Error: 4126 (Unresponsive receiver)",
+        "A28",
+        "to itself",
+        False,
+    ),
     ("Message truncated : received 1024 bytes instead of 256", "D04", "equal shapes", False),
     ("socketProgress: Connection closed by remote peer ip-10-0-0-2<44212>", "D06", "", False),
 ]
@@ -692,6 +713,29 @@ def test_nccls_last_error_is_a_cascade_only_if_a_peer_is_at_fault(
     dead = failed(3, killed_by="SIGKILL", timestamp=0.5)
     if not local:
         assert blame([*evidence[:3], dead]).rank == 3, "a peer died first"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("RuntimeError: CUDA error: misaligned address", "CUDA_LAUNCH_BLOCKING=1 for one run"),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "fix: smaller micro-batch"),
+        ("AcceleratorError: CUDA error: the launch timed out and was terminated", "fix: "),
+        ("ncclUnhandledCudaError: x\nLast error:\nCuda failure 999 'unknown error'", ""),
+        ("ValueError: a mistake", ""),
+    ],
+)
+def test_an_error_of_cuda_is_explained_if_its_cause_is_known(message: str, says: str) -> None:
+    told = blame([failed(0, message=message), broken(1)]).message.removeprefix(message)
+    assert bool(told) == bool(says) and says in told
+
+
+def test_evidence_of_a_local_cause_of_nccl_waits_for_all_ranks() -> None:
+    """If all name it, no restart helps."""
+    message = f"ncclSystemError: x\nLast error:\n{LAST_ERRORS[0][0]}"
+    evidence = [failed(0, message=message), broken(1)]
+    assert settle_seconds(evidence) == 3.0
+    assert settle_seconds(evidence, all_heard=True) == 0.5
 
 
 @pytest.mark.parametrize("unknown", ["", "a new word of a later release"])

@@ -119,7 +119,8 @@ def test_the_help_of_run_names_every_option_of_ours_and_metaflows_last(
     assert main(["run", "--help"]) == 0
     shown = capsys.readouterr().out
 
-    for option in {*RUN_OPTIONS, *FLAGS, "--tracker", "--profile", "--nodes", "--ranks"}:
+    own = {"--tracker", "--profile", "--memory-snapshot", "--nodes", "--ranks"}
+    for option in {*RUN_OPTIONS, *FLAGS, *own}:
         assert f"  {option}" in shown
     headings = [line for line in shown.splitlines() if line in SECTIONS]
     assert headings == list(SECTIONS) and headings[-1] == METAFLOWS

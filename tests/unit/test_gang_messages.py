@@ -22,10 +22,15 @@ from ebbflow.core.config.schema import (
     TrainingConfig,
 )
 from ebbflow.core.errors import Outcome
-from ebbflow.core.events import EndReason
+from ebbflow.core.events import EndReason, Event
 from ebbflow.core.terms import Fallback, Terms
 from ebbflow.training.launch import messages
 from ebbflow.training.launch.agent_messages import decode, encode
+from ebbflow.training.launch.crash_loop import (
+    FailedGeneration,
+    find_crash_loop,
+    read_failed_generations,
+)
 from ebbflow.training.launch.evidence import WorkerFailure
 from ebbflow.training.launch.messages import (
     CAUSES,
@@ -81,6 +86,15 @@ SETTINGS = RunConfig(
 DEADLOCK = "Expected to have finished reduction in the prior iteration"
 USER = "user/loss.py:9 in log"
 ENGINE = "training/engine/loop.py:73 in forward_backward"
+
+NO_INTERFACE = (
+    "ncclSystemError: System call failed.\nLast error:\nBootstrap : no socket interface found"
+)
+FULL_SHM = (
+    "ncclSystemError: System call failed.\nLast error:\nError while creating shared memory segment "
+    "/dev/shm/nccl-q8jUQw (size 33030528), error: No space left on device (28)"
+)
+PEER_GONE = "ncclRemoteError: remote process exited"
 
 RESERVE = Fallback(
     seconds=1800, restart_seconds=300, restart_usd=0.5, step_seconds=10, usd=1.0, step_usd=0.01
@@ -529,6 +543,98 @@ def test_a_fingerprint_is_of_the_program_and_names_the_step_of_a_signal_from_out
     failure: WorkerFailure, fingerprint: str
 ) -> None:
     assert end_from_failures([replace(failure, step=7)]).fingerprint == fingerprint
+
+
+def in_nccl(rank: int, message: str, **known: Any) -> WorkerFailure:
+    failure = failed(rank, message=message, error="DistBackendError", node=rank // 2)
+    return replace(failure, cascade=message == PEER_GONE, **known)
+
+
+def test_a_cause_of_nccl_that_every_node_has_ends_the_job_at_once() -> None:
+    """Three starts were wasted on a container without a network interface."""
+    alike = [in_nccl(rank, NO_INTERFACE) for rank in range(4)]
+    echoes = [
+        in_nccl(0, NO_INTERFACE),
+        in_nccl(1, PEER_GONE),
+        in_nccl(2, NO_INTERFACE),
+        seen(3, node=1),
+    ]
+    for evidence in (alike, echoes):
+        end = end_from_failures(evidence, 4)
+        assert (end.again, end.curable, end.failed_as, end.user_code) == (
+            False,
+            False,
+            "config",
+            False,
+        )
+        assert "ip -br addr" in end.culprit and end.culprit.endswith(
+            "not started again, since every node has this cause"
+        )
+        assert end.details["next_action"].startswith("no restart helps")
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        [in_nccl(rank, NO_INTERFACE) for rank in range(3)],  # of rank 3 nothing is known
+        [in_nccl(0, NO_INTERFACE), *(in_nccl(rank, PEER_GONE) for rank in (1, 2, 3))],  # one node
+        [*(in_nccl(rank, NO_INTERFACE) for rank in range(3)), in_nccl(3, "ValueError: x")],
+        [*(in_nccl(rank, NO_INTERFACE) for rank in range(3)), in_nccl(3, FULL_SHM)],
+        [*(in_nccl(rank, NO_INTERFACE) for rank in range(3)), failed(3, node=1, lost_node=1)],
+        [in_nccl(rank, PEER_GONE) for rank in range(4)],
+        [in_nccl(rank, NO_INTERFACE, gpu_fault="Xid 79") for rank in range(4)],
+    ],
+)
+def test_a_cause_that_not_all_nodes_have_leaves_the_usual_tries(
+    evidence: list[WorkerFailure],
+) -> None:
+    end = end_from_failures(evidence, 4)
+    assert (end.curable, end.same_limit) == (True, 3)
+
+
+def test_a_shared_cause_that_may_pass_is_tried_once_more() -> None:
+    evidence = [in_nccl(rank, FULL_SHM, where=f"place {rank}") for rank in range(4)]
+    first = end_from_failures(evidence, 4)
+    second = end_from_failures(evidence[::-1], 4)
+    assert (first.again, first.curable, first.same_limit, first.user_code) == (True, True, 2, False)
+    assert (
+        first.fingerprint
+        == second.fingerprint
+        == (
+            "NCCL: NCCL's shared memory does not fit into /dev/shm, 64 MiB by default in a container"
+        )
+    )
+    assert "--shm-size" in first.details["next_action"]
+    failures = [
+        FailedGeneration(
+            generation=number,
+            fingerprint=end.fingerprint,
+            rank_seconds=1.0,
+            same_limit=end.same_limit,
+        )
+        for number, end in enumerate((first, second), 1)
+    ]
+    assert find_crash_loop(failures[:1], 0) == []
+    assert find_crash_loop(failures, 0) == failures
+    assert find_crash_loop(failures, 2) == [], "a commit came in between"
+
+
+def test_a_failed_start_in_the_events_keeps_its_limit() -> None:
+    first = Event(
+        name="generation_ended",
+        job="a",
+        run="1",
+        attempt=0,
+        node=0,
+        rank=None,
+        step=None,
+        generation=1,
+        t_wall=1.0,
+        t_mono=1.0,
+        data={"reason": "rank_failed", "fingerprint": "NCCL: x", "same_limit": 2},
+    )
+    events = [first, replace(first, generation=2, t_wall=2.0, t_mono=2.0)]
+    assert len(find_crash_loop(read_failed_generations(events), 0)) == 2
 
 
 def result(outcome: str = "completed", step: int = 9, **known: Any) -> RankResult:

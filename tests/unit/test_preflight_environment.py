@@ -9,12 +9,21 @@ import re
 import socket
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.footprint import HostGang
 from ebbflow.core.preflight import failed_results
-from ebbflow.infra.checks.gpu import has_kernels_for, may_have_gpus, try_gpus
+from ebbflow.infra.checks.gpu import (
+    has_kernels_for,
+    list_visible_gpus,
+    may_have_gpus,
+    try_gpus,
+)
+from ebbflow.infra.checks.machine import describe_shared_memory_shortage
 from tests.support.checks import failed, passed, skipped
 from tests.support.imds import INTERRUPTION_PATH, FakeMetadata
 
@@ -22,6 +31,20 @@ ROOT = Path(__file__).resolve().parents[2]
 INSTANCE = {"/latest/meta-data/instance-id": "i-0123456789abcdef0"}
 TAKEN = {**INSTANCE, INTERRUPTION_PATH: '{"action": "terminate"}'}
 ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+T4 = ("Tesla T4", (7, 5), 15)
+A100 = ("NVIDIA A100", (8, 0), 40)
+# 1.3 billion parameters: 16 bytes of each are parameters, gradients and AdamW's moments
+LARGE = {"hidden_size": 2048, "num_layers": 24, "num_heads": 16, "vocab_size": 50304}
+LARGE["sequence_length"] = 1024
+TWO = {"nodes": 1, "processes_per_node": 2}
+LISTED = """
+case "$1" in
+-L) echo 'GPU 0: NVIDIA A100 (UUID: GPU-5d5ba0d6-d33d)'
+    echo '  MIG 1g.5gb Device 0: (UUID: MIG-c6d4f1ef-42e4)'
+    echo 'GPU 1: NVIDIA A100 (UUID: GPU-77aa0000-1111)';;
+*) echo '570.86.15, NVIDIA A100'; echo '570.86.15, NVIDIA A100';;
+esac
+"""
 
 
 class FakeGpu:
@@ -48,18 +71,26 @@ class FakeGpu:
         capability: tuple[int, int] = (8, 0),
         error: str = "",
         init: str = "",
+        gpus: tuple[tuple[str, tuple[int, int], int], ...] = (),
     ) -> None:
-        """error: of the first kernel. init: of torch.cuda.init()."""
+        """error: of the first kernel. init: of torch.cuda.init(). gpus: name, capability and GiB of
+        each, instead of an A100.
+        """
+        seen = gpus or (("NVIDIA A100", capability, 40),)
         fake = (
             "class version: cuda = {cuda!r}\n"
             "class cuda:\n"
             "    @staticmethod\n"
             "    def init():\n"
             "        if {init!r}: raise RuntimeError({init!r})\n"
-            "    device_count = staticmethod(lambda: 1)\n"
+            "    device_count = staticmethod(lambda: {count})\n"
             "    get_arch_list = staticmethod(lambda: {arches!r})\n"
-            "    get_device_name = staticmethod(lambda index: 'NVIDIA A100')\n"
-            "    get_device_capability = staticmethod(lambda index: {capability!r})\n"
+            "    get_device_name = staticmethod(lambda index: {seen!r}[index][0])\n"
+            "    get_device_capability = staticmethod(lambda index: {seen!r}[index][1])\n"
+            "    @staticmethod\n"
+            "    def get_device_properties(index):\n"
+            "        class Properties: total_memory = {seen!r}[index][2] * 2**30\n"
+            "        return Properties\n"
             "class Sum:\n"
             "    def __add__(self, other): return self\n"
             "    def sum(self): return self\n"
@@ -69,7 +100,9 @@ class FakeGpu:
             "    return Sum()\n"
             "__version__ = '2.13.0'\n"
         )
-        text = fake.format(cuda=cuda, arches=arches, capability=capability, error=error, init=init)
+        text = fake.format(
+            cuda=cuda, arches=arches, seen=seen, count=len(seen), error=error, init=init
+        )
         (self.project / "torch" / "__init__.py").write_text(text)
 
 
@@ -327,6 +360,121 @@ def test_a_gpu_that_does_not_work_is_refused_with_the_words_of_torch(
     result = failed("gpu", gpu.project)
     assert said in result.detail
     assert fix in result.fix and "set cluster.device to cpu" in result.fix
+
+
+def test_a_gpu_with_too_little_memory_for_one_sample_is_refused_with_a_key(gpu: FakeGpu) -> None:
+    gpu.torch("12.8", ["sm_75"], gpus=(T4, T4))
+    result = failed("gpu", gpu.project, model=LARGE, cluster=TWO, parallel={"mode": "ddp"})
+    assert re.search(
+        r"^Tesla T4 has 15\.0 GiB of memory; the model with one sample needs 2\d\.\d GiB on each "
+        r"of 2 ranks \(estimated\)$",
+        result.detail,
+    )
+    assert re.fullmatch(
+        r"set parallel\.mode to fsdp2( and parallel\.recompute to full)?, which needs 1[0-4]\.\d GiB",
+        result.fix,
+    )
+    passed("gpu", gpu.project, model=LARGE, cluster=TWO, parallel={"mode": "fsdp2"})
+    passed("gpu", gpu.project, cluster=TWO)
+    huge = LARGE | {"num_layers": 96}
+    assert failed("gpu", gpu.project, model=huge, cluster=TWO).fix.startswith(
+        "GPUs with more memory"
+    )
+
+
+def test_a_card_without_bfloat16_is_refused_where_it_is_asked_for(gpu: FakeGpu) -> None:
+    gpu.torch("12.8", ["sm_75", "sm_80"], gpus=(A100, T4))
+    asked = {"use_mixed_precision": True, "param_dtype": "bfloat16"}
+    result = failed("gpu", gpu.project, fsdp=asked, cluster=TWO)
+    assert result.detail == "Tesla T4 has capability 7.5; bfloat16 needs 8.0"
+    assert result.fix == "set fsdp.param_dtype to auto or float16"
+    one = {"nodes": 1, "processes_per_node": 1}
+    passed("gpu", gpu.project, fsdp=asked, cluster=one)
+    passed("gpu", gpu.project, fsdp=asked | {"use_mixed_precision": False}, cluster=TWO)
+
+
+def test_a_mixed_set_of_cards_is_named_with_what_it_costs(gpu: FakeGpu) -> None:
+    gpu.torch("12.8", ["sm_75", "sm_80"], gpus=(A100, T4))
+    found = passed("gpu", gpu.project, cluster=TWO).detail.splitlines()[-1]
+    assert found.startswith(
+        "the 2 ranks have 2 kinds of GPU (1 × NVIDIA A100, 1 × Tesla T4): each step waits"
+    )
+    alone = {"nodes": 1, "processes_per_node": 1}
+    assert "kinds" not in passed("gpu", gpu.project, cluster=alone).detail
+
+
+@pytest.mark.parametrize(
+    ("named", "seen", "says", "fix"),
+    [
+        ("0,2", 1, "2 is none of this machine's 2 GPUs", "name 0 to 1, or ids of nvidia-smi -L"),
+        ("GPU-9", 0, "GPU-9 is none", "GPU-5d5ba0d6-d33d, MIG-c6d4f1ef-42e4, GPU-77aa0000-1111"),
+        ("GPU-5d5,GPU-9", 1, "all names after it: 1 of 2 are left", "GPU-77aa0000-1111"),
+        ("MIG-c6d4f1ef-42e4,MIG-c6d4f1ef-42e5", 1, "names 2 MIG devices", "nvidia-smi -mig 0"),
+        ("MIG-0", 0, "MIG-0 is none of this machine's 2 GPUs", "MIG-c6d4f1ef-42e4"),
+    ],
+)
+def test_a_wrong_name_in_cuda_visible_devices_is_named(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, named: str, seen: int, says: str, fix: str
+) -> None:
+    gpu.driver(LISTED)
+    if seen:
+        gpu.torch("12.8", ["sm_80"])
+    else:
+        gpu.torch("12.8", ["sm_80"], init="No CUDA GPUs are available")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    result = failed("gpu", gpu.project)
+    assert result.detail.startswith(f"CUDA_VISIBLE_DEVICES={named}")
+    assert says in result.detail and fix in result.fix
+
+
+@pytest.mark.parametrize("named", ["1", "GPU-5d5ba0d6-d33d", "GPU-77", "MIG-c6d4f1ef-42e4"])
+def test_one_gpu_or_mig_device_can_be_named_by_its_id(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    gpu.driver(LISTED)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    passed("gpu", gpu.project, cluster={"nodes": 1, "processes_per_node": 1})
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    assert list_visible_gpus() == [named]
+
+
+@pytest.mark.parametrize(
+    ("named", "visible"),
+    [("0,1,2", ["0", "1"]), ("3,0", []), ("MIG-a,MIG-b", ["MIG-a"]), ("GPU-a,1", ["GPU-a", "1"])],
+)
+def test_gpus_are_counted_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, named: str, visible: list[str]
+) -> None:
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert list_visible_gpus() == visible
+
+
+def test_a_node_that_was_chosen_for_its_gpus_compares_them_with_the_job(gpu: FakeGpu) -> None:
+    gpu.torch("12.8", ["sm_75"], gpus=(T4, T4))
+    config = RunConfig.model_validate(
+        {"fsdp": {"use_mixed_precision": True, "param_dtype": "bfloat16"}}
+    )
+    gang = HostGang(nodes=4, processes_per_node=2)
+    finding, gpus = try_gpus(2, config, gang)
+    assert (finding.status, gpus) == ("failed", 2) and "bfloat16 needs 8.0" in finding.detail
+    assert try_gpus(0, config, gang)[0].status == "passed", "ranks may train on its CPU"
+    assert try_gpus(2)[0].status == "passed"
+
+
+def test_little_shared_memory_is_told_before_several_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A container's default is 64 MiB."""
+    room = SimpleNamespace(f_bavail=64, f_frsize=2**20)
+    monkeypatch.setattr("os.statvfs", lambda path: room)
+    monkeypatch.setattr("ebbflow.infra.checks.machine._SHARED_MEMORY", Path("/"))
+    said = describe_shared_memory_shortage(2)
+    assert said.startswith("/: 64.0 MiB free for 2 ranks, 1.0 GiB advised for NCCL's segments")
+    assert "--shm-size=1g" in said
+    assert describe_shared_memory_shortage(1) == ""
+    room.f_bavail = 1024
+    assert describe_shared_memory_shortage(2) == ""
 
 
 def test_a_node_that_was_chosen_for_its_gpus_and_has_none(

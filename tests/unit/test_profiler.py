@@ -184,6 +184,24 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
     assert sum(traced["name"] == "aten::addmm" for traced in trace["traceEvents"]) == 2
 
 
+def test_a_memory_snapshot_without_a_gpu_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig.model_validate({"training": {"memory_snapshot_step": 2}})
+    spec = profiled_job("plain", config, tmp_path)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    with profile_script(spec, lambda: False):
+        for _ in range(4):
+            optimizer.step()
+    expected = (
+        "training.memory_snapshot_step 2: no snapshot, because these ranks use no GPU, and torch "
+        "records CUDA's memory alone"
+    )
+    events = read_events(Store.open(str(tmp_path)).sub("jobs/plain"))
+    assert [event.data.get("message") for event in events] == [expected]
+    assert capsys.readouterr().out.splitlines() == [expected]
+
+
 def test_the_profilers_own_time_is_a_class_of_its_own(tmp_path: Path) -> None:
     """It was booked as checkpoint stall, 36 % of the paid time of a short job."""
     config = RunConfig.model_validate({"training": {"profile_from": 1, "profile_steps": 1}})
@@ -213,4 +231,12 @@ def test_steps_that_cannot_be_profiled_are_refused_in_one_line(
     assert capsys.readouterr().err == (
         "ebbflow run: --profile takes FIRST:LAST, the steps to profile, such as 10:15, and not "
         f"{word!r}\n"
+    )
+
+
+@pytest.mark.parametrize("given", [["--memory-snapshot"], ["--memory-snapshot", "0"]])
+def test_a_memory_snapshot_of_no_step_is_refused_in_one_line(given: list[str], capsys: Any) -> None:
+    assert main(["run", *given]) == 2
+    assert capsys.readouterr().err == (
+        f"ebbflow run: --memory-snapshot takes a step, from 1 on, and not {''.join(given[1:])!r}\n"
     )

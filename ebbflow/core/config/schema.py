@@ -306,6 +306,9 @@ class TrainingConfig(Section):
         None, "first step to profile with torch's profiler; null: none", ge=1
     )
     profile_steps: int = key(6, "steps to profile, from profile_from on", ge=1)
+    memory_snapshot_step: int | None = key(
+        None, "step whose GPU memory is recorded for pytorch.org/memory_viz; null: none", ge=1
+    )
     scheduler: SchedulerConfig = SchedulerConfig()
 
     @property

@@ -4,6 +4,8 @@ These checks run in preflight on the launching machine, and in the agent of each
 (`training.launch.devices.NodeGpuCheck`).
 """
 
+from __future__ import annotations
+
 import glob
 import json
 import os
@@ -11,10 +13,20 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbflow.core.footprint import local_gang
+from ebbflow.core.config.device_settings import BFLOAT16_CAPABILITY, settle_for_device
+from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.footprint import (
+    HostGang,
+    causal_lm_shape,
+    local_gang,
+    rank_bytes,
+    size_text,
+)
 from ebbflow.core.preflight import CheckFinding, PreflightContext, failed, passed, skipped
 from ebbflow.core.program import python_path
 from ebbflow.core.requirements import DRIVER_FILE, installed_versions
@@ -27,6 +39,7 @@ _TORCH_SECONDS = 75.0
 # The oldest driver of each CUDA release family: NVIDIA, CUDA Compatibility, "Minor Version
 # Compatibility", table 1 (read in November 2026).
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+_MIG = "MIG-"  # the ids of parts of a GPU begin so
 _WHEELS = "https://pytorch.org/get-started/locally"
 
 # Runs in a child process, which a broken driver may crash or hang. One addition proves that a GPU
@@ -43,7 +56,8 @@ answer = {"torch": torch.__version__, "cuda": torch.version.cuda, "error": error
 answer["arches"] = [] if error else torch.cuda.get_arch_list()
 for index in range(seen):
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    gpu = {"name": name, "capability": capability, "error": ""}
+    memory = torch.cuda.get_device_properties(index).total_memory
+    gpu = {"name": name, "capability": capability, "memory": memory, "error": ""}
     try:
         assert (torch.ones(2, device=f"cuda:{index}") + 1).sum().item() == 4
     except (RuntimeError, AssertionError) as error:
@@ -74,14 +88,24 @@ def visible_gpus() -> int:
 
 
 def list_visible_gpus() -> list[str]:
-    """Return the names of the GPUs that a new process would see, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the names of the GPUs that a new process would see, as CUDA_VISIBLE_DEVICES has them.
+
+    CUDA ignores an index that no GPU has and all names after it, and all MIG devices but the first.
+    """
     if gpus_hidden():
         return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [name.strip() for name in named if name.strip()]
-    if names:
-        return names[: len(gpu_files())]
-    return [str(number) for number in range(len(gpu_files()))]
+    files = len(gpu_files())
+    names = _named_gpus()
+    if not names:
+        return [str(number) for number in range(files)]
+    if names[0].startswith(_MIG):
+        return names[: min(1, files)]
+    visible = []
+    for name in names[:files]:
+        if name.isdecimal() and int(name) >= files:
+            break
+        visible.append(name)
+    return visible
 
 
 def has_rdma() -> bool:
@@ -103,15 +127,17 @@ def check_gpu(context: PreflightContext) -> CheckFinding:  # noqa: PLR0911 (one 
         return skipped("there is no NVIDIA driver here")
     if gpus_hidden() and not wanted:
         return skipped("CUDA_VISIBLE_DEVICES hides all GPUs")
-    finding, gpus = try_gpus()
+    finding, gpus = _try_gpus()
     gang = local_gang(config)
     if finding.status != "passed":
         return CheckFinding(
             finding.status, finding.detail, f"{finding.fix}, or set cluster.device to cpu"
         )
-    if gang is None or gang.ranks <= gpus:
-        return finding
-    short = f"{gang} on {gpus} GPUs"
+    if gang is None:
+        gang = HostGang(nodes=1, processes_per_node=len(gpus))
+    if gang.ranks <= len(gpus):
+        return _compare_with_job(config, gang, gpus[: gang.ranks], finding)
+    short = f"{gang} on {len(gpus)} GPUs"
     if wanted:
         fix = (
             "set cluster.nodes and cluster.processes_per_node to one rank per GPU, or "
@@ -137,38 +163,42 @@ def may_have_gpus(*, promised: int = 0, wanted: bool = False, by_tool: bool = Tr
     return promised > 0 or wanted or (here and not gpus_hidden())
 
 
-def try_gpus(promised: int = 0) -> tuple[CheckFinding, int]:
+def try_gpus(
+    promised: int = 0, config: RunConfig | None = None, gang: HostGang | None = None
+) -> tuple[CheckFinding, int]:
     """Compute one addition on each GPU with torch, in a child process.
 
     Returns the finding and the number of GPUs that torch found. The check passes if the addition
-    works on every GPU. promised: GPUs per node according to the placement, or 0 if unknown.
+    works on every GPU, and if the GPUs of a node that was chosen for them suit the job.
+
+    Args:
+        promised: GPUs per node according to the placement, or 0 if unknown.
+        config: the job's configuration; None: the GPUs are not compared with it.
+        gang: its nodes and ranks.
     """
-    if promised:
-        promise = f", and this node was chosen for its GPUs ({promised} per node)"
-    else:
-        promise = ""
-    if gpus_hidden():
-        hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
-        return failed(f"{hidden}{promise}", "unset CUDA_VISIBLE_DEVICES"), 0
-    if not gpu_files() and not shutil.which("nvidia-smi"):
-        fix = (
-            "give the container its GPUs (docker run --gpus all; an AMI or node image with the "
-            "NVIDIA driver)"
-        )
-        return failed(f"there is no {GPU_FILES} and no nvidia-smi here{promise}", fix), 0
-    try:
-        driver = _ask_driver()
-    except NoAnswer as error:
-        return failed(
-            str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"
-        ), 0
-    try:
-        answer = _ask_torch()
-    except NoAnswer as error:
-        return failed(
-            f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"
-        ), 0
-    return _compare(driver, answer), len(answer["gpus"])
+    finding, gpus = _try_gpus(promised)
+    here = 0 if gang is None else gang.processes_per_node
+    if promised and config is not None and gang is not None and here <= len(gpus):
+        finding = _compare_with_job(config, gang, gpus[:here], finding)
+    return finding, len(gpus)
+
+
+def describe_mixture(models: Sequence[tuple[str, float]]) -> str:
+    """Return a message if ranks have GPUs of different models; "" if they have equal ones.
+
+    Args:
+        models: name and compute capability of each rank's GPU.
+    """
+    counts = Counter(models)
+    if len(counts) < 2:
+        return ""
+    named = ", ".join(f"{count} × {name}" for (name, _), count in counts.most_common())
+    lowest = min(models, key=lambda model: model[1])
+    return (
+        f"the {len(models)} ranks have {len(counts)} kinds of GPU ({named}): each step waits for "
+        f"the slowest, and the precision is that of {lowest[0]} (capability {lowest[1]}); fix: "
+        "CUDA_VISIBLE_DEVICES with GPUs of one kind"
+    )
 
 
 def has_kernels_for(capability: int, architectures: list[str]) -> bool:
@@ -227,6 +257,165 @@ def run_program(command: list[str], seconds: float, variables: dict[str, str] | 
 class _Driver:
     version: str
     gpus: list[str]
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    name: str
+    capability: float
+    memory_bytes: int  # of a MIG device: its own
+
+
+def _try_gpus(promised: int = 0) -> tuple[CheckFinding, list[_Gpu]]:
+    if promised:
+        promise = f", and this node was chosen for its GPUs ({promised} per node)"
+    else:
+        promise = ""
+    if gpus_hidden():
+        hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides all GPUs"
+        return failed(f"{hidden}{promise}", "unset CUDA_VISIBLE_DEVICES"), []
+    if not gpu_files() and not shutil.which("nvidia-smi"):
+        fix = (
+            "give the container its GPUs (docker run --gpus all; an AMI or node image with the "
+            "NVIDIA driver)"
+        )
+        return failed(f"there is no {GPU_FILES} and no nvidia-smi here{promise}", fix), []
+    try:
+        driver = _ask_driver()
+    except NoAnswer as error:
+        return failed(
+            str(error), "run nvidia-smi; reinstall or reload the driver until it lists the GPUs"
+        ), []
+    try:
+        answer = _ask_torch()
+    except NoAnswer as error:
+        return failed(
+            f"driver {driver.version}: {error}", f"install a torch that works with it: {_WHEELS}"
+        ), []
+    gpus = [
+        _Gpu(gpu["name"], float(".".join(map(str, gpu["capability"]))), gpu["memory"])
+        for gpu in answer["gpus"]
+    ]
+    wrong = _find_wrong_names(len(gpus))
+    if wrong is not None:
+        return wrong, []
+    return _compare(driver, answer), gpus
+
+
+def _named_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [name.strip() for name in named if name.strip()]
+
+
+def _find_wrong_names(seen: int) -> CheckFinding | None:
+    """Return the failure if CUDA_VISIBLE_DEVICES names more GPUs than the `seen` ones; None if it
+    does not.
+    """
+    names = _named_gpus()
+    if len(names) <= seen:
+        return None
+    variable = f"CUDA_VISIBLE_DEVICES={','.join(names)}"
+    if seen and all(name.startswith(_MIG) for name in names):
+        return failed(
+            f"{variable} names {len(names)} MIG devices, and CUDA lets a process use one of them: "
+            "ranks cannot train together on others",
+            "name one MIG device, with cluster.nodes 1 and cluster.processes_per_node 1, or turn "
+            "MIG off: nvidia-smi -mig 0",
+        )
+    try:
+        listed = run_program(["nvidia-smi", "-L"], _ANSWER_SECONDS)
+    except NoAnswer as error:
+        listed = str(error)
+    there = re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", listed)
+    count = sum(not identity.startswith(_MIG) for identity in there)
+    unknown = [name for name in names if not _is_known(name, count, there)]
+    if not there or not unknown:
+        return None
+    return failed(
+        f"{variable}: {unknown[0]} is none of this machine's {count} GPUs, and CUDA ignores it and "
+        f"all names after it: {seen} of {len(names)} are left",
+        f"name 0 to {count - 1}, or ids of nvidia-smi -L: {', '.join(there)}",
+    )
+
+
+def _is_known(name: str, count: int, identities: Sequence[str]) -> bool:
+    if name.isdecimal():
+        return int(name) < count
+    return any(identity.startswith(name) for identity in identities)
+
+
+def _compare_with_job(
+    config: RunConfig, gang: HostGang, gpus: Sequence[_Gpu], finding: CheckFinding
+) -> CheckFinding:
+    """Return `finding`, which passed, or a failure if a GPU cannot train this job.
+
+    A script is not judged: its precision and its memory are its own.
+    """
+    if config.script is not None:
+        return finding
+    oldest = min(gpus, key=lambda gpu: gpu.capability)
+    settled = settle_for_device(config, oldest.capability)
+    if settled.fsdp.compute_dtype == "bfloat16" and oldest.capability < BFLOAT16_CAPABILITY:
+        return failed(
+            f"{oldest.name} has capability {oldest.capability}; bfloat16 needs "
+            f"{BFLOAT16_CAPABILITY}",
+            "set fsdp.param_dtype to auto or float16",
+        )
+    smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
+    needed = _sample_bytes(settled, gang)
+    if needed > smallest.memory_bytes:
+        return failed(
+            f"{smallest.name} has {size_text(smallest.memory_bytes)} of memory; the model with one "
+            f"sample needs {size_text(needed)} on each of {gang.ranks} ranks (estimated)",
+            _fix_of_memory(settled, gang, smallest.memory_bytes),
+        )
+    mixture = describe_mixture([(gpu.name, gpu.capability) for gpu in gpus])
+    if mixture:
+        return passed(f"{finding.detail}\n{mixture}")
+    return finding
+
+
+def _sample_bytes(config: RunConfig, gang: HostGang) -> int:
+    """Estimate the bytes of a rank's tensors with one sample per micro-batch; 0 if a workload of
+    the user has to be measured first.
+    """
+    if config.user_code is not None:
+        return 0
+    return rank_bytes(
+        config,
+        causal_lm_shape(config.model),
+        ranks=gang.ranks,
+        samples=1,
+        ranks_per_node=gang.processes_per_node,
+    ).total
+
+
+def _fix_of_memory(config: RunConfig, gang: HostGang, memory_bytes: int) -> str:
+    for keys, smaller in _smaller_configurations(config, gang):
+        needed = _sample_bytes(smaller, gang)
+        if needed <= memory_bytes:
+            return f"set {keys}, which needs {size_text(needed)}"
+    return "GPUs with more memory, more ranks in parallel.mode fsdp2, or a smaller model"
+
+
+def _smaller_configurations(config: RunConfig, gang: HostGang) -> Iterator[tuple[str, RunConfig]]:
+    """Yield keys that save memory, with the configuration that they make: what slows down training
+    least comes first.
+    """
+    if not config.fsdp.mixes_precision:
+        yield (
+            "fsdp.use_mixed_precision to auto",
+            config.changed("fsdp", use_mixed_precision=True),
+        )
+    sharded = config
+    keys = ""
+    if config.parallel.mode == "ddp" and gang.ranks > 1:
+        sharded = config.changed("parallel", mode="fsdp2")
+        keys = "parallel.mode to fsdp2"
+        yield keys, sharded
+    if config.parallel.recompute != "full":
+        keys = " and ".join(filter(None, (keys, "parallel.recompute to full")))
+        yield keys, sharded.changed("parallel", recompute="full")
 
 
 def _compare(driver: _Driver, answer: dict) -> CheckFinding:

@@ -38,6 +38,9 @@ _INTERFACES = Path("/sys/class/net")
 _SHARED_MEMORY = Path("/dev/shm")
 # Advised by the NCCL user guide for containers, whose default is 64 MiB
 _NCCL_SHARED_BYTES = 1 << 30
+_SHARED_MEMORY_FIX = (
+    f"enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g {_SHARED_MEMORY}"
+)
 
 _NEAR = 4  # largest batch to suggest, as a multiple of the given one
 
@@ -99,8 +102,7 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG
     """
     if not _SHARED_MEMORY.is_dir():
         return skipped(f"this system ({sys.platform}) has no {_SHARED_MEMORY}")
-    statistics = os.statvfs(_SHARED_MEMORY)
-    free = statistics.f_bavail * statistics.f_frsize
+    free = _free_shared_memory()
     gpus = len(gpu_files())
     if not gpus:
         detail = "none needed: ranks on CPUs talk over TCP, staging buffers count as memory"
@@ -110,9 +112,21 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG
         f"{gpus} GPUs: NCCL's segments between processes, and loader processes"
     )
     if free < _NCCL_SHARED_BYTES:
-        fix = f"enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g {_SHARED_MEMORY}"
-        return failed(arithmetic, fix)
+        return failed(arithmetic, _SHARED_MEMORY_FIX)
     return passed(arithmetic)
+
+
+def describe_shared_memory_shortage(ranks: int) -> str:
+    """Return a message if several ranks with GPUs have less of /dev/shm than NCCL may take; else ""."""
+    if ranks < 2 or not _SHARED_MEMORY.is_dir():
+        return ""
+    free = _free_shared_memory()
+    if free >= _NCCL_SHARED_BYTES:
+        return ""
+    return (
+        f"{_SHARED_MEMORY}: {size_text(free)} free for {ranks} ranks, {size_text(_NCCL_SHARED_BYTES)} "
+        f"advised for NCCL's segments between them; fix: {_SHARED_MEMORY_FIX}"
+    )
 
 
 def check_locked_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
@@ -328,6 +342,11 @@ def _ask(service: MetadataService) -> CheckFinding:
     return passed(
         f"{instance}: IMDSv2 works, IMDSv1 is refused ({status}), no spot notice is pending"
     )
+
+
+def _free_shared_memory() -> int:
+    statistics = os.statvfs(_SHARED_MEMORY)
+    return statistics.f_bavail * statistics.f_frsize
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:

@@ -47,7 +47,7 @@ from ebbflow.training.attach.steps import StepLog, SyncSchedule
 from ebbflow.training.checkpoint.signing import signer, use_signing_key
 from ebbflow.training.checkpoint.state import FurtherState, restore_rng, rng_name, to_bytes
 from ebbflow.training.engine.parallel import Spread, refuse_unused_parameters
-from ebbflow.training.engine.profiler import make_profiler
+from ebbflow.training.engine.profiler import make_step_watches
 from ebbflow.training.errors import (
     AttachError,
     TrainingError,
@@ -139,7 +139,7 @@ class AttachedLoop:
         self._syncs = SyncSchedule(spec.config.checkpoint)
         self.step_log = StepLog(reporter, kept_steps)
         self._metrics = MetricGate(self.record_notice)
-        self._profiler = make_profiler(spec, spec.config, gang, reporter)
+        self._step_watches = make_step_watches(spec, spec.config, gang, reporter)
         self._strays = StrayReads(state.stateful_objects, self.say)
         self._ends.enter_context(self._strays.watch())
         self.script = ScriptWatch(
@@ -261,8 +261,8 @@ class AttachedLoop:
             self._begun = True
             reporter.clock.emit_phases()
         self._in_step = self.step + 1
-        if self._profiler is not None:
-            self._profiler.reach(self._in_step)
+        for reach in self._step_watches:
+            reach(self._in_step)
         reporter.enter("forward", self._in_step)
 
     def begin_framework_step(self) -> None:

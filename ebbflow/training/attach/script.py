@@ -251,7 +251,8 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Run a script's ranks on this machine.",
         epilog=(
             "--nodes N or --with local|batch|kubernetes|slurm sends it through the flow: preflight, "
-            "plan, report. --profile FIRST:LAST profiles these steps."
+            "plan, report. --profile FIRST:LAST profiles these steps, --memory-snapshot STEP records "
+            "the GPU's memory of one."
         ),
     )
     parser.add_argument("script", help="the script; its arguments follow after --")

@@ -1,7 +1,7 @@
 """Profile some steps of each rank: a trace for Perfetto, and tables by kind of kernel and by
 collective.
 
-Also keep a snapshot of a GPU's memory when it runs out.
+Also keep snapshots of a GPU's memory: of a chosen step, and when it runs out.
 
 Kernels are those of the GPU. Without a GPU, the operators of the CPU and the collectives of gloo
 are counted instead.
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ebbflow.training.launch.messages import WorkerSpec
     from ebbflow.training.reporter import Reporter
 
+_SNAPSHOT_ENTRIES = 100_000  # allocations and releases of a step, if guards.memory_history is 0
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 # The first pattern that a name contains decides the class of a kernel or operator.
 _CLASSES = {
@@ -169,23 +170,83 @@ class StepProfiler:
         )
 
 
-def make_profiler(
+class StepMemory:
+    """Snapshot of a GPU's memory after one step, with the step's allocations and their stacks."""
+
+    def __init__(
+        self, spec: WorkerSpec, step: int, config: RunConfig, gang: Gang, reporter: Reporter
+    ) -> None:
+        self._step = step
+        self._entries = config.guards.memory_history or _SNAPSHOT_ENTRIES
+        self._recorded_anyway = _records_after_out_of_memory(spec, config)
+        self._spec = spec
+        self._rank = gang.rank
+        self._reporter = reporter
+        self._records = False
+        self._reached = 0
+        reporter.on_close(self.close)  # if training ends with this step, or before it
+
+    def reach(self, step: int) -> None:
+        """Record the memory of the chosen step. Call this before each step."""
+        self._reached = step
+        if self._records:
+            self._end()
+        elif step == self._step:
+            import torch  # a script may have none
+
+            if torch.cuda.is_initialized():
+                torch.cuda.memory._record_memory_history(max_entries=self._entries, stacks="python")
+                self._records = True
+            elif self._rank == 0:
+                self._explain("these ranks use no GPU, and torch records CUDA's memory alone")
+
+    def close(self) -> None:
+        if self._records:
+            self._end()
+        elif self._reached < self._step and self._rank == 0:
+            self._explain(f"training reached step {self._reached} only; fix: an earlier step")
+
+    def _end(self) -> None:
+        self._records = False
+        told = _keep_snapshot(self._spec, self._rank, self._step, self._reporter)
+        if not self._recorded_anyway:
+            import torch
+
+            torch.cuda.memory._record_memory_history(enabled=None)
+        message = f"rank {self._rank}, step {self._step}: memory snapshot; {told}"
+        print(message, flush=True)
+        self._reporter.emit(NOTICE, step=self._step, message=message)
+
+    def _explain(self, why: str) -> None:
+        message = f"training.memory_snapshot_step {self._step}: no snapshot, because {why}"
+        print(message, flush=True)
+        self._reporter.emit(NOTICE, message=message)
+
+
+def make_step_watches(
     spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
-) -> StepProfiler | None:
-    """Return the profiler of this rank, or None if no step is to be profiled."""
-    if config.training.profile_from is None:
-        return None
-    return StepProfiler(spec, config, gang, reporter)
+) -> list[Callable[[int], None]]:
+    """Return functions to call before each step with its number: they profile the configured steps
+    and record the memory of one.
+    """
+    watches: list[Callable[[int], None]] = []
+    if config.training.profile_from is not None:
+        watches.append(StepProfiler(spec, config, gang, reporter).reach)
+    step = config.training.memory_snapshot_step
+    if step is not None:
+        watches.append(StepMemory(spec, step, config, gang, reporter).reach)
+    return watches
 
 
 @contextmanager
 def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterator[None]:
-    """Profile the configured steps of a script in this context, unless it attaches: then its job
-    profiles them.
+    """Profile the configured steps of a script in this context, and record the memory of one,
+    unless it attaches: then its job does.
 
     A step of a script that does not attach ends when the optimizer that stepped first has stepped.
     """
-    if spec.config.training.profile_from is None:
+    training = spec.config.training
+    if training.profile_from is None and training.memory_snapshot_step is None:
         yield
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -211,13 +272,14 @@ def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterato
     def count(optimizer: Any, *_: Any) -> None:
         if not is_attached() and optimizer in (counted or [optimizer]):
             counted.append(optimizer)
-            profiler.reach(len(counted) + 1)
+            for reach in watches:
+                reach(len(counted) + 1)
 
     with EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log:
         # The agent already gets this rank's heartbeats, and the time of a script that does not
         # attach is not booked.
         reporter = Reporter(Clock(lambda *_, **__: None), log.emit)
-        profiler = StepProfiler(spec, spec.config, gang, reporter)
+        watches = make_step_watches(spec, spec.config, gang, reporter)
         hook = register_optimizer_step_post_hook(count)
         try:
             yield
@@ -242,25 +304,12 @@ def record_memory(
         return lambda _step: None
     import torch
 
-    if Overrides.from_json(spec.overrides).gradient_accumulation_steps is not None:
+    if _records_after_out_of_memory(spec, config):
         torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
         reporter.on_close(lambda: torch.cuda.memory._record_memory_history(enabled=None))
-    store = _open_profiles(spec)
 
     def keep_snapshot(step: int) -> None:
-        over = reporter.enter_temporarily("store")
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, f"rank-{gang.rank}-memory-step-{step}.pickle")
-                torch.cuda.memory._dump_snapshot(str(path))
-                store.put(path.name, path.read_bytes())
-            told = f"open {store.uri}/{path.name} in pytorch.org/memory_viz"
-        except (
-            Exception
-        ) as error:  # such as a full disk; what to do about the memory is decided all the same
-            told = f"the snapshot is lost: {type(error).__name__}: {error}"
-        finally:
-            over()
+        told = _keep_snapshot(spec, gang.rank, step, reporter)
         message = f"rank {gang.rank}, step {step}: out of memory; {told}"
         print(message, flush=True)
         reporter.emit(NOTICE, step=step, message=message)
@@ -350,6 +399,32 @@ def format_lines(tables: Mapping[str, Any], steps: int) -> dict[str, str]:
 def _open_profiles(spec: WorkerSpec) -> Store:
     generation = generation_name(spec.generation, spec.generation_id)
     return Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles/{generation}")
+
+
+def _records_after_out_of_memory(spec: WorkerSpec, config: RunConfig) -> bool:
+    """Return whether allocations are recorded in all steps, since memory has run out before."""
+    split = Overrides.from_json(spec.overrides).gradient_accumulation_steps is not None
+    return split and bool(config.guards.memory_history)
+
+
+def _keep_snapshot(spec: WorkerSpec, rank: int, step: int, reporter: Reporter) -> str:
+    """Put a snapshot of the GPU's memory into the store, and return how to open it, or why it is
+    lost.
+    """
+    import torch
+
+    store = _open_profiles(spec)
+    over = reporter.enter_temporarily("store")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"rank-{rank}-memory-step-{step}.pickle")
+            torch.cuda.memory._dump_snapshot(str(path))
+            store.put(path.name, path.read_bytes())
+        return f"open {store.uri}/{path.name} in pytorch.org/memory_viz"
+    except Exception as error:  # such as a full disk; the job goes on all the same
+        return f"the snapshot is lost: {type(error).__name__}: {error}"
+    finally:
+        over()
 
 
 def _is_nccl(span: Span) -> bool:

@@ -23,7 +23,7 @@ from ebbflow.training.engine.guards.overrides import Overrides
 from ebbflow.training.engine.inductor import open_compile_cache
 from ebbflow.training.engine.optimizer import Muon, keep_average, make_optimizer
 from ebbflow.training.engine.parallel import DTYPES, report_compilation, spread_model
-from ebbflow.training.engine.profiler import make_profiler, record_memory
+from ebbflow.training.engine.profiler import make_step_watches, record_memory
 from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.errors import WorkloadError
 from ebbflow.training.gang import Gang, time_waits
@@ -81,9 +81,7 @@ def build_trainer(
         keep_average(optimizer, config.training.ema)
     guards = make_guards(spec, config, gang, copies=spread.copies, emit=reporter.emit)
     guards.keep_snapshot = record_memory(spec, config, gang, reporter)
-    profiler = make_profiler(spec, config, gang, reporter)
-    if profiler is not None:
-        on_step.append(profiler.reach)
+    on_step += make_step_watches(spec, config, gang, reporter)
     guards.config = config = fit_micro_batch(guards, workload, spread, optimizer)
     extra = {
         "seed": config.training.seed,

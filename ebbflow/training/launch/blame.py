@@ -18,6 +18,7 @@ The culprit is the first of the following that the evidence shows:
 The failures of all other ranks are cascades: these ranks failed, or wait, because of the culprit.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from enum import StrEnum
 from operator import attrgetter
 
 from ebbflow.diagnose.judging import Finding, find_reported_cause
-from ebbflow.diagnose.nccl_errors import find_message_cause
+from ebbflow.diagnose.nccl_errors import NcclCause, find_message_cause
 from ebbflow.training.launch.evidence import (
     PROVEN,
     SLOW,
@@ -47,6 +48,7 @@ HANG = "hang"
 _by_time = attrgetter("timestamp")
 _MOST_UNUSUAL_FIRST = (True, None, False)  # results of `is_unusual_call`
 _STALL_SECONDS = 1.0  # without CPU time
+_CUDA_ERROR = re.compile(r"\bcuda (?:error|failure)|\b(?:cudnn|cublas) ?(?:error|_status)", re.I)
 # An exception counts as the cause of a kill only if it is more than this earlier
 _KILL_SECONDS = 1.0
 
@@ -130,7 +132,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
     for find_culprit in (_broken_gpu, _died, _stopped):
         accusation = find_culprit(failures)
         if accusation is not None:
-            return _culprit(accusation, evidence, message=_explain_nccl(accusation.failure))
+            return _culprit(accusation, evidence, message=_explain_device_error(accusation.failure))
     mismatch = detect_mismatch(evidence)
     if mismatch is not None:
         return _mismatch_culprit(mismatch, evidence)
@@ -173,6 +175,29 @@ def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:
     return None
 
 
+def find_shared_cause(evidence: Sequence[WorkerFailure], ranks: int) -> NcclCause | None:
+    """Return the cause that NCCL names on every node, and that lies on these machines alone, as no
+    network interface; None if there is none.
+
+    On each node at least one rank names it. All other ranks followed or wait for a peer.
+
+    Args:
+        ranks: number of ranks of the generation. Without evidence from all of them, nothing is
+            known of their nodes.
+    """
+    latest = _latest(evidence)
+    named = {failure.rank: _local_cause(failure) for failure in latest}
+    causes = {cause for cause in named.values() if cause is not None}
+    if len(named) != ranks or len(causes) != 1:
+        return None
+    nodes = {failure.node for failure in latest if named[failure.rank] is not None}
+    for failure in latest:
+        follows = failure.cascade or failure.hung or (failure.witness and not failure.left)
+        if named[failure.rank] is None and not (follows and failure.node in nodes):
+            return None
+    return causes.pop()
+
+
 # One return per kind of evidence
 def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False) -> float:  # noqa: PLR0911 - one return for each rule, in the order of their precedence
     """Return how many seconds to wait after the first failure for a report about its cause.
@@ -185,6 +210,9 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
             return 1.0
         return 0.3
     if any(not failure.cascade and not failure.hung for failure in failures):
+        # If all ranks fail of it, another start is useless
+        if not all_heard and any(map(_local_cause, failures)):
+            return 3.0
         return 0.5
     if not failures:
         return 1.0  # the positions of all ranks are the evidence
@@ -353,16 +381,25 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
     return _culprit(accusation, evidence, message=text, certainty=SLOW)
 
 
-def _explain_nccl(failure: WorkerFailure) -> str:
+def _explain_device_error(failure: WorkerFailure) -> str:
     """Return the failure's message with the cause and fix that `ebbflow diagnose` finds in it; ""
-    if it is no error of NCCL, or has no known cause.
+    if it is no error of NCCL or CUDA, or has no known cause.
     """
-    if find_message_cause(failure.message) is None:
+    known = find_message_cause(failure.message) is not None
+    if not known and not _CUDA_ERROR.search(failure.message):
         return ""
     cause = find_reported_cause([(failure.rank, failure.message)])
     if cause is None:
         return ""
     return _add_cause(failure.message, cause)
+
+
+def _local_cause(failure: WorkerFailure) -> NcclCause | None:
+    """Return the cause on its own machine that NCCL names in a rank's failure; None for another."""
+    if failure.killed or failure.hung or failure.witness or failure.gpu_fault:
+        return None
+    cause = find_message_cause(failure.message)
+    return cause if cause is not None and cause.is_local else None
 
 
 def _add_cause(message: str, cause: Finding) -> str:

@@ -35,6 +35,7 @@ from ebbflow.training.engine.guards.overrides import read_overrides, rewind_pare
 from ebbflow.training.errors import CrashLoop, GangError, TrainingError
 from ebbflow.training.launch import messages
 from ebbflow.training.launch.crash_loop import (
+    SAME_LIMIT,
     FailedGeneration,
     ProgressBound,
     describe_crash_loop,
@@ -309,9 +310,13 @@ class Coordinator:
         self._log.beat()
 
     def _record_end(self, ended: messages.GenerationEnd, last: messages.GenerationEnd) -> None:
-        absent = {} if self._ranks_started else {"ranks_started": False}
+        absent: dict[str, bool | int] = {}
+        if not self._ranks_started:
+            absent["ranks_started"] = False
         if ended.known_cause:
             absent["known_cause"] = True
+        if ended.same_limit != SAME_LIMIT:
+            absent["same_limit"] = ended.same_limit
         self._log.emit(
             ev.GENERATION_ENDED,
             reason=ended.reason,
@@ -448,6 +453,7 @@ class GenerationPlanner:
             why=ended.culprit,
             idle_seconds=lost["lost_rank_seconds"] / self._world_size,
             ranks=self._world_size,
+            same_limit=ended.same_limit,
         )
         others = [failure for failure in self._failed if failure.generation != generation]
         self._failed = [*others, failed]

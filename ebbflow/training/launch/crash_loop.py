@@ -49,6 +49,7 @@ class FailedGeneration:
     why: str = ""  # what the scheduler says of its end, else its culprit
     idle_seconds: float = 0.0  # since its last commit, or its begin
     ranks: int = 0
+    same_limit: int = SAME_LIMIT  # number of equal failures that are a crash loop
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ def find_crash_loop(
     same = [failure for failure in since if failure.fingerprint in ("", mark)]
     if len(same) >= SAME_LIMIT:
         return same
+    equal = [failure for failure in same if failure.fingerprint]
+    if equal and len(equal) >= equal[-1].same_limit:
+        return equal
     if len(since) >= ANY_LIMIT:
         return since
     return []
@@ -243,6 +247,7 @@ def _read_generation(
         why=texts[-1],
         idle_seconds=last_wall - max([first.t_wall, *commits]),
         ranks=sum(ranks.values()),
+        same_limit=int(end.same_limit or SAME_LIMIT),
     )
 
 

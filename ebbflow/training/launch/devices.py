@@ -12,13 +12,19 @@ import json
 import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ebbflow.core.preflight import CheckFinding
-from ebbflow.infra.checks.gpu import gpu_files, gpus_hidden, may_have_gpus, try_gpus
+from ebbflow.infra.checks.gpu import (
+    describe_mixture,
+    gpu_files,
+    gpus_hidden,
+    may_have_gpus,
+    try_gpus,
+)
+from ebbflow.infra.checks.machine import describe_shared_memory_shortage
 from ebbflow.training.errors import DeviceUnavailable
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -93,7 +99,10 @@ class NodeGpuCheck:
 
     def _run(self, check: Callable[[int], tuple[CheckFinding, int]], promised: int) -> None:
         try:
-            self._finding, _ = check(promised)
+            self._finding, gpus = check(promised)
+            shortage = describe_shared_memory_shortage(gpus)
+            if shortage:
+                print(shortage, flush=True)
         except Exception as error:  # each rank checks its GPU again
             print(
                 f"the GPUs of this node could not be checked: {type(error).__name__}: {error}",
@@ -150,7 +159,7 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
         models = [devices.models[indices[rank]] for rank, devices in enumerate(seen)]
         return Assignment(
             indices=tuple(indices.values()),
-            note=_describe_mixture(models),
+            note=describe_mixture(models),
             capability=min(capability for _, capability in models),
         )
     wanted = choice == "cuda" or any(gpus.promised for gpus in seen)
@@ -165,20 +174,6 @@ def assign_gpus(seen: Sequence[VisibleGpus], choice: DeviceChoice) -> Assignment
     if wanted:
         raise DeviceUnavailable(f"{short}; fix: {fewer}, or set cluster.device to cpu")
     return Assignment(note=f"{short}; all ranks train on the CPU; to train on the GPUs, {fewer}")
-
-
-def _describe_mixture(models: Sequence[tuple[str, float]]) -> str:
-    """Return a message if ranks have GPUs of different models; "" if they have equal ones."""
-    counts = Counter(models)
-    if len(counts) == 1:
-        return ""
-    named = ", ".join(f"{count} × {name}" for (name, _), count in counts.most_common())
-    lowest = min(models, key=lambda model: model[1])
-    return (
-        f"the {len(models)} ranks have {len(counts)} kinds of GPU ({named}): each step waits for "
-        f"the slowest, and the precision is that of {lowest[0]} (capability {lowest[1]}); fix: "
-        "CUDA_VISIBLE_DEVICES with GPUs of one kind"
-    )
 
 
 def _capability(index: int) -> float:

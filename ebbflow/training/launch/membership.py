@@ -269,7 +269,9 @@ class CoordinatorPeers(_Peers):
 
     def _end_from_failures(self) -> GenerationEnd:
         start = self._running
-        end = messages.end_from_failures(self._evidence.evidence(time.monotonic()))
+        evidence = self._evidence.evidence(time.monotonic())
+        ranks = len(start.nodes) * self._spec.processes_per_node
+        end = messages.end_from_failures(evidence, ranks)
         end = self._continuation.after_failure(end, start.nodes, self.nodes)
         if end.error == UnreliableReader.__name__ and not end.left_out:
             reader = start.nodes[end.ranks[0] // self._spec.processes_per_node]

@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -28,9 +28,11 @@ from ebbflow.core.json_values import JsonObject
 from ebbflow.core.layout import write_atomically
 from ebbflow.core.requirements import installed_versions
 from ebbflow.core.terms import Terms
+from ebbflow.diagnose.nccl_errors import NcclCause
 from ebbflow.diagnose.rules import load_rules
 from ebbflow.training import errors
-from ebbflow.training.launch.blame import Culprit, blame
+from ebbflow.training.launch.blame import Culprit, blame, find_shared_cause
+from ebbflow.training.launch.crash_loop import SAME_LIMIT
 from ebbflow.training.launch.evidence import PROVEN, WorkerFailure
 
 SPEC_VARIABLE = "EBBFLOW_SPEC"
@@ -44,6 +46,8 @@ _LONGEST_SILENCE_SECONDS = 20.0
 _MAY_PASS = re.compile(
     r"timeout|timed out|connection|socket|http|nccl|gloo|DistBackend|OSError|IOError", re.IGNORECASE
 )
+# One try more: what another process held may be free then
+_SHARED_CAUSE_LIMIT = 2
 _SHORTEST_SILENCE_SECONDS = 4.0  # agents ping each other once per second
 
 SIGTERM = "SIGTERM"
@@ -340,6 +344,8 @@ class GenerationEnd:
     error: str = ""  # class name of the culprit's exception
     # Text that is equal for equal failures of the program; "" for others, such as a lost node
     fingerprint: str = ""
+    # Number of equal failures without a new commit that end the job
+    same_limit: int = SAME_LIMIT
     known_cause: bool = False  # the loss of a node is explained, as by a fault of its GPU
     details: dict = field(default_factory=dict)  # further fields of the event FAULT_DETECTED
     at: Sequence[float] = ()  # (Unix time, monotonic time) at which the end was decided
@@ -413,11 +419,15 @@ def end_for_left_out_node(end: GenerationEnd, cause: str) -> GenerationEnd:
     return GenerationEnd(outcome=outcome, reason=EndReason.AGENT_STOPPED)
 
 
-def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
+def end_from_failures(evidence: Sequence[WorkerFailure], ranks: int | None = None) -> GenerationEnd:
     """Return the result of a failed generation, with the culprit that the evidence shows.
 
     `again` is True if new ranks on the same nodes may succeed. After the loss of a node it is False
-    here, and the caller sets it if enough nodes are left.
+    here, and the caller sets it if enough nodes are left. A cause of NCCL that all nodes share
+    leaves at most one more try.
+
+    Args:
+        ranks: number of ranks of the generation; None if unknown.
     """
     culprit = blame(evidence)
     failure = culprit.failure
@@ -438,7 +448,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
     else:
         fingerprint = _fingerprint(culprit)
     stopped = {report.rank for report in evidence if report.stopped}
-    return GenerationEnd(
+    end = GenerationEnd(
         culprit=text,
         reason=reason,
         ranks=sorted({culprit.rank} | stopped),
@@ -452,6 +462,10 @@ def end_from_failures(evidence: Sequence[WorkerFailure]) -> GenerationEnd:
         curable=curable,
         failed_as=kind.outcome.value,
     )
+    shared = None if ranks is None else find_shared_cause(evidence, ranks)
+    if shared is None:
+        return end
+    return _end_from_shared_cause(end, shared)
 
 
 def end_from_results(
@@ -520,6 +534,29 @@ def end_if_unaffordable(
         return None
     return GangOutcome(
         outcome=outcome.value, step=step, generation=start.generation, message=message
+    )
+
+
+def _end_from_shared_cause(end: GenerationEnd, cause: NcclCause) -> GenerationEnd:
+    """Return the end after a failure whose cause lies on each node: new ranks meet it again."""
+    if cause.recurs:
+        action = f"no restart helps, since every node has this cause: {cause.fix}"
+        return replace(
+            end,
+            culprit=f"{end.culprit}; not started again, since every node has this cause",
+            details=end.details | {"next_action": action},
+            user_code=False,
+            again=False,
+            curable=False,
+            failed_as=Outcome.CONFIG.value,
+        )
+    action = f"one restart, since the cause may pass; if it comes again: {cause.fix}"
+    return replace(
+        end,
+        fingerprint=f"NCCL: {cause.cause or cause.symptom}",
+        same_limit=_SHARED_CAUSE_LIMIT,
+        details=end.details | {"next_action": action},
+        user_code=False,
     )
 
 

@@ -9,15 +9,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ebbflow.core.events import EndReason
+from ebbflow.core.footprint import HostGang
 from ebbflow.core.keeper import Keeper
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.process import AwakeClock
 from ebbflow.core.store import Store
 from ebbflow.core.terms import Terms
-from ebbflow.infra.checks.gpu import gpus_hidden
+from ebbflow.infra.checks.gpu import gpus_hidden, try_gpus
 from ebbflow.training.errors import AgentFailure, describe_exception, describe_traceback
 from ebbflow.training.launch.devices import NodeGpuCheck
 from ebbflow.training.launch.evidence import parse_traceback
@@ -96,7 +98,12 @@ class NodeRuntime:
         self.spec = spec
         cluster = spec.config.cluster
         self.start_seconds = cluster.start_deadline_seconds
-        self._gpu_check = NodeGpuCheck(cluster.device, promised=spec.promised_gpus)
+        gang = HostGang(nodes=spec.nodes, processes_per_node=spec.processes_per_node)
+        self._gpu_check = NodeGpuCheck(
+            cluster.device,
+            promised=spec.promised_gpus,
+            check=partial(try_gpus, config=spec.config, gang=gang),
+        )
         limit = max(1.0, min(60.0, self.start_seconds / _REQUESTS_PER_START))
         if in_jobset():  # its pods start as soon as each has a machine, which may have to boot
             self.start_seconds = cluster.replacement_deadline_seconds

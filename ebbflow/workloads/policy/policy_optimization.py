@@ -64,6 +64,7 @@ from ebbflow.workloads.policy.policy_rollouts import (
     correct_importance,
     find_tensor_group,
     greedy_draws,
+    send,
     split_policy,
     token_log_probs,
 )
@@ -151,6 +152,8 @@ class PolicyOptimization:
         self._clipped = torch.zeros(2, device=context.device)  # tokens that were clipped, and all
         self._seconds = {"rollout": 0.0, "update": 0.0}
         self._tokens = {"rollout": 0.0, "update": 0.0}
+        # A model's record, and the round whose rollouts it has
+        self._recorded: tuple[Record, float] | None = None
         self._left_at: float | None = None  # when the last `next_batch` returned
 
     @classmethod
@@ -280,8 +283,9 @@ class PolicyOptimization:
         number, place = divmod(step, self._round_steps)
         group = self._options.n_samples_per_prompt
         device = self._context.device
-        if place == 0 or module.record.read()["round"] != number:
+        if place == 0 or self._find_recorded_round(module.record, number) != number:
             table = self._roll_out(module, step, number)
+            self._recorded = module.record, number
         else:
             kept = module.record
             table = RolloutBatch(
@@ -355,7 +359,7 @@ class PolicyOptimization:
         self._engine.update_weights(model, 0)
         found = self._generate(mine, greedy_draws(share, options.generate_max_len))
         texts = self._texts(found.tokens, found.prompt_lengths, found.lengths)
-        own = torch.tensor(self._reward.judge(mine, texts), device=context.device)
+        own = send(torch.tensor(self._reward.judge(mine, texts)), context.device)
         rewards = context.gather(own).flatten()[:count].double()
         self._shown = [
             (prompt.text, text, prompt.answer, float(reward))
@@ -483,7 +487,7 @@ class PolicyOptimization:
         else:
             old = self._score(module, found.tokens)[0]
         columns = [found.tokens, found.prompt_lengths[:, None], found.lengths[:, None]]
-        columns += [torch.tensor(rewards, device=context.device)[:, None], old * found.mask]
+        columns += [send(torch.tensor(rewards), context.device)[:, None], old * found.mask]
         columns += [self._score_by_reference(module, found.tokens) if self._uses_reference else old]
         if options.advantage_estimator == "ppo":
             assert isinstance(self._engine, TorchEngine)
@@ -524,6 +528,14 @@ class PolicyOptimization:
             for p in places
         ]
         return prompts, torch.cat(draws)
+
+    def _find_recorded_round(self, record: Record, expected: int) -> float:
+        """Return the round whose rollouts a record has. To read it, a GPU's host waits."""
+        if self._recorded is None or self._recorded[0] is not record:
+            return record.read()["round"]
+        if self._recorded[1] != expected:
+            self._recorded = record, record.read()["round"]
+        return self._recorded[1]
 
     def _judge(  # noqa: PLR0912, PLR0913, PLR0915 - one loss whose terms belong together
         self,
@@ -610,7 +622,8 @@ class PolicyOptimization:
         else:
             means["accept_rate"] = (advantages * mask).any(dim=1)
         means["entropy"] = -(old * mask).sum(dim=1) / lengths  # E[-log p] is the entropy
-        after |= {name: sums[name] + float(value.double().sum()) for name, value in means.items()}
+        totals = torch.stack([value.double().sum() for value in means.values()]).tolist()
+        after |= {name: sums[name] + total for name, total in zip(means, totals, strict=True)}
         if options.kl_target:
             after["kl_coefficient"] = math_of.adapt_kl_coefficient(
                 coefficient, float(per_token), options.kl_target, len(rewards), options.kl_horizon

@@ -202,16 +202,15 @@ class TorchEngine:
     def _generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> tuple[Tensor, ...]:
         count = len(prompts)
         device = self._device
-        tokens = torch.full((count, self._sequence), self._stop, device=device)
+        filled = torch.full((count, self._sequence), self._stop)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-        begins = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        ends = (begins + draws.shape[1]).clamp(max=self._sequence)
-        lengths = ends.clone()
-        draws = draws.to(device)
+            filled[row, : len(prompt)] = torch.tensor(prompt)
+        counts = torch.tensor([len(prompt) for prompt in prompts])
+        shortest = int(counts.min())
+        longest = min(int(counts.max()) + draws.shape[1], self._sequence)
+        tokens, begins, draws = (send(part, device) for part in (filled, counts, draws))
+        lengths = (begins + draws.shape[1]).clamp(max=self._sequence)
         log_probs = torch.zeros(count, self._sequence - 1, device=device)
-        shortest = int(begins.min())
-        longest = int(ends.max())
         policy: Any = self._model
         if self.cached:
             past = policy.make_cache(longest)
@@ -226,8 +225,9 @@ class TorchEngine:
             drawn, found = draw_tokens(
                 logits, draws[rows, place.clamp(0, draws.shape[1] - 1)], self._temperature
             )
-            tokens[active, at] = drawn[active]
-            log_probs[active, at - 1] = found[active]
+            # By a mask, a GPU's host would wait to learn how many there are
+            tokens[:, at] = torch.where(active, drawn, tokens[:, at])
+            log_probs[:, at - 1] = torch.where(active, found, log_probs[:, at - 1])
             lengths = torch.where(active & (drawn == self._stop), at + 1, lengths)
             if not bool((at + 1 < lengths).any()):
                 break
@@ -239,6 +239,13 @@ class TorchEngine:
 
     def _logits(self, tokens: Tensor, past: Any) -> Tensor:
         return policy_logits(self._model, tokens, past)[:, -1]
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device. A GPU copies it while the host goes on."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def completion_mask(sequence: int, prompt_lengths: Tensor, lengths: Tensor) -> Tensor:

@@ -149,12 +149,12 @@ class SampleLoader:
             self._stop_workers()  # they read what is not needed any more
             content = self._reader[cursor]
             self._batch_bytes = self._batch_bytes or count_bytes(content)
-            return content
+            return self._pin(content)
         while True:
             if self._receiver is None:
                 self._iterator = self._start(cursor)
                 if self._iterator is None:  # no worker fits into this machine
-                    return self._reader[cursor]
+                    return self._pin(self._reader[cursor])
                 self._receiver = _Receiver(self._iterator)
             try:
                 content = self._receiver.take()
@@ -164,6 +164,14 @@ class SampleLoader:
         if isinstance(content, _Failure):
             raise content.error
         return content
+
+    def _pin(self, content: Any) -> Any:
+        """Return samples that this process has read in pinned memory, if they go to a GPU: their
+        copy would make the host wait.
+        """
+        if not self._pin_memory:
+            return content
+        return _change_tensors(content, Tensor.pin_memory)
 
     def _stop_workers(self) -> None:
         if self._receiver is not None:
@@ -425,12 +433,16 @@ def _like(content: Any, parts: list[Any]) -> Any:
 
 
 def _move(content: Any, device: torch.device) -> Any:
+    return _change_tensors(content, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _change_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(content, Tensor):
-        return content.to(device, non_blocking=True)
+        return change(content)
     if isinstance(content, dict):
-        return {key: _move(value, device) for key, value in content.items()}
+        return {key: _change_tensors(value, change) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return _like(content, [_move(part, device) for part in content])
+        return _like(content, [_change_tensors(part, change) for part in content])
     return content
 
 
