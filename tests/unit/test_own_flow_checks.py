@@ -320,10 +320,12 @@ def test_metaflow_works_where_a_code_package_has_the_registration_and_not_ebbflo
         "print('ebbflow' in sys.modules, hasattr(metaflow, 'ebbflow'))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Metaflow finds the registration of an editable installation too, and refuses to have it twice
+    environment["METAFLOW_EXTENSIONS_SEARCH_DIRS"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert (done.stdout.strip(), done.stderr) == ("False False", ""), done
+    assert (done.stdout.strip(), done.stderr) == ("False False", ""), done.stdout + done.stderr
 
 
 def test_the_packages_of_ebbflow_are_added_to_pypi_and_named_for_conda() -> None:
