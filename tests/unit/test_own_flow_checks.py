@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+from metaflow import FlowSpec
 
 from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
 from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError, add_requirements
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
-from ebbflow.flows.own_flow.task_job import share_gpus
+from ebbflow.flows.own_flow.task_job import TaskJob, share_gpus
 from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 from ebbflow.flows.own_flow.training_settings import make_settings
@@ -89,6 +92,23 @@ def test_a_step_with_ebbflow_passes_metaflows_check_alone_and_with_num_parallel(
     assert code == 0, text
 
 
+def make_step(folder: Path) -> CheckedStep:
+    return CheckedStep(
+        name="train",
+        place="flow.py:9",
+        options=StepOptions(),
+        store=str(folder),
+        datastore="local",
+        flow_folder=folder,
+        backend=None,
+        is_gang=False,
+        is_caught=False,
+        nodes=1,
+        calls=(),
+        files=(),
+    )
+
+
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
@@ -152,6 +172,35 @@ def test_bad_input_is_refused_with_place_and_fix(
     assert "Traceback" not in output
 
 
+def test_the_decorator_and_its_options_can_be_given_on_the_command_line(tmp_path: Path) -> None:
+    words = ("--with=ebbflow:bugdet=3,ranks=2", "check")
+    code, output = check(tmp_path, *words, decorators="")
+    assert code == 1
+    assert re.search(r"@ebbflow of step \w+: bugdet is no option of @ebbflow; fix: ", output), output
+    both = check(tmp_path, "--with=ebbflow:budget=3", "check")
+    assert both[0] == 0, both[1]
+
+
+def test_a_configuration_that_is_no_path_is_refused(tmp_path: Path) -> None:
+    task = TaskName(flow="F", run="1", origin_run=None, step="train", task="2", attempt=0)
+    job = TaskJob(cast(FlowSpec, None), task, make_step(tmp_path))
+    with pytest.raises(
+        OwnFlowError, match=r"train takes the path of a file, not a dict; fix: set="
+    ):
+        job.train(cast(str, {"training": {"max_steps": 4}}))
+
+
+def test_a_step_on_kubernetes_is_planned_for_it_unless_the_file_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    step = replace(make_step(tmp_path), backend="kubernetes")
+    file = tmp_path / "job.yaml"
+    file.write_text("training: {max_steps: 4}\n")
+    assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "kubernetes"
+    file.write_text("cluster: {plan_for: batch}\n")
+    assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "batch"
+
+
 def test_two_steps_with_one_job_name_are_refused(tmp_path: Path) -> None:
     both = '@ebbflow(name="train")\n    @step\n    def other(self):\n        self.next(self.train)'
     code, output = check(tmp_path, decorators=f"{both}\n\n    @ebbflow", called_with="".join(()))
@@ -182,19 +231,7 @@ def test_num_parallel_against_cluster_nodes_is_refused_before_the_run(tmp_path: 
 
 def test_a_teams_budget_which_a_step_would_ignore_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("cost:\n  team_file: store\n")
-    step = CheckedStep(
-        name="train",
-        place="flow.py:9",
-        options=StepOptions(),
-        store=str(tmp_path),
-        datastore="local",
-        flow_folder=tmp_path,
-        is_gang=False,
-        is_caught=False,
-        nodes=1,
-        calls=(),
-        files=(),
-    )
+    step = make_step(tmp_path)
     with pytest.raises(OwnFlowError, match=r"flow.py:9: job.yaml:2 has cost.team_file, .*; fix: "):
         make_settings(step, nodes=1, file=tmp_path / "job.yaml")
 
