@@ -176,7 +176,9 @@ def test_the_decorator_and_its_options_can_be_given_on_the_command_line(tmp_path
     words = ("--with=ebbflow:bugdet=3,ranks=2", "check")
     code, output = check(tmp_path, *words, decorators="")
     assert code == 1
-    assert re.search(r"@ebbflow of step \w+: bugdet is no option of @ebbflow; fix: ", output), output
+    assert re.search(r"@ebbflow of step \w+: bugdet is no option of @ebbflow; fix: ", output), (
+        output
+    )
     both = check(tmp_path, "--with=ebbflow:budget=3", "check")
     assert both[0] == 0, both[1]
 
