@@ -9,13 +9,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from metaflow import FlowSpec
 
+from ebbflow.flows.own_flow.deployment_plan import print_deployment_plans
 from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
-from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError, add_requirements
+from ebbflow.flows.own_flow.step_checks import (
+    CheckedStep,
+    OwnFlowError,
+    TrainingCall,
+    add_requirements,
+)
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
 from ebbflow.flows.own_flow.task_job import TaskJob, share_gpus
 from ebbflow.flows.own_flow.task_name import TaskName
@@ -201,6 +207,30 @@ def test_a_step_on_kubernetes_is_planned_for_it_unless_the_file_says_otherwise(
     assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "kubernetes"
     file.write_text("cluster: {plan_for: batch}\n")
     assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "batch"
+
+
+def test_a_deployment_is_refused_for_what_is_known_and_computed_arguments_wait_for_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text("training: {max_steps: 400}\n")
+    (tmp_path / "train.py").write_text("import ebbflow\n")
+    about: Any = {"line": 12, "arguments": (), "overrides": {}, "words": (), "values": None}
+    run = TrainingCall(kind="run", file="train.py", **about)
+    train = TrainingCall(kind="train", file="job.yaml", **about)
+    step = replace(make_step(tmp_path), backend="kubernetes", calls=(run,))
+    print_deployment_plans(replace(step, nodes=None))
+    print_deployment_plans(replace(step, options=StepOptions(deadline=0.001)))
+    print_deployment_plans(replace(step, options=StepOptions(budget=9)))
+    printed = capsys.readouterr()
+    assert printed.out == "", "it has the workflow's JSON"
+    first, second, third = printed.err.splitlines()
+    waits = "@ebbflow: step train, train.py: planned when the step runs, because "
+    assert first == f"{waits}num_parallel is computed"
+    assert second == f"{waits}the training was not measured"
+    assert "; hours unknown, because the training was not measured; budget $9.00, no" in third
+    step = replace(step, calls=(train,), options=StepOptions(budget=0.0001))
+    with pytest.raises(OwnFlowError, match=r"flow.py:9: step train, job.yaml: budget: .* \(.*\)"):
+        print_deployment_plans(step)
 
 
 def test_two_steps_with_one_job_name_are_refused(tmp_path: Path) -> None:

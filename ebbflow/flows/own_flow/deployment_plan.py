@@ -6,6 +6,7 @@ refuse a training.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,8 @@ def print_deployment_plans(step: CheckedStep) -> None:
     for call in step.calls:
         where = f"step {step.name}, {call.file or call.kind}"
         try:
-            text = _plan_call(step, call)
+            with contextlib.redirect_stdout(sys.stderr):
+                text = _plan_call(step, call)
         except (ArgumentError, EbbflowError) as error:
             raise OwnFlowError(f"{step.place}: {where}: {error}") from error
         print(f"@ebbflow: {where}: {text}", file=sys.stderr, flush=True)
@@ -57,16 +59,19 @@ def _plan_call(step: CheckedStep, call: TrainingCall) -> str:
         now_utc=time.time(),
         is_simulated=False,
     )
+    is_measured = shape is None or shape.kind != "unknown"
     refusal = plan.refusal
     if refusal is not None:
         is_unpriced = refusal.outcome is Outcome.NO_CAPACITY
+        if not is_measured and not is_unpriced:
+            return "planned when the step runs, because the training was not measured"
         if is_unpriced and plan.budget_usd is None:
             return f"no price: {refusal.message}; fix: usd_per_node_hour="
         raise OwnFlowError(
             f"{step.place}: step {step.name}, {call.file or call.kind}: {refusal.outcome}: "
             f"{refusal.message} ({refusal.hint})"
         )
-    return _describe(plan, step, is_measured=shape is None or shape.kind != "unknown")
+    return _describe(plan, step, is_measured=is_measured)
 
 
 def _make_settings(step: CheckedStep, call: TrainingCall, nodes: int) -> TrainingSettings:
@@ -85,12 +90,13 @@ def _make_settings(step: CheckedStep, call: TrainingCall, nodes: int) -> Trainin
 def _find_shape(call: TrainingCall, settings: TrainingSettings) -> ModelShape | None:
     """Return the shape of a training's model, as far as it is known before the step runs.
 
-    A script with computed arguments cannot be measured.
+    None for the default workload. A script with computed arguments cannot be measured.
     """
     config = settings.config
-    if call.kind == "train":
-        return None if config.workload is None else examine(config, prepare=False).shape
     unknown = script_shape({}, config)
+    if call.kind == "train":
+        # Without its data, which the step prepares, a workload may not be measurable
+        return None if config.workload is None else examine(config, prepare=False).shape or unknown
     has_limit = config.cost.budget_usd is not None or config.cost.deadline_hours is not None
     if call.kind == "attach" or call.words is None or call.values is None or not has_limit:
         return unknown
