@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from metaflow import FlowSpec
@@ -214,9 +214,16 @@ def test_a_deployment_is_refused_for_what_is_known_and_computed_arguments_wait_f
 ) -> None:
     (tmp_path / "job.yaml").write_text("training: {max_steps: 400}\n")
     (tmp_path / "train.py").write_text("import ebbflow\n")
-    about: Any = {"line": 12, "arguments": (), "overrides": {}, "words": (), "values": None}
-    run = TrainingCall(kind="run", file="train.py", **about)
-    train = TrainingCall(kind="train", file="job.yaml", **about)
+    run = TrainingCall(
+        kind="run",
+        file="train.py",
+        line=12,
+        arguments=(),
+        overrides={},
+        words=(),
+        values=None,
+    )
+    train = replace(run, kind="train", file="job.yaml")
     step = replace(make_step(tmp_path), backend="kubernetes", calls=(run,))
     print_deployment_plans(replace(step, nodes=None))
     print_deployment_plans(replace(step, options=StepOptions(deadline=0.001)))
