@@ -171,17 +171,21 @@ def identify_machine(
     system: the folder that contains /proc and /sys. deadline_seconds: limit for all requests
         together.
     """
-    # A multi-node job has "<job>#<node>"
-    job = environment.get("AWS_BATCH_JOB_ID", "").split("#")[0]
-    # The id of its JobSet or Job (`infra.kubernetes`)
+    job = find_own_job(environment)
+    return replace(_identify(environment, system, deadline_seconds), batch_job_id=job)
+
+
+def find_own_job(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the id of the AWS Batch job, JobSet or Kubernetes Job that this process runs in."""
     if pod := environment.get("METAFLOW_KUBERNETES_POD_NAME"):
         jobset = environment.get("METAFLOW_KUBERNETES_JOBSET_NAME")
         if jobset:
             owner = f"jobsets/{jobset}"
         else:
             owner = f"jobs/{pod.rpartition('-')[0]}"
-        job = f"{environment.get('METAFLOW_KUBERNETES_POD_NAMESPACE', '')}/{owner}"
-    return replace(_identify(environment, system, deadline_seconds), batch_job_id=job or None)
+        return f"{environment.get('METAFLOW_KUBERNETES_POD_NAMESPACE', '')}/{owner}"
+    # A multi-node job has "<job>#<node>"
+    return environment.get("AWS_BATCH_JOB_ID", "").split("#")[0] or None
 
 
 def describe_machine() -> JsonObject:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -270,6 +276,48 @@ def test_a_flow_of_a_notebooks_cell_trains_and_its_model_is_loaded_in_the_next_c
         "model = run['train'].task.data.model\nprint(model.weights_sha256, len(model.state_dict()))",
     )
     assert printed.split() == [weights, "4"]
+
+
+def test_an_environment_without_ebbflow_trains_with_what_the_code_package_brings(
+    tmp_path: Path, weights: str
+) -> None:
+    """As Metaflow runs a step locally with --environment=pypi: its interpreter has the packages
+    that the step names, and ours, and PYTHONPATH leads into the unpacked code package.
+    """
+    flow = OwnFlow(tmp_path / "project", "single")
+    flow.succeed("package", "save", "code.tgz")
+    package = tmp_path / "package"
+    with tarfile.open(flow.folder / "code.tgz") as archive:
+        archive.extractall(package, filter="data")
+    python = make_environment_without_ebbflow(tmp_path / "environment")
+    code = package / ".mf_code"
+    environment = flow.environment | {
+        "PYTHONPATH": str(code),
+        "METAFLOW_EXTRACTED_ROOT": str(package),
+    }
+    done = subprocess.run(
+        [python, "single.py", "run"],
+        cwd=package,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [manifest] = package.glob(".metaflow/ebbflow/jobs/*/report.json")
+    assert json.loads(manifest.read_text())["weights_sha256"] == weights
+
+
+def make_environment_without_ebbflow(folder: Path) -> Path:
+    """Make a virtual environment with this one's packages but ebbflow; return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    packages = folder / "packages"
+    packages.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if "ebbflow" not in path.name:
+            (packages / path.name).symlink_to(path)
+    [site] = folder.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(f"{packages}\n")
+    return folder / "bin" / "python"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in SOURCES.glob("*.py")))

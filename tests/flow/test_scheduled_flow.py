@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ model: {hidden_size: 16, num_layers: 1, num_heads: 2, sequence_length: 16}
 training: {batch_size: 4, max_steps: 4, scheduler: {warmup_steps: 1}}
 cluster: {nodes: 1, processes_per_node: 1}
 """
+REFUSED = "@ebbflow(budget=0.0001)\n    @step\n    def job"
 pytestmark = pytest.mark.flow
 
 
@@ -166,6 +168,47 @@ def test_a_users_flow_with_the_decorator_compiles_for_argo(
         template["name"]: template for template in read_document(done)["spec"]["templates"]
     }
     assert {"start", "train", "end"} <= templates.keys()
+    nodes = (
+        "2 nodes at $36.0000" if name == "gang" else "1 × g4dn.xlarge spot in us-east-1 at $0.1894"
+    )
+    [plan] = [line for line in done.stderr.splitlines() if line.startswith("@ebbflow: ")]
+    assert plan.startswith(f"@ebbflow: step train, train.py: {nodes} per node-hour ("), plan
+    assert plan.endswith("no budget, no deadline; each attempt runs where @kubernetes sends it")
+
+
+def test_a_users_flow_with_the_decorator_compiles_for_step_functions(
+    environment: dict[str, str], step_functions: str, tmp_path: Path
+) -> None:
+    for path in SOURCES.glob("*.*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    with local_batch(tmp_path / "batch", queues={"queue": {}}) as batch:
+        endpoints = {
+            "AWS_ENDPOINT_URL_SFN": step_functions,
+            "AWS_ENDPOINT_URL_BATCH": batch.endpoint,
+        }
+        done = compile_flow(
+            tmp_path / "single.py",
+            environment | endpoints,
+            *("step-functions", "create", "--only-json"),
+        )
+    assert {"start", "train", "end"} <= read_document(done)["States"].keys()
+    assert done.stderr.count("each attempt runs where @batch sends it") == 1, done.stderr
+
+
+def test_a_users_flow_whose_plan_is_refused_is_not_created(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    for path in SOURCES.glob("*.*"):
+        text = path.read_text().replace("@ebbflow\n    @step\n    def job", REFUSED)
+        (tmp_path / path.name).write_text(text)
+    words = ("argo-workflows", "create", "--only-json")
+    done = compile_flow(tmp_path / "branches.py", environment, *words)
+    assert done.returncode == 1
+    output = " ".join((done.stdout + done.stderr).split())
+    assert re.search(r"branches.py:\d+: step job, job.yaml: budget: .*\$0.0001.* \(.*\)", output), (
+        output
+    )
+    assert "Traceback" not in output and "WorkflowTemplate" not in output
 
 
 def test_a_job_whose_store_is_a_folder_is_not_deployed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,9 +83,11 @@ class OwnFlow:
                 start_new_session=True,
             )
 
-    def finish(self, process: subprocess.Popen[bytes]) -> OwnFlowRun:
+    def finish(
+        self, process: subprocess.Popen[bytes], *, seconds: float = _DEADLINE_SECONDS
+    ) -> OwnFlowRun:
         try:
-            code = process.wait(_DEADLINE_SECONDS)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"the flow did not end:\n{self.log.read_text()}") from None

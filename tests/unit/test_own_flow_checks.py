@@ -7,14 +7,23 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+from metaflow import FlowSpec
 
+from ebbflow.flows.own_flow.deployment_plan import print_deployment_plans
 from ebbflow.flows.own_flow.script_arguments import ArgumentError, ScriptOptions
-from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError, add_requirements
+from ebbflow.flows.own_flow.step_checks import (
+    CheckedStep,
+    OwnFlowError,
+    TrainingCall,
+    add_requirements,
+)
 from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
-from ebbflow.flows.own_flow.task_job import share_gpus
+from ebbflow.flows.own_flow.task_job import TaskJob, share_gpus
 from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 from ebbflow.flows.own_flow.training_settings import make_settings
@@ -89,6 +98,23 @@ def test_a_step_with_ebbflow_passes_metaflows_check_alone_and_with_num_parallel(
     assert code == 0, text
 
 
+def make_step(folder: Path) -> CheckedStep:
+    return CheckedStep(
+        name="train",
+        place="flow.py:9",
+        options=StepOptions(),
+        store=str(folder),
+        datastore="local",
+        flow_folder=folder,
+        backend=None,
+        is_gang=False,
+        is_caught=False,
+        nodes=1,
+        calls=(),
+        files=(),
+    )
+
+
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
@@ -152,6 +178,68 @@ def test_bad_input_is_refused_with_place_and_fix(
     assert "Traceback" not in output
 
 
+def test_the_decorator_and_its_options_can_be_given_on_the_command_line(tmp_path: Path) -> None:
+    words = ("--with=ebbflow:bugdet=3,ranks=2", "check")
+    code, output = check(tmp_path, *words, decorators="")
+    assert code == 1
+    assert re.search(r"@ebbflow of step \w+: bugdet is no option of @ebbflow; fix: ", output), (
+        output
+    )
+    both = check(tmp_path, "--with=ebbflow:budget=3", "check")
+    assert both[0] == 0, both[1]
+
+
+def test_a_configuration_that_is_no_path_is_refused(tmp_path: Path) -> None:
+    task = TaskName(flow="F", run="1", origin_run=None, step="train", task="2", attempt=0)
+    job = TaskJob(cast(FlowSpec, None), task, make_step(tmp_path))
+    with pytest.raises(
+        OwnFlowError, match=r"train takes the path of a file, not a dict; fix: set="
+    ):
+        job.train(cast(str, {"training": {"max_steps": 4}}))
+
+
+def test_a_step_on_kubernetes_is_planned_for_it_unless_the_file_says_otherwise(
+    tmp_path: Path,
+) -> None:
+    step = replace(make_step(tmp_path), backend="kubernetes")
+    file = tmp_path / "job.yaml"
+    file.write_text("training: {max_steps: 4}\n")
+    assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "kubernetes"
+    file.write_text("cluster: {plan_for: batch}\n")
+    assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "batch"
+
+
+def test_a_deployment_is_refused_for_what_is_known_and_computed_arguments_wait_for_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text("training: {max_steps: 400}\n")
+    (tmp_path / "train.py").write_text("import ebbflow\n")
+    run = TrainingCall(
+        kind="run",
+        file="train.py",
+        line=12,
+        arguments=(),
+        overrides={},
+        words=(),
+        values=None,
+    )
+    train = replace(run, kind="train", file="job.yaml")
+    step = replace(make_step(tmp_path), backend="kubernetes", calls=(run,))
+    print_deployment_plans(replace(step, nodes=None))
+    print_deployment_plans(replace(step, options=StepOptions(deadline=0.001)))
+    print_deployment_plans(replace(step, options=StepOptions(budget=9)))
+    printed = capsys.readouterr()
+    assert printed.out == "", "it has the workflow's JSON"
+    first, second, third = printed.err.splitlines()
+    waits = "@ebbflow: step train, train.py: planned when the step runs, because "
+    assert first == f"{waits}num_parallel is computed"
+    assert second == f"{waits}the training was not measured"
+    assert "; hours unknown, because the training was not measured; budget $9.00, no" in third
+    step = replace(step, calls=(train,), options=StepOptions(budget=0.0001))
+    with pytest.raises(OwnFlowError, match=r"flow.py:9: step train, job.yaml: budget: .* \(.*\)"):
+        print_deployment_plans(step)
+
+
 def test_two_steps_with_one_job_name_are_refused(tmp_path: Path) -> None:
     both = '@ebbflow(name="train")\n    @step\n    def other(self):\n        self.next(self.train)'
     code, output = check(tmp_path, decorators=f"{both}\n\n    @ebbflow", called_with="".join(()))
@@ -182,19 +270,7 @@ def test_num_parallel_against_cluster_nodes_is_refused_before_the_run(tmp_path: 
 
 def test_a_teams_budget_which_a_step_would_ignore_is_refused(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("cost:\n  team_file: store\n")
-    step = CheckedStep(
-        name="train",
-        place="flow.py:9",
-        options=StepOptions(),
-        store=str(tmp_path),
-        datastore="local",
-        flow_folder=tmp_path,
-        is_gang=False,
-        is_caught=False,
-        nodes=1,
-        calls=(),
-        files=(),
-    )
+    step = make_step(tmp_path)
     with pytest.raises(OwnFlowError, match=r"flow.py:9: job.yaml:2 has cost.team_file, .*; fix: "):
         make_settings(step, nodes=1, file=tmp_path / "job.yaml")
 
@@ -320,10 +396,12 @@ def test_metaflow_works_where_a_code_package_has_the_registration_and_not_ebbflo
         "print('ebbflow' in sys.modules, hasattr(metaflow, 'ebbflow'))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Metaflow finds the registration of an editable installation too, and refuses to have it twice
+    environment["METAFLOW_EXTENSIONS_SEARCH_DIRS"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert (done.stdout.strip(), done.stderr) == ("False False", ""), done
+    assert (done.stdout.strip(), done.stderr) == ("False False", ""), done.stdout + done.stderr
 
 
 def test_the_packages_of_ebbflow_are_added_to_pypi_and_named_for_conda() -> None:

@@ -341,6 +341,38 @@ def test_a_job_that_ended_before_it_was_terminated_is_recorded_later(
     assert said == []
 
 
+@pytest.mark.parametrize(
+    ("job_id", "variables"),
+    [
+        ("own", {"AWS_BATCH_JOB_ID": "own#0"}),
+        (
+            POD_ATTEMPT,
+            {
+                "METAFLOW_KUBERNETES_POD_NAME": "js-1-control-0",
+                "METAFLOW_KUBERNETES_JOBSET_NAME": "js-1",
+                "METAFLOW_KUBERNETES_POD_NAMESPACE": "space",
+            },
+        ),
+    ],
+)
+def test_a_process_does_not_end_the_job_that_it_runs_in(
+    service: JobService,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    job_id: str,
+    variables: dict[str, str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with job.events("node") as log:
+        log.emit(NODE_STARTED, batch_job_id=job_id)
+        log.emit(NODE_STARTED, batch_job_id="former#0")
+    service.jobs = {"own": [RUNNING], "former": [RECLAIMED]}
+    settle_for_report(job)
+    assert service.terminated() == []
+    assert [told["job_id"] for told in recorded(job)] == ["former"]
+
+
 def test_termination_is_printed_to_stderr_by_default(
     service: JobService, job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ from ebbflow.infra.batch import (
     describe_attempts,
 )
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
+from ebbflow.infra.instance import find_own_job
 from ebbflow.infra.kubernetes import cluster as kubernetes
 
 if TYPE_CHECKING:
@@ -333,6 +334,7 @@ def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
 
 def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
+    """Return {job id: event} for all jobs of AWS Batch or Kubernetes but the one of this process."""
     found: dict[str, Event] = {}
     for event in select_events(events, BatchSubmittedPayload):
         if event.payload.job_id:
@@ -340,6 +342,10 @@ def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
     for event in select_events(events, NodeStartedPayload):
         if event.payload.batch_job_id:
             found.setdefault(_without_index(event.payload.batch_job_id), event)
+    own_job = find_own_job()
+    if own_job is not None:
+        # It runs, and must not be ended: a step of a user's flow trains and reports in one job
+        found.pop(own_job, None)
     return found
 
 

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ NO_SHARED_ATTACH = (
     "budget_of_all needs the cost of a trial before it starts, which is unknown for a loop in the "
     "step; fix: move the loop into a script, for current.ebbflow.run, or use budget="
 )
+# Their `create` adds the decorator to all steps, after ours has checked its step
+SCHEDULERS = {"argo-workflows": "kubernetes", "step-functions": "batch"}
 STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
 _PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
@@ -65,6 +69,9 @@ class TrainingCall:
     arguments: tuple[str, ...]  # names of the keyword arguments
     # the argument `set` of a training, such as {"training.max_steps": 400}; None if it is computed
     overrides: Mapping[str, object] | None
+    # words and options of a script; None if one of them is computed
+    words: tuple[object, ...] | None
+    values: Mapping[str, object] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,7 @@ class CheckedStep:
     store: str  # address of the store of all jobs
     datastore: str  # type of the flow's datastore, such as local or s3
     flow_folder: Path  # folder of the flow's file
+    backend: str | None  # batch or kubernetes if the step runs there, else None
     is_gang: bool  # whether it is called with num_parallel
     is_caught: bool  # whether it has @catch
     nodes: int | None  # number of nodes; None if it is computed
@@ -105,7 +113,8 @@ def check_step(
     options = _parse_options(attributes, where)
     folder = file.resolve().parent
     calls = tuple(_find_calls(getattr(type(flow), step_name)))
-    is_remote = any(decorator.name in REMOTE for decorator in decorators)
+    backend = _find_backend(decorators)
+    is_remote = backend is not None
     store = _choose_store(options, datastore, folder, where)
     if is_remote and "://" not in store:
         raise OwnFlowError(
@@ -135,6 +144,7 @@ def check_step(
         store=store,
         datastore=datastore.TYPE,
         flow_folder=folder,
+        backend=backend,
         is_gang=node.parallel_step,
         is_caught=any(decorator.name == "catch" for decorator in decorators),
         nodes=_find_nodes(graph, step_name),
@@ -191,6 +201,22 @@ def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
             relative = path.relative_to(step.flow_folder)
             packed.append((str(path), str(Path(_PACKED_FOLDER, relative))))
     return packed
+
+
+def find_scheduler(arguments: Sequence[str]) -> str | None:
+    """Return the production scheduler to which a command line deploys the flow, or None."""
+    if "create" not in arguments:
+        return None
+    return next((name for name in SCHEDULERS if name in arguments), None)
+
+
+def _find_backend(decorators: Sequence[StepDecorator]) -> str | None:
+    """Return where a step is sent: batch, kubernetes, or None for this machine."""
+    scheduler = find_scheduler(sys.argv)
+    if scheduler is not None:
+        return SCHEDULERS[scheduler]
+    names = {decorator.name for decorator in decorators}
+    return next((name for name in REMOTE if name in names), None)
 
 
 def _check_packages(where: str) -> None:
@@ -336,20 +362,43 @@ def _find_calls(function: object) -> Iterator[TrainingCall]:
             continue  # a function of the user's
         if kind == "attach":
             yield TrainingCall(
-                kind=kind, file="", line=first + node.lineno - 1, arguments=(), overrides=None
+                kind=kind,
+                file="",
+                line=first + node.lineno - 1,
+                arguments=(),
+                overrides=None,
+                words=None,
+                values=None,
             )
         if not node.args:
             continue
         file = node.args[0]
         if kind in ("run", "train") and isinstance(file, ast.Constant):
             names = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+            words, values = _read_arguments(node)
             yield TrainingCall(
                 kind=kind,
                 file=str(file.value),
                 line=first + node.lineno - 1,
                 arguments=names,
                 overrides=_read_overrides(node),
+                words=words,
+                values=values,
             )
+
+
+def _read_arguments(
+    call: ast.Call,
+) -> tuple[tuple[object, ...] | None, Mapping[str, object] | None]:
+    """Return the words after the file, and the options; None for those that are computed."""
+    words = None
+    values = None
+    with contextlib.suppress(ValueError):
+        words = tuple(ast.literal_eval(word) for word in call.args[1:])
+    with contextlib.suppress(ValueError):
+        if all(keyword.arg is not None for keyword in call.keywords):
+            values = {str(key.arg): ast.literal_eval(key.value) for key in call.keywords}
+    return words, values
 
 
 def _read_overrides(call: ast.Call) -> Mapping[str, object] | None:

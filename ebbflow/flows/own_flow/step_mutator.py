@@ -17,6 +17,8 @@ from metaflow.user_decorators.user_step_decorator import StepMutator
 if TYPE_CHECKING:
     from metaflow import MutableStep
 
+_TASK_DECORATOR = "ebbflow_task"
+
 
 class ebbflow(StepMutator):  # noqa: N801 - the name of the decorator
     """Train in this step with commits, prices and a report: `current.ebbflow` starts the training.
@@ -38,11 +40,20 @@ class ebbflow(StepMutator):  # noqa: N801 - the name of the decorator
         self._options = options
 
     def pre_mutate(self, mutable_step: MutableStep) -> None:
-        attributes = {"values": list(self._values), "options": dict(self._options)}
-        mutable_step.add_decorator("ebbflow_task", deco_kwargs=attributes)
+        self._add_task_decorator(mutable_step)
         # Later decorators wrap earlier ones: @parallel tells the step which node it is
         if _is_called_as_gang(mutable_step):
             mutable_step.add_decorator("parallel")
+
+    def mutate(self, mutable_step: MutableStep) -> None:
+        # `--with ebbflow` attaches this mutator too late for `pre_mutate` and `init`
+        if _TASK_DECORATOR not in {name for name, *_ in mutable_step.decorator_specs}:
+            self.external_init()
+            self._add_task_decorator(mutable_step)
+
+    def _add_task_decorator(self, mutable_step: MutableStep) -> None:
+        attributes = {"values": list(self._values), "options": dict(self._options)}
+        mutable_step.add_decorator(_TASK_DECORATOR, deco_kwargs=attributes)
 
 
 def _is_called_as_gang(mutable_step: MutableStep) -> bool:

@@ -55,7 +55,7 @@ class EbbflowTaskDecorator(StepDecorator):
         flow_datastore: FlowDataStore,
         _logger: object,
     ) -> None:
-        from ebbflow.flows.own_flow.step_checks import check_step
+        from ebbflow.flows.own_flow.step_checks import check_step, find_scheduler
 
         self._checked = check_step(
             self.attributes, flow, graph, step_name, decorators, flow_datastore
@@ -65,6 +65,10 @@ class EbbflowTaskDecorator(StepDecorator):
             from ebbflow.flows.own_flow.training_settings import check_configurations
 
             check_configurations(self._checked)
+            if find_scheduler(sys.argv) is not None:
+                from ebbflow.flows.own_flow.deployment_plan import print_deployment_plans
+
+                print_deployment_plans(self._checked)
 
     def add_to_package(self) -> list[tuple[str, str]]:
         from ebbflow.flows.own_flow.step_checks import list_package_files

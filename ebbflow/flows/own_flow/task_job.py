@@ -228,7 +228,14 @@ class TaskJob:
         if self._run is not None:
             self.result()
 
-    def _find(self, name: str, method: str) -> Path:
+    def _find(self, name: object, method: str) -> Path:
+        if not isinstance(name, str | Path):
+            fix = "set={KEY: VALUE} for single settings" if method == "train" else "its path"
+            raise OwnFlowError(
+                f"{self._step.place}: {method} takes the path of a file, not a "
+                f"{type(name).__name__}; fix: {fix}"
+            )
+        name = str(name)
         path = self._step.find_file(name)
         if path is None:
             raise OwnFlowError(

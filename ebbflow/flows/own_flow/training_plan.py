@@ -158,6 +158,31 @@ def extend_terms(job: Job, terms: Terms, shared: SharedBudget) -> Terms | None:
     return replace(terms, budget_usd=granted, spent_usd=spent, last_notified_threshold=threshold)
 
 
+def plan_on_pools(
+    job: Job,
+    options: StepOptions,
+    shape: ModelShape | None,
+    *,
+    now_utc: float,
+    is_simulated: bool,
+    progress: JobProgress = NO_PROGRESS,
+) -> Plan:
+    """Return the plan of a training on this machine, in AWS Batch or on Kubernetes."""
+    config = job.config
+    return make_plan(
+        # Without a launcher nothing watches prices while the step runs
+        config.changed("cost", price_seconds=0.0),
+        now_utc=now_utc,
+        simulated=is_simulated,
+        shape=shape,
+        prices=_open_prices(config, options, now_utc),
+        history=read_job_history(job),
+        progress=progress,
+        evidence=open_evidence(config),
+        compare_keys=True,
+    )
+
+
 def describe_script(config: RunConfig) -> Prepared:
     """Return the data description of a script, which reads its data itself: a fixed one without a
     fingerprint.
@@ -217,17 +242,13 @@ def _make_plan(job: Job, config: RunConfig, options: StepOptions, shape: ModelSh
     now = time.time() if is_here else ClockReading.of(job.store).utc
     if config.cluster.plan_for == "slurm":
         return _plan_on_slurm(job, config, now, shape)
-    return make_plan(
-        # Without a launcher nothing watches prices while the step runs
-        config.changed("cost", price_seconds=0.0),
+    return plan_on_pools(
+        job,
+        options,
+        shape,
         now_utc=now,
-        simulated=is_here and options.usd_per_node_hour is None,
-        shape=shape,
-        prices=_open_prices(config, options, now),
-        history=read_job_history(job),
+        is_simulated=is_here and options.usd_per_node_hour is None,
         progress=_read_progress(job),
-        evidence=open_evidence(config),
-        compare_keys=True,
     )
 
 

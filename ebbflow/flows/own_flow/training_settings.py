@@ -97,7 +97,7 @@ def make_settings(
     given = _read_given(step, file, overrides)
     _refuse_team_file(step, given)
     on_slurm = _value(given, "cluster.plan_for", "local") == "slurm"
-    own = {"store": step.store}
+    own = {"store": step.store, **_plan_where_it_runs(step, given)}
     if on_slurm:
         _check_slurm(step, given, nodes, is_loop_in_step=is_own_loop and script is None)
     else:
@@ -170,6 +170,12 @@ def _load(step: CheckedStep, file: Path | None, overrides: Sequence[str]) -> Loa
 def _read_given(step: CheckedStep, file: Path | None, overrides: Sequence[str]) -> GivenValues:
     folder = step.flow_folder
     return read_given_values(file, overrides, project_root=folder, cwd=folder)
+
+
+def _plan_where_it_runs(step: CheckedStep, given: GivenValues) -> dict[str, str]:
+    if step.backend is None or "cluster.plan_for" in given:
+        return {}
+    return {"cluster.plan_for": step.backend}
 
 
 def _value(given: GivenValues, key: str, default: object) -> object:
