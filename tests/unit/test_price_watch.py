@@ -95,6 +95,7 @@ def test_a_step_of_an_own_flow_reserves_for_no_rise_of_the_price(tmp_path: Path)
         flow_folder=tmp_path,
         is_gang=False,
         is_caught=False,
+        backend=None,
         nodes=1,
         calls=(),
         files=(),

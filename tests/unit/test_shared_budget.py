@@ -129,6 +129,7 @@ def test_a_training_on_slurm_shares_no_budget_and_is_refused_in_one_line(tmp_pat
         flow_folder=tmp_path,
         is_gang=False,
         is_caught=False,
+        backend=None,
         nodes=1,
         calls=(),
         files=(),

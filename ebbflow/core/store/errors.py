@@ -97,7 +97,7 @@ def _local(
             f"no space: {os.strerror(number)}; fix: free space, or a store on another disk",
         )
     if number == errno.EROFS:
-        return StoreForbidden, f"not allowed: {os.strerror(number)}; fix: mount it for writing"
+        return StoreForbidden, f"not allowed: {os.strerror(errno.EROFS)}; fix: mount it for writing"
     if number in _FORBIDDEN_NUMBERS:
         return (
             StoreForbidden,
