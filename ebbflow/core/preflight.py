@@ -67,7 +67,7 @@ TROUBLES = {
 _BUSY_FACTOR = 12
 # It computes if it uses this share of a core over the time of one look
 _COMPUTING_SHARE = 0.005
-_LONGEST_WINDOW_SECONDS = 2.0
+_WINDOW_SECONDS = 1.0
 _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn", "skipped": "skip"}
 
 
@@ -171,6 +171,7 @@ def run_checks(
     running = [
         _Running(check, context) for check in checks if not quick_only or check.tier == "quick"
     ]
+    _wait_for(running)
     return [check.result() for check in running]
 
 
@@ -212,24 +213,36 @@ def render_checks(checks: Sequence[Check]) -> str:
     return "\n".join(rows)
 
 
+def _wait_for(running: Sequence[_Running]) -> None:
+    """Wait until each check has answered, or has passed its deadline and does not compute."""
+    waiting = list(running)
+    while waiting:
+        # All checks of one window share it, so that those that hang do not add up
+        end = time.monotonic() + _WINDOW_SECONDS
+        for check in waiting:
+            left = check.seconds_left()
+            until = end - time.monotonic()
+            check.join(max(0.0, min(left, until) if left > 0 else until))
+        waiting = [check for check in waiting if check.is_awaited()]
+
+
 class _Running:
     def __init__(self, check: Check, context: PreflightContext) -> None:
         self._check = check
         self._context = context
         self._answer: tuple[CheckFinding, float] | None = None
         self._cpu_clock: int | None = None  # of the check's thread
+        self._is_computing = False
+        self._computed = 0.0
+        self._looked = time.monotonic()
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"check {check.id}", daemon=True)
         self._thread.start()
 
     def result(self) -> CheckResult:
         check = self._check
-        is_computing = self._wait()
         answer = self._answer  # read once: a late answer could come between two reads
-        finding, seconds = answer or (
-            self._late(is_computing=is_computing),
-            time.monotonic() - self._started,
-        )
+        finding, seconds = answer or (self._late(), time.monotonic() - self._started)
         if finding.status == "failed" and check.severity == "warning":
             status = "warning"
         else:
@@ -245,20 +258,28 @@ class _Running:
             seconds=round(seconds, 3),
         )
 
-    def _wait(self) -> bool:
-        """Wait for the answer until the deadline, and longer while the check computes. Return whether
-        it still does.
+    def is_awaited(self) -> bool:
+        """Return whether there is no answer yet, and either the deadline has not passed or the check
+        has computed since the last call.
         """
+        if not self._thread.is_alive():
+            return False
+        now = time.monotonic()
+        computed = self._cpu_seconds()
+        share = (computed - self._computed) / max(now - self._looked, _WINDOW_SECONDS)
+        self._is_computing = share >= _COMPUTING_SHARE
+        self._computed = computed
+        self._looked = now
+        lasted = now - self._started
         deadline = self._check.deadline_seconds
-        self._thread.join(max(0.0, self._started + deadline - time.monotonic()))
-        last = self._started + _BUSY_FACTOR * deadline
-        window = min(_LONGEST_WINDOW_SECONDS, deadline)
-        is_computing = True
-        while self._thread.is_alive() and is_computing and time.monotonic() < last:
-            computed = self._cpu_seconds()
-            self._thread.join(window)
-            is_computing = self._cpu_seconds() - computed >= _COMPUTING_SHARE * window
-        return is_computing
+        return lasted < deadline or (self._is_computing and lasted < _BUSY_FACTOR * deadline)
+
+    def seconds_left(self) -> float:
+        """Return the time until the deadline; negative after it."""
+        return self._started + self._check.deadline_seconds - time.monotonic()
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
 
     def _cpu_seconds(self) -> float:
         """Return the processor time of the check so far; 0 before its beginning and after its end."""
@@ -269,9 +290,9 @@ class _Running:
         except OSError:  # the thread has ended
             return 0.0
 
-    def _late(self, *, is_computing: bool) -> CheckFinding:
+    def _late(self) -> CheckFinding:
         deadline = self._check.deadline_seconds
-        if is_computing:
+        if self._is_computing:
             load = os.getloadavg()[0]
             return failed(
                 f"still computes after {_BUSY_FACTOR * deadline:g} s, at a load of {load:.0f} on "

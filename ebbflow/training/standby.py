@@ -48,11 +48,8 @@ def serve(agent_pid: int) -> None:
     _import_for_ranks()
     gc.collect()
     gc.freeze()  # the collector does not write to these pages, so they remain shared
-    from ebbflow.training.checkpoint.spare_uploader import fork_spare_uploader
-
     own_pid = os.getpid()
     _become(_await_request(), own_pid)
-    fork_spare_uploader()
 
 
 def _import_for_ranks() -> None:

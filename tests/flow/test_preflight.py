@@ -101,6 +101,29 @@ def test_a_check_that_computes_on_a_busy_machine_is_waited_for_within_bounds() -
     assert endless.detail.startswith("still computes after 1.2 s, at a load of ")
 
 
+def test_checks_that_hang_do_not_add_up_and_are_told_from_one_that_computes() -> None:
+    release = threading.Event()
+
+    def hangs(context: PreflightContext) -> CheckFinding:
+        release.wait()
+        return CheckFinding.passed("too late")
+
+    def computes(context: PreflightContext) -> CheckFinding:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            sum(range(1000))
+        return CheckFinding.passed("computed")
+
+    hung = [check(f"hung-{number}", hangs, deadline_seconds=0.3) for number in range(8)]
+    began = time.monotonic()
+    first, *others = run_checks([check("slow", computes, deadline_seconds=0.2), *hung], CONTEXT)
+    took = time.monotonic() - began
+    release.set()
+    assert first.status == "passed"
+    assert {result.detail for result in others} == {"did not answer within 0.3 s"}
+    assert took < 6.0
+
+
 def test_a_check_that_hangs_keeps_no_process_from_ending() -> None:
     code = (
         "import time; from tests.flow.test_preflight import *\nresults = "

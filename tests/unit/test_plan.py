@@ -190,6 +190,10 @@ def test_a_refusal_says_where_the_user_wrote_the_keys_that_it_names():
     late = plan(cost={"deadline_hours": 0.01}).with_sources({"cost.deadline_hours": "--set"})
     assert "cost.deadline_hours (--set) is 0.01" in late.refusal.message
     assert plan().with_sources(sources) == plan()
+    written = replace(late.refusal, message="late", hint="set cost.deadline_hours=2").with_sources(
+        {"cost.deadline_hours": "--set"}
+    )
+    assert written.hint == "set cost.deadline_hours=2"
 
 
 def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():

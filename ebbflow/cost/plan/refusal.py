@@ -31,7 +31,8 @@ from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
 from ebbflow.cost.prices.quote import refresh_command
 
 _DEFAULT = "default"  # source of a value that nobody wrote
-_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
+# Not the key of `--set KEY=VALUE`, which is to be pasted
+_KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b(?!=)")
 # Steps to cut, relative to the excess divided by the price of a step. Starts and checkpoints cost
 # the same with fewer.
 _SHARES = (1.0, 1.01, 1.05, 1.25, 1.5, 2.0)

@@ -24,7 +24,6 @@ from ebbflow.core.program import python_path
 from ebbflow.core.remarks import remark
 from ebbflow.training.checkpoint.lineage import CommitRef
 from ebbflow.training.checkpoint.manifest import CheckpointId
-from ebbflow.training.checkpoint.spare_uploader import SpareUploader, take_spare_uploader
 from ebbflow.training.checkpoint.upload_messages import (
     CommittedAnswer,
     SaveName,
@@ -47,8 +46,6 @@ _NO_ROOM_HINT = (
     "intact"
 )
 
-UploaderProcess = subprocess.Popen[str] | SpareUploader
-
 
 class UploaderClient:
     """Client of an uploader process. It starts a new process if the old one has died.
@@ -62,7 +59,7 @@ class UploaderClient:
         self._buffers = buffers
         self._answers: queue.SimpleQueue[UploadAnswer] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._process: UploaderProcess | None = None
+        self._process: subprocess.Popen[str] | None = None
         if start:
             self.start()
 
@@ -77,10 +74,15 @@ class UploaderClient:
 
         Call this in a long-lived thread: the kernel kills the process when the thread ends.
         """
-        arguments = [str(os.getpid()), str(self._rank), self._store_uri]
-        self._process = take_spare_uploader(arguments, self._buffers)
-        if self._process is None:
-            self._process = self._start_program(arguments)
+        arguments = [str(os.getpid()), str(self._rank), self._store_uri, *map(str, self._buffers)]
+        self._process = subprocess.Popen(
+            own_program_line(OwnProgram.UPLOADER, *arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=self._buffers,
+            env={**os.environ, "PYTHONPATH": python_path()},
+        )
         # A separate thread writes the lines, because a write to a stopped process can block.
         self._lines = queue.SimpleQueue()
         threading.Thread(
@@ -91,17 +93,6 @@ class UploaderClient:
         threading.Thread(
             target=_read_answers, args=(self._process, self._answers), daemon=True
         ).start()
-
-    def _start_program(self, arguments: list[str]) -> subprocess.Popen[str]:
-        buffers = [str(descriptor) for descriptor in self._buffers]
-        return subprocess.Popen(
-            own_program_line(OwnProgram.UPLOADER, *arguments, *buffers),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=self._buffers,
-            env={**os.environ, "PYTHONPATH": python_path()},
-        )
 
     def start_ahead(self) -> None:
         """Start the process unless it runs. No save waits for it, so that its imports have less
@@ -117,9 +108,8 @@ class UploaderClient:
         """Return the uploader's process id, after restarting the uploader if it has died."""
         if self._process is None:
             self.start()
-            return self.pid
-        code = self._process.poll()
-        if code is not None:
+        elif self._process.poll() is not None:
+            code = self._process.returncode
             self.start()
             remark(
                 f"rank {self._rank}: its uploader process {describe_exit(code)}; another one uploads "
@@ -202,7 +192,7 @@ class InflightSave:
         return max(self.deadline.remaining_seconds, 1.0)
 
 
-def _write_lines(process: UploaderProcess, lines: queue.SimpleQueue[str]) -> None:
+def _write_lines(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError, ValueError):
         while process.poll() is None:
@@ -212,7 +202,7 @@ def _write_lines(process: UploaderProcess, lines: queue.SimpleQueue[str]) -> Non
                 process.stdin.flush()
 
 
-def _read_answers(process: UploaderProcess, answers: queue.SimpleQueue[UploadAnswer]) -> None:
+def _read_answers(process: subprocess.Popen[str], answers: queue.SimpleQueue[UploadAnswer]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         answers.put(json.loads(line))

@@ -3,8 +3,8 @@
     python -m ebbflow.training.checkpoint.uploader PARENT_PID RANK STORE_URI BUFFER_FD [BUFFER_FD
     ...]
 
-The process is a new program that does not import torch, or a fork of the rank from before the rank
-had threads (`spare_uploader`). It reads one JSON command per line from stdin. These are the commands and their fields:
+The process is started as a new program, not forked. It does not import torch. It reads one JSON
+command per line from stdin. These are the commands and their fields:
 
     {"command": "save",  "buffer", "length", "layout", "items", "common", "save", "data_key",
     "seconds",
@@ -57,8 +57,6 @@ from ebbflow.training.checkpoint.upload_messages import (
 )
 from ebbflow.training.checkpoint.verified_io import Deadline, put_verified, retry_until
 from ebbflow.training.errors import GenerationSuperseded, TrainingError
-
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _LONGEST_REQUEST_SECONDS = 60.0
 _NICENESS = 10
@@ -308,7 +306,7 @@ def main(argv: list[str]) -> int:
     """Execute commands from stdin until "finish" or end of input."""
     parent_pid, rank, store_uri, *buffers = argv
     die_with_parent(int(parent_pid))
-    for number in IGNORED_SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.getpriority(os.PRIO_PROCESS, 0) == os.getpriority(os.PRIO_PROCESS, int(parent_pid)):
         os.nice(_NICENESS)  # training has priority
