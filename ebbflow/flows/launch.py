@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 PROGRAM = own_command()  # found before the launcher changes PATH
 REPORT_REQUEST_SECONDS = 10.0  # short: the user waits for the report of a run that died
 _DRAIN_SECONDS = 60.0
-_LEAVE_SECONDS = 35.0  # beyond the last save; an agent gives its ranks 30 s to leave
 _LOOK_SECONDS = 0.05
 _ASKED = "asked to leave: waiting for the last checkpoint (Ctrl-C again to leave at once)"
 
@@ -206,16 +205,13 @@ class Launch:
         self._say(self._why_leaving() or _ASKED)
         for child in children(os.getpid()):
             os.kill(child, signal.SIGTERM)
-        limit = time.monotonic() + self._drain_seconds()
+        drain_seconds = _DRAIN_SECONDS
+        if self.config is not None:
+            drain_seconds = self.config.checkpoint.drain_seconds
+        limit = time.monotonic() + drain_seconds
         while children(os.getpid()) and time.monotonic() < limit and not self._hurried:
             time.sleep(_LOOK_SECONDS)
         raise KeyboardInterrupt
-
-    def _drain_seconds(self) -> float:
-        """Return the time that the tasks have to save and to end."""
-        if self.config is None:
-            return _DRAIN_SECONDS
-        return max(_DRAIN_SECONDS, self.config.checkpoint.stop_seconds + _LEAVE_SECONDS)
 
     def _interrupt_report(self, number: int) -> None:
         if number == signal.SIGINT:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # Old names of keys, which configurations and stored jobs may still have.
 RENAMED_KEYS = {"cluster.backend": "cluster.plan_for"}
+_SHORTEST_DRAIN_SECONDS = 60.0
 _RENAMED_IN_CLUSTER = {
     old.partition(".")[2]: new.partition(".")[2] for old, new in RENAMED_KEYS.items()
 }
@@ -537,6 +538,13 @@ class CheckpointConfig(Section):
         "environment variable with the key that signs commits; unsigned commits are rejected; "
         "null: off",
     )
+
+    @property
+    def drain_seconds(self) -> float:
+        """Time that a launcher that was asked to leave gives its tasks to save and to end: for a save,
+        and 30 s in which an agent's ranks leave.
+        """
+        return max(_SHORTEST_DRAIN_SECONDS, self.stop_seconds + 35.0)
 
 
 class ReservationConfig(Section):

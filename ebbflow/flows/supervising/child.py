@@ -21,7 +21,8 @@ if (_ROOT / "ebbflow").is_dir():  # a checkout
 from ebbflow.core.errors import Outcome
 from ebbflow.core.process import StoppedProcesses, die_with_parent
 
-# A drained launcher waits up to 60 s for its last save, and then writes the report.
+# A drained launcher waits 60 s or longer (`CheckpointConfig.drain_seconds`) for its last save, and then
+# writes the report.
 LEAVE_SECONDS = 180.0
 STOPPED_SECONDS = 60.0  # a launcher suspended this long is continued; the next time it is killed
 
@@ -32,9 +33,13 @@ class FlowProcess:
 
     Use it in the main thread only: the kernel ends a child when the thread that started it ends,
     and Python handles signals in the main thread.
+
+    Args:
+        leave_seconds: time from a signal to the end of the command by SIGKILL.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, leave_seconds: float = LEAVE_SECONDS) -> None:
+        self._leave_seconds = leave_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._left = threading.Event()
         self._limit: float | None = None
@@ -104,7 +109,7 @@ class FlowProcess:
     def _leave(self, number: int, _frame: object) -> None:
         again = self.asked_to_leave
         self._left.set()
-        self._limit = self._limit or time.monotonic() + LEAVE_SECONDS
+        self._limit = self._limit or time.monotonic() + self._leave_seconds
         # A second Ctrl-C does not wait for the last checkpoint
         hurried = again and number == signal.SIGINT
         self._tell(signal.SIGINT if hurried else signal.SIGTERM)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -91,7 +92,8 @@ def supervise_job(settings: Mapping[str, str], job: str, options: str) -> str:
         command = [sys.executable, str(_SUPERVISOR), str(file), "--job", plain_name(job)]
         if settings.get("store"):  # absent from a workflow of an older version
             command += ["--set", f"store={settings['store']}"]
-        process = FlowProcess()
+        # The scheduler itself ends what does not leave
+        process = FlowProcess(leave_seconds=math.inf)
         process.listen()  # SIGTERM of the scheduler lets the job save
         code = process.run([*command, *shlex.split(options)])
     outcome = next((outcome for outcome in Outcome if outcome.exit_code == code), None)

@@ -22,7 +22,7 @@ from ebbflow.flows.attempts.settlement import end_leftovers
 from ebbflow.flows.job import Job
 from ebbflow.flows.options import adopt_job_store, give_permits
 from ebbflow.flows.reporting import write_report
-from ebbflow.flows.supervising.child import FlowProcess
+from ebbflow.flows.supervising.child import LEAVE_SECONDS, FlowProcess
 from ebbflow.flows.supervising.options import SupervisorOptions, read_options
 from ebbflow.flows.supervising.record import (
     LONGEST_PAUSE_SECONDS,
@@ -40,6 +40,7 @@ from ebbflow.flows.supervising.record import (
 _FLOW = Path(__file__).resolve().parents[1] / "train_flow.py"
 _STORE_PAUSE_SECONDS = 30.0
 _REQUEST_SECONDS = 30.0
+_REPORT_SECONDS = 120.0  # of a launcher that has drained
 # Verdicts whose cause may pass by itself. If it lasts too long, the job stops with this outcome and
 # this wording.
 _WAITS = {
@@ -57,7 +58,8 @@ class Supervisor:
         self._options = options
         self._say = say
         self._flow = flow
-        self._child = FlowProcess()
+        drain_seconds = options.config.checkpoint.drain_seconds
+        self._child = FlowProcess(leave_seconds=max(LEAVE_SECONDS, drain_seconds + _REPORT_SECONDS))
         self._job = Job(
             name=options.job, run="", config=options.config, request_seconds=_REQUEST_SECONDS
         )
