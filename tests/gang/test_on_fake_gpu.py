@@ -544,6 +544,12 @@ def test_policy_optimization_waits_for_its_gpu_when_it_judges_and_not_in_an_upda
     for reads in (first, second):
         assert 0 < reads.pop("_generate") <= 4, "one for each token of the longest completion"
         assert reads == {"_texts": 3, "add": 2, "_judge": 1, "_roll_out": 1, "read": 1, "write": 1}
+    resumed = make_workload(config, context)  # in the middle of the round
+    waits = []
+    for _ in range(2):
+        resumed.next_batch(spread.model, Cursor(12, 4))
+        waits.append([place.rpartition(" ")[2] for _, place in gpu.take_waits()])
+    assert waits == [["read"], []]
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
