@@ -222,10 +222,12 @@ def test_the_check_of_a_node_is_made_beside_the_agent_and_only_where_gpus_are_li
         "nothing says that there is one"
     )
     assert NodeGpuCheck("cpu", promised=8, ranks=1, check=check).done
-    assert not NodeGpuCheck("cuda", promised=0, ranks=1, check=check).done
+    wanted = NodeGpuCheck("cuda", promised=0, ranks=1, check=check)
+    assert not wanted.done
     slow = NodeGpuCheck("auto", promised=8, ranks=1, check=check)
     assert not slow.done and slow.refusal is None
     asked.set()
+    wanted._thread.join(60)
     slow._thread.join(60)
     assert str(slow.refusal) == "8 GPUs, none works; fix: mend them, or set cluster.device to cpu"
 
@@ -242,7 +244,7 @@ def test_a_node_needs_shared_memory_for_its_ranks_with_gpus(
     found = CheckFinding.passed(f"{gpus} GPUs work"), gpus
     checked = NodeGpuCheck("auto", promised=8, ranks=ranks, check=lambda promised: found)
     checked._thread.join(60)
-    assert asked == [needing]
+    assert needing in asked  # checks of other tests may end meanwhile
 
 
 def test_a_node_without_gpu_files_trains_on_its_cpu_whatever_tools_its_image_has(

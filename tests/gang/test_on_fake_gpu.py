@@ -739,25 +739,28 @@ def test_a_memory_snapshot_of_a_step_that_never_comes_is_told(gpu: FakeGpu, tmp_
 
 
 def make_memory_watch(
-    folder: Path, *, steps: int, chosen: int, **known: Any
+    folder: Path, *, steps: int, chosen: int, is_over: Callable[[], bool] | None = None
 ) -> tuple[Callable[[int], None], Reporter, list[str]]:
     """A watch of the memory of step `chosen`, its reporter, and the notices of both."""
     config = make_config(steps=steps, every=100).changed("training", memory_snapshot_step=chosen)
     notices: list[str] = []
     clock = Clock(lambda *_, **__: None)
     reporter = Reporter(clock, lambda name, **data: notices.append(data["message"]))
-    (watch,) = make_step_watches(job_spec(folder), config, Gang(device=CUDA), reporter, **known)
+    gang = Gang(device=CUDA)
+    (watch,) = make_step_watches(job_spec(folder), config, gang, reporter, is_over=is_over)
     return watch, reporter, notices
 
 
 @pytest.mark.parametrize(
-    ("last_step", "is_over", "told"), [(1000, None, False), (999, None, True), (240, True, True)]
+    ("last_step", "is_over", "told"),
+    [(1000, None, False), (999, None, True), (240, lambda: True, True)],
 )
 def test_an_interrupted_start_says_nothing_of_a_snapshot_that_a_later_start_makes(
-    gpu: FakeGpu, tmp_path: Path, last_step: int, is_over: bool | None, told: bool
+    gpu: FakeGpu, tmp_path: Path, last_step: int, is_over: Any, told: bool
 ) -> None:
-    known = {} if is_over is None else {"is_over": lambda: is_over}
-    watch, reporter, notices = make_memory_watch(tmp_path, steps=last_step, chosen=1000, **known)
+    watch, reporter, notices = make_memory_watch(
+        tmp_path, steps=last_step, chosen=1000, is_over=is_over
+    )
     watch(499)
     watch(500)
     reporter.close()
