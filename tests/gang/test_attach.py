@@ -179,7 +179,8 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
     tell.chmod(0o755)
     environment["EBBFLOW__TRACKERS"] = f"[{{type: jsonl, folder: {killed.parent}/sent}}]"
     environment["EBBFLOW__NOTIFICATIONS__COMMAND"] = f"[{tell}]"
-    command = [sys.executable, "-m", "ebbflow", "run", "--ranks", "2", "--profile", "3:4", "ddp.py"]
+    command = [sys.executable, "-m", "ebbflow", "run", "--ranks", "2"]
+    command += ["--profile", "3:4", "--memory-snapshot", "31", "ddp.py"]
     done = subprocess.run(
         command, cwd=killed.parent, env=environment, capture_output=True, text=True, timeout=150
     )
@@ -201,6 +202,15 @@ def test_ebbflow_run_starts_a_script_again_after_a_rank_was_killed(tmp_path: Pat
         (1, 3, 4),
     }
     assert len(found) == len({(event.generation, event.rank) for event in found})
+    missed = [
+        event.data["message"]
+        for event in events_of(killed)
+        if event.name == "notice" and "memory_snapshot_step" in event.data["message"]
+    ]
+    assert missed == [
+        "training.memory_snapshot_step 31: no snapshot, because training reached step 30 only; fix: "
+        "an earlier step"
+    ], "once, from the job, when it is completed"
     assert ("allreduce", 2) in {(row["name"], row["ranks"]) for row in found[0].data["collectives"]}
     sent = [
         json.loads(line)["step"]

@@ -218,14 +218,33 @@ def test_the_check_of_a_node_is_made_beside_the_agent_and_only_where_gpus_are_li
         asked.wait(60)
         return CheckFinding.failed(f"{promised} GPUs, none works", "mend them"), 0
 
-    assert NodeGpuCheck("auto", promised=0, check=check).done, "nothing says that there is one"
-    assert NodeGpuCheck("cpu", promised=8, check=check).done
-    assert not NodeGpuCheck("cuda", promised=0, check=check).done
-    slow = NodeGpuCheck("auto", promised=8, check=check)
+    assert NodeGpuCheck("auto", promised=0, ranks=1, check=check).done, (
+        "nothing says that there is one"
+    )
+    assert NodeGpuCheck("cpu", promised=8, ranks=1, check=check).done
+    wanted = NodeGpuCheck("cuda", promised=0, ranks=1, check=check)
+    assert not wanted.done
+    slow = NodeGpuCheck("auto", promised=8, ranks=1, check=check)
     assert not slow.done and slow.refusal is None
     asked.set()
+    wanted._thread.join(60)
     slow._thread.join(60)
     assert str(slow.refusal) == "8 GPUs, none works; fix: mend them, or set cluster.device to cpu"
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "needing"), [(8, 1, 1), (8, 4, 4), (2, 4, 2)])
+def test_a_node_needs_shared_memory_for_its_ranks_with_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int, needing: int
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "ebbflow.training.launch.devices.describe_shared_memory_shortage",
+        lambda number: asked.append(number) or "",
+    )
+    found = CheckFinding.passed(f"{gpus} GPUs work"), gpus
+    checked = NodeGpuCheck("auto", promised=8, ranks=ranks, check=lambda promised: found)
+    checked._thread.join(60)
+    assert needing in asked  # checks of other tests may end meanwhile
 
 
 def test_a_node_without_gpu_files_trains_on_its_cpu_whatever_tools_its_image_has(
@@ -238,9 +257,9 @@ def test_a_node_without_gpu_files_trains_on_its_cpu_whatever_tools_its_image_has
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     files: list[str] = []
     monkeypatch.setattr("glob.glob", lambda pattern: files)
-    assert NodeGpuCheck("auto", promised=0).done
+    assert NodeGpuCheck("auto", promised=0, ranks=1).done
     files.append("/dev/nvidia0")
-    checked = NodeGpuCheck("auto", promised=0)
+    checked = NodeGpuCheck("auto", promised=0, ranks=1)
     assert checked._thread is not None
     checked._thread.join(60)
     assert "nvidia-smi ended with 9" in str(checked.refusal)

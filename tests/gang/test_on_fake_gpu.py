@@ -10,7 +10,7 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from ebbflow.training.engine.guards.memory import is_out_of_memory
 from ebbflow.training.engine.loop import train
 from ebbflow.training.engine.optimizer import make_optimizer
 from ebbflow.training.engine.parallel import spread_model
-from ebbflow.training.engine.profiler import make_step_watches, record_memory
+from ebbflow.training.engine.profiler import make_step_watches, profile_script, record_memory
 from ebbflow.training.engine.trainer import Trainer
 from ebbflow.training.errors import DivergenceError, MicroBatchTooLarge, TrainingError
 from ebbflow.training.gang import Gang
@@ -544,6 +544,12 @@ def test_policy_optimization_waits_for_its_gpu_when_it_judges_and_not_in_an_upda
     for reads in (first, second):
         assert 0 < reads.pop("_generate") <= 4, "one for each token of the longest completion"
         assert reads == {"_texts": 3, "add": 2, "_judge": 1, "_roll_out": 1, "read": 1, "write": 1}
+    resumed = make_workload(config, context)  # in the middle of the round
+    waits = []
+    for _ in range(2):
+        resumed.next_batch(spread.model, Cursor(12, 4))
+        waits.append([place.rpartition(" ")[2] for _, place in gpu.take_waits()])
+    assert waits == [["read"], []]
 
 
 def test_memory_that_cannot_be_page_locked_is_copied_all_the_same(
@@ -730,6 +736,84 @@ def test_a_memory_snapshot_of_a_step_that_never_comes_is_told(gpu: FakeGpu, tmp_
         "an earlier step"
     ]
     assert not [*tmp_path.rglob("*.pickle")]
+
+
+def make_memory_watch(
+    folder: Path, *, steps: int, chosen: int, is_over: Callable[[], bool] | None = None
+) -> tuple[Callable[[int], None], Reporter, list[str]]:
+    """A watch of the memory of step `chosen`, its reporter, and the notices of both."""
+    config = make_config(steps=steps, every=100).changed("training", memory_snapshot_step=chosen)
+    notices: list[str] = []
+    clock = Clock(lambda *_, **__: None)
+    reporter = Reporter(clock, lambda name, **data: notices.append(data["message"]))
+    gang = Gang(device=CUDA)
+    (watch,) = make_step_watches(job_spec(folder), config, gang, reporter, is_over=is_over)
+    return watch, reporter, notices
+
+
+@pytest.mark.parametrize(
+    ("last_step", "is_over", "told"),
+    [(1000, None, False), (999, None, True), (240, lambda: True, True)],
+)
+def test_an_interrupted_start_says_nothing_of_a_snapshot_that_a_later_start_makes(
+    gpu: FakeGpu, tmp_path: Path, last_step: int, is_over: Any, told: bool
+) -> None:
+    watch, reporter, notices = make_memory_watch(
+        tmp_path, steps=last_step, chosen=1000, is_over=is_over
+    )
+    watch(499)
+    watch(500)
+    reporter.close()
+    line = "no snapshot, because training reached step 500 only; fix: an earlier step"
+    assert notices == ([f"training.memory_snapshot_step 1000: {line}"] if told else [])
+
+
+def test_a_start_after_the_chosen_step_says_so_unless_an_earlier_one_made_the_snapshot(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    torch.cuda.memory._record_memory_history(max_entries=1)  # by a script before it attached
+    watch, reporter, notices = make_memory_watch(tmp_path, steps=100, chosen=2)
+    watch(61)
+    assert gpu.recorded is None
+    reporter.close()
+    assert notices == [
+        "training.memory_snapshot_step 2: no snapshot, because this start began after it; fix: a "
+        "later step"
+    ]
+    kept = tmp_path / "jobs/one/profiles/000001-earlier/rank-0-memory-step-2.pickle"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    watch, reporter, notices = make_memory_watch(tmp_path, steps=100, chosen=2)
+    watch(61)
+    reporter.close()
+    assert notices == []
+
+
+@pytest.mark.parametrize("attaches", [False, True])
+def test_the_memory_of_a_scripts_first_step_is_recorded_from_its_first_use_of_the_gpu(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attaches: bool
+) -> None:
+    """It was recorded from the second step on, so that the first had no snapshot."""
+    uses = [False]
+    queued: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses[0])
+    monkeypatch.setattr(torch.cuda, "_queued_calls", queued)
+    config = RunConfig.model_validate({"training": {"memory_snapshot_step": 1}})
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    recorded = []
+    with profile_script(replace(job_spec(tmp_path), config=config), lambda: attaches):
+        for call, _ in queued:
+            call()
+        uses[0] = True
+        for _ in range(3):
+            recorded.append(bool(gpu.recorded))
+            optimizer.step()
+    if attaches:
+        assert not [*tmp_path.rglob("*.pickle")], "its job keeps them"
+    else:
+        assert recorded == [True, False, False]
+        (kept,) = tmp_path.rglob("*.pickle")
+        assert pickle.loads(kept.read_bytes())["recorded"] == (20_000, "python")
 
 
 def test_peaks_of_a_gpus_memory_are_reported_when_they_grow_beside_the_plans(

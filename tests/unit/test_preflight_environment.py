@@ -16,8 +16,9 @@ import pytest
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.footprint import HostGang
-from ebbflow.core.preflight import failed_results
+from ebbflow.core.preflight import PreflightContext, Target, failed_results
 from ebbflow.infra.checks.gpu import (
+    check_gpu,
     has_kernels_for,
     list_visible_gpus,
     may_have_gpus,
@@ -460,6 +461,53 @@ def test_a_node_that_was_chosen_for_its_gpus_compares_them_with_the_job(gpu: Fak
     assert (finding.status, gpus) == ("failed", 2) and "bfloat16 needs 8.0" in finding.detail
     assert try_gpus(0, config, gang)[0].status == "passed", "ranks may train on its CPU"
     assert try_gpus(2)[0].status == "passed"
+
+
+@pytest.mark.parametrize("sections", [{}, {"model": LARGE, "parallel": {"mode": "ddp"}}])
+def test_a_node_whose_gpus_do_not_work_says_so_whatever_the_job_needs(
+    gpu: FakeGpu, sections: dict[str, Any]
+) -> None:
+    """The mixture of cards was a passed check, and the memory of the smaller one the failure."""
+    gpu.torch("12.8", ["sm_80"], gpus=(A100, T4))
+    config = RunConfig.model_validate(sections)
+    finding, _ = try_gpus(2, config, HostGang(nodes=1, processes_per_node=2))
+    assert finding.status == "failed" and "sm_75" in finding.detail
+    assert finding == try_gpus(2)[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "plan_for", "store", "backend"),
+    [
+        ("local", "kubernetes", "s3://bucket", None),
+        ("local", "slurm", "runs", None),
+        ("slurm", "slurm", "runs", "slurm"),
+        ("batch", "batch", "s3://bucket", "batch"),
+        (None, "slurm", "runs", "slurm"),
+        (None, "batch", "s3://bucket", "batch"),
+        (None, "kubernetes", "s3://bucket", "kubernetes"),
+        (None, "kubernetes", "runs", None),  # pods cannot read a folder
+        (None, "local", "s3://bucket", None),
+    ],
+)
+def test_the_launching_machines_gpus_are_compared_with_jobs_that_train_on_them(
+    gpu: FakeGpu, target: Target | None, plan_for: str, store: str, backend: str | None
+) -> None:
+    """A login node's GPU was too small for a job that Slurm would have run elsewhere."""
+    gpu.torch("12.8", ["sm_75"], gpus=(T4, T4))
+    config = RunConfig.model_validate(
+        {
+            "model": LARGE,
+            "parallel": {"mode": "ddp"},
+            "cluster": TWO | {"plan_for": plan_for, "device": "cuda"},
+            "store": store,
+        }
+    )
+    context = PreflightContext(config=config, project_root=gpu.project, target=target)
+    finding = check_gpu(context)
+    if backend is None:
+        assert finding.status == "failed" and "15.0 GiB of memory" in finding.detail
+    else:
+        assert finding.detail.startswith(f"skipped, because ranks run on {backend}: ")
 
 
 def test_little_shared_memory_is_told_before_several_ranks_start(

@@ -184,17 +184,33 @@ def test_a_script_that_does_not_attach_is_profiled_by_its_first_optimizer(
     assert sum(traced["name"] == "aten::addmm" for traced in trace["traceEvents"]) == 2
 
 
-def test_a_memory_snapshot_without_a_gpu_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("profiled", ["profile_from", "memory_snapshot_step"])
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(3), ValueError("a bad batch")])
+def test_a_script_that_fails_before_the_chosen_step_may_reach_it_in_its_next_start(
+    tmp_path: Path, profiled: str, error: BaseException
 ) -> None:
-    config = RunConfig.model_validate({"training": {"memory_snapshot_step": 2}})
+    config = RunConfig.model_validate({"training": {profiled: 9}})
+    spec = profiled_job("plain", config, tmp_path)
+    with pytest.raises(type(error)), profile_script(spec, lambda: False):
+        raise error
+    events = read_events(Store.open(str(tmp_path)).sub("jobs/plain"))
+    told = [event.data["message"] for event in events if event.name == "notice"]
+    assert len(told) == (getattr(error, "code", 1) == 0)
+    assert all("an earlier step" in message for message in told)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_memory_snapshot_without_a_gpu_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int
+) -> None:
+    config = RunConfig.model_validate({"training": {"memory_snapshot_step": step}})
     spec = profiled_job("plain", config, tmp_path)
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
     with profile_script(spec, lambda: False):
         for _ in range(4):
             optimizer.step()
     expected = (
-        "training.memory_snapshot_step 2: no snapshot, because these ranks use no GPU, and torch "
+        f"training.memory_snapshot_step {step}: no snapshot, because these ranks use no GPU, and torch "
         "records CUDA's memory alone"
     )
     events = read_events(Store.open(str(tmp_path)).sub("jobs/plain"))
@@ -207,7 +223,8 @@ def test_the_profilers_own_time_is_a_class_of_its_own(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"training": {"profile_from": 1, "profile_steps": 1}})
     spec = profiled_job("profiled", config, tmp_path)
     clock = Clock(lambda *_, **__: None)
-    profiler = StepProfiler(spec, config, Gang(), Reporter(clock, lambda *_, **__: None))
+    reporter = Reporter(clock, lambda *_, **__: None)
+    profiler = StepProfiler(spec, config, Gang(), reporter, never_comes=lambda step: False)
     clock.enter(LedgerClass.USEFUL_STEP)
 
     profiler.reach(1)

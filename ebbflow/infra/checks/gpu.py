@@ -120,8 +120,9 @@ def check_gpu(context: PreflightContext) -> CheckFinding:  # noqa: PLR0911 (one 
     config = context.config
     if config.cluster.device == "cpu":
         return skipped("cluster.device is cpu")
-    if context.target in ("batch", "kubernetes"):
-        return skipped(f"ranks run on {context.target}: the agent of each node checks its own GPUs")
+    elsewhere = _find_other_place(context)
+    if elsewhere is not None:
+        return skipped(f"ranks run on {elsewhere}: the agent of each node checks its own GPUs")
     wanted = config.cluster.device == "cuda"
     if not may_have_gpus(wanted=wanted):
         return skipped("there is no NVIDIA driver here")
@@ -177,9 +178,11 @@ def try_gpus(
         gang: its nodes and ranks.
     """
     finding, gpus = _try_gpus(promised)
-    here = 0 if gang is None else gang.processes_per_node
-    if promised and config is not None and gang is not None and here <= len(gpus):
-        finding = _compare_with_job(config, gang, gpus[:here], finding)
+    works = finding.status == "passed"
+    if works and promised and config is not None and gang is not None:
+        here = gang.processes_per_node
+        if here <= len(gpus):
+            finding = _compare_with_job(config, gang, gpus[:here], finding)
     return finding, len(gpus)
 
 
@@ -264,6 +267,22 @@ class _Gpu:
     name: str
     capability: float
     memory_bytes: int  # of a MIG device: its own
+
+
+def _find_other_place(context: PreflightContext) -> str | None:
+    """Return the backend whose machines train the job; None: this machine does.
+
+    Without a target, it is that of the plan, unless the store is a folder: containers cannot reach
+    it, so that the job stays here.
+    """
+    planned = context.config.cluster.plan_for
+    if context.target is not None:
+        backend = context.target
+    elif planned == "slurm" or "://" in context.config.store:
+        backend = planned
+    else:
+        return None
+    return None if backend == "local" else backend
 
 
 def _try_gpus(promised: int = 0) -> tuple[CheckFinding, list[_Gpu]]:

@@ -93,6 +93,8 @@ class AttachedLoop:
         divided: whether more ranks take fewer steps, because they divide each epoch.
     """
 
+    _completed = False  # whether all steps of the job are taken
+
     def __init__(
         self, spec: WorkerSpec, gang: Gang, state: JobState, *, kept_steps: int = 0
     ) -> None:
@@ -139,7 +141,9 @@ class AttachedLoop:
         self._syncs = SyncSchedule(spec.config.checkpoint)
         self.step_log = StepLog(reporter, kept_steps)
         self._metrics = MetricGate(self.record_notice)
-        self._step_watches = make_step_watches(spec, spec.config, gang, reporter)
+        self._step_watches = make_step_watches(
+            spec, spec.config, gang, reporter, is_over=lambda: self._completed
+        )
         self._strays = StrayReads(state.stateful_objects, self.say)
         self._ends.enter_context(self._strays.watch())
         self.script = ScriptWatch(
@@ -431,6 +435,7 @@ class AttachedLoop:
         except TrainingError as error:
             refuse(error)
         session.reporter.enter("done", self.step)
+        self._completed = True
         self._end(Outcome.COMPLETED, "", self._state.digest())
 
     def leave_exit_to_caller(self) -> None:

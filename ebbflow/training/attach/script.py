@@ -303,7 +303,7 @@ def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:
 
     try:
         try:
-            with profile_script(spec, lambda: attached_loop.current is not None):
+            with profile_script(spec, lambda: attached_loop.was_opened):
                 runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0) and not result.is_file():

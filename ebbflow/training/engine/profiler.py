@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ebbflow.training.reporter import Reporter
 
 _SNAPSHOT_ENTRIES = 100_000  # allocations and releases of a step, if guards.memory_history is 0
+_NO_GPU = "these ranks use no GPU, and torch records CUDA's memory alone"
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 # The first pattern that a name contains decides the class of a kernel or operator.
 _CLASSES = {
@@ -72,14 +73,26 @@ class StepProfiler:
     """Profiler of one rank.
 
     It records the configured steps, and reports them after the last one.
+
+    Args:
+        never_comes: whether no start of the job can take a step.
     """
 
-    def __init__(self, spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        config: RunConfig,
+        gang: Gang,
+        reporter: Reporter,
+        *,
+        never_comes: Callable[[int], bool],
+    ) -> None:
         training = config.training
         store = _open_profiles(spec)
         self._first = training.profile_from or 1
         self._last = self._first + training.profile_steps - 1
         self._store = store
+        self._never_comes = never_comes
         self._reporter = reporter
         self._rank = gang.rank
         self._on_gpu = False
@@ -121,7 +134,8 @@ class StepProfiler:
         if not issubclass(sys.exc_info()[0] or SystemExit, SystemExit):
             self._profile = None
         self._end()
-        if self._reached < self._first and self._rank == 0:
+        is_missed = self._reached < self._first and self._never_comes(self._first)
+        if is_missed and self._rank == 0:
             fix = (
                 f"training reached step {self._reached} only, so nothing was profiled; fix: an "
                 "earlier step"
@@ -171,10 +185,21 @@ class StepProfiler:
 
 
 class StepMemory:
-    """Snapshot of a GPU's memory after one step, with the step's allocations and their stacks."""
+    """Snapshot of a GPU's memory after one step, with the step's allocations and their stacks.
+
+    Args:
+        never_comes: whether no start of the job can take a step.
+    """
 
     def __init__(
-        self, spec: WorkerSpec, step: int, config: RunConfig, gang: Gang, reporter: Reporter
+        self,
+        spec: WorkerSpec,
+        step: int,
+        config: RunConfig,
+        gang: Gang,
+        reporter: Reporter,
+        *,
+        never_comes: Callable[[int], bool],
     ) -> None:
         self._step = step
         self._entries = config.guards.memory_history or _SNAPSHOT_ENTRIES
@@ -182,60 +207,101 @@ class StepMemory:
         self._spec = spec
         self._rank = gang.rank
         self._reporter = reporter
+        self._never_comes = never_comes
         self._records = False
+        self._has_told = False  # of the snapshot, or why there is none
         self._reached = 0
         reporter.on_close(self.close)  # if training ends with this step, or before it
 
     def reach(self, step: int) -> None:
         """Record the memory of the chosen step. Call this before each step."""
+        is_first = self._reached == 0
         self._reached = step
         if self._records:
             self._end()
         elif step == self._step:
-            import torch  # a script may have none
-
-            if torch.cuda.is_initialized():
-                torch.cuda.memory._record_memory_history(max_entries=self._entries, stacks="python")
-                self._records = True
-            elif self._rank == 0:
-                self._explain("these ranks use no GPU, and torch records CUDA's memory alone")
+            self._begin()
+        elif is_first and step > self._step:
+            self._stop()  # a script that attached after its start has begun to record
 
     def close(self) -> None:
         if self._records:
             self._end()
-        elif self._reached < self._step and self._rank == 0:
-            self._explain(f"training reached step {self._reached} only; fix: an earlier step")
+        elif not self._has_told and self._rank == 0:
+            reason = self._find_reason()
+            if reason:
+                self._explain(reason)
+
+    def _begin(self) -> None:
+        import torch  # a script may have none
+
+        self._records = True
+        torch.cuda._lazy_call(self._record)  # a script uses its GPU only after its start
+
+    def _record(self) -> None:
+        import torch
+
+        if self._records:
+            torch.cuda.memory._record_memory_history(max_entries=self._entries, stacks="python")
 
     def _end(self) -> None:
-        self._records = False
-        told = _keep_snapshot(self._spec, self._rank, self._step, self._reporter)
-        if not self._recorded_anyway:
-            import torch
+        import torch
 
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self._records = False
+        if not torch.cuda.is_initialized():
+            if self._rank == 0:
+                self._explain(_NO_GPU)
+            return
+        self._has_told = True
+        told = _keep_snapshot(self._spec, self._rank, self._step, self._reporter)
+        self._stop()
         message = f"rank {self._rank}, step {self._step}: memory snapshot; {told}"
         print(message, flush=True)
         self._reporter.emit(NOTICE, step=self._step, message=message)
 
+    def _stop(self) -> None:
+        import torch
+
+        if torch.cuda.is_initialized() and not self._recorded_anyway:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _find_reason(self) -> str:
+        """Return why the job has no snapshot; "" if another start has made it or can make it."""
+        import torch
+
+        if self._reached < self._step:
+            if not self._never_comes(self._step):
+                return ""
+            return f"training reached step {self._reached} only; fix: an earlier step"
+        if not torch.cuda.is_initialized():
+            return _NO_GPU
+        if _has_snapshot(self._spec, self._step):
+            return ""
+        return "this start began after it; fix: a later step"
+
     def _explain(self, why: str) -> None:
+        self._has_told = True
         message = f"training.memory_snapshot_step {self._step}: no snapshot, because {why}"
         print(message, flush=True)
         self._reporter.emit(NOTICE, message=message)
 
 
 def make_step_watches(
-    spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
+    spec: WorkerSpec,
+    config: RunConfig,
+    gang: Gang,
+    reporter: Reporter,
+    *,
+    is_over: Callable[[], bool] | None = None,
 ) -> list[Callable[[int], None]]:
     """Return functions to call before each step with its number: they profile the configured steps
     and record the memory of one.
+
+    Args:
+        is_over: whether a script has taken its last step; None: `training.max_steps` is the last.
     """
-    watches: list[Callable[[int], None]] = []
-    if config.training.profile_from is not None:
-        watches.append(StepProfiler(spec, config, gang, reporter).reach)
-    step = config.training.memory_snapshot_step
-    if step is not None:
-        watches.append(StepMemory(spec, step, config, gang, reporter).reach)
-    return watches
+    watches = _open_watches(spec, config, gang, reporter, is_over=is_over)
+    return [watch.reach for watch in watches]
 
 
 @contextmanager
@@ -244,6 +310,10 @@ def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterato
     unless it attaches: then its job does.
 
     A step of a script that does not attach ends when the optimizer that stepped first has stepped.
+    The memory of its first step is recorded from the start of the script.
+
+    Args:
+        is_attached: whether the script has attached.
     """
     training = spec.config.training
     if training.profile_from is None and training.memory_snapshot_step is None:
@@ -272,14 +342,21 @@ def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterato
     def count(optimizer: Any, *_: Any) -> None:
         if not is_attached() and optimizer in (counted or [optimizer]):
             counted.append(optimizer)
-            for reach in watches:
-                reach(len(counted) + 1)
+            for watch in watches:
+                watch.reach(len(counted) + 1)
+
+    def has_ended() -> bool:  # after an error, the script may start again
+        error = sys.exc_info()[1]
+        return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
     with EventLog(Store.open(spec.store_uri).sub(job_prefix(spec.job)), origin) as log:
         # The agent already gets this rank's heartbeats, and the time of a script that does not
         # attach is not booked.
         reporter = Reporter(Clock(lambda *_, **__: None), log.emit)
-        watches = make_step_watches(spec, spec.config, gang, reporter)
+        watches = _open_watches(spec, spec.config, gang, reporter, is_over=has_ended)
+        for watch in watches:
+            if isinstance(watch, StepMemory):  # a profile would lack the GPU, which is not used yet
+                watch.reach(1)
         hook = register_optimizer_step_post_hook(count)
         try:
             yield
@@ -396,6 +473,30 @@ def format_lines(tables: Mapping[str, Any], steps: int) -> dict[str, str]:
     return lines
 
 
+def _open_watches(
+    spec: WorkerSpec,
+    config: RunConfig,
+    gang: Gang,
+    reporter: Reporter,
+    *,
+    is_over: Callable[[], bool] | None,
+) -> list[StepProfiler | StepMemory]:
+    training = config.training
+
+    def never_comes(step: int) -> bool:
+        if is_over is None:
+            return step > training.max_steps
+        return is_over()
+
+    watches: list[StepProfiler | StepMemory] = []
+    if training.profile_from is not None:
+        watches.append(StepProfiler(spec, config, gang, reporter, never_comes=never_comes))
+    step = training.memory_snapshot_step
+    if step is not None:
+        watches.append(StepMemory(spec, step, config, gang, reporter, never_comes=never_comes))
+    return watches
+
+
 def _open_profiles(spec: WorkerSpec) -> Store:
     generation = generation_name(spec.generation, spec.generation_id)
     return Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles/{generation}")
@@ -405,6 +506,19 @@ def _records_after_out_of_memory(spec: WorkerSpec, config: RunConfig) -> bool:
     """Return whether allocations are recorded in all steps, since memory has run out before."""
     split = Overrides.from_json(spec.overrides).gradient_accumulation_steps is not None
     return split and bool(config.guards.memory_history)
+
+
+def _has_snapshot(spec: WorkerSpec, step: int) -> bool:
+    """Return whether a start of the job has kept a snapshot of the step; True if this is unknown."""
+    store = Store.open(spec.store_uri).sub(f"{job_prefix(spec.job)}/profiles")
+    try:
+        return any(kept.key.endswith(_snapshot_suffix(step)) for kept in store.list())
+    except StoreError:
+        return True
+
+
+def _snapshot_suffix(step: int) -> str:
+    return f"-memory-step-{step}.pickle"
 
 
 def _keep_snapshot(spec: WorkerSpec, rank: int, step: int, reporter: Reporter) -> str:
@@ -417,7 +531,7 @@ def _keep_snapshot(spec: WorkerSpec, rank: int, step: int, reporter: Reporter) -
     over = reporter.enter_temporarily("store")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, f"rank-{rank}-memory-step-{step}.pickle")
+            path = Path(folder, f"rank-{rank}{_snapshot_suffix(step)}")
             torch.cuda.memory._dump_snapshot(str(path))
             store.put(path.name, path.read_bytes())
         return f"open {store.uri}/{path.name} in pytorch.org/memory_viz"

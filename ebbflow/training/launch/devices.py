@@ -70,9 +70,11 @@ class NodeGpuCheck:
         choice: DeviceChoice,
         *,
         promised: int,
+        ranks: int,
         check: Callable[[int], tuple[CheckFinding, int]] = try_gpus,
     ) -> None:
         self._finding: CheckFinding | None = None
+        self._ranks = ranks  # of this node
         self._thread = threading.Thread(
             target=self._run, args=(check, promised), name="gpu-check", daemon=True
         )
@@ -100,7 +102,7 @@ class NodeGpuCheck:
     def _run(self, check: Callable[[int], tuple[CheckFinding, int]], promised: int) -> None:
         try:
             self._finding, gpus = check(promised)
-            shortage = describe_shared_memory_shortage(gpus)
+            shortage = describe_shared_memory_shortage(min(gpus, self._ranks))
             if shortage:
                 print(shortage, flush=True)
         except Exception as error:  # each rank checks its GPU again

@@ -102,6 +102,7 @@ class NodeRuntime:
         self._gpu_check = NodeGpuCheck(
             cluster.device,
             promised=spec.promised_gpus,
+            ranks=spec.processes_per_node,
             check=partial(try_gpus, config=spec.config, gang=gang),
         )
         limit = max(1.0, min(60.0, self.start_seconds / _REQUESTS_PER_START))

@@ -531,11 +531,11 @@ class PolicyOptimization:
 
     def _find_recorded_round(self, record: Record, expected: int) -> float:
         """Return the round whose rollouts a record has. To read it, a GPU's host waits."""
-        if self._recorded is None or self._recorded[0] is not record:
-            return record.read()["round"]
-        if self._recorded[1] != expected:
-            self._recorded = record, record.read()["round"]
-        return self._recorded[1]
+        known = self._recorded
+        if known is None or known[0] is not record or known[1] != expected:
+            known = record, record.read()["round"]
+            self._recorded = known
+        return known[1]
 
     def _judge(  # noqa: PLR0912, PLR0913, PLR0915 - one loss whose terms belong together
         self,
