@@ -43,6 +43,18 @@ for (batch,) in job.batches([(rows,) for rows in data.split(8)], epochs=8):
     if "crash" in sys.argv and job.step == 30:
         raise KeyError("boom")
 """
+FORKS = """
+    if job.step in (10, 20, 30):
+        if (pid := os.fork()) == 0:
+            print("in a fork")
+            if job.step == 30:
+                raise KeyError("of a fork")
+            sys.exit(0 if job.step == 10 else 3)
+        status = os.waitpid(pid, 0)[1]
+        print("fork of step", job.step, "exited with", os.waitstatus_to_exitcode(status))
+        for path in pathlib.Path("store/jobs/train/launchers").iterdir():
+            print("claim", path.read_text())
+    job.log"""
 STARTS = {
     "ebbflow run": [sys.executable, "-m", "ebbflow", "run", "train.py"],
     "python": [sys.executable, "train.py"],
@@ -214,20 +226,6 @@ def test_a_fork_that_goes_on_with_the_script_neither_saves_nor_ends_the_job(
     assert log.count("went on with the loop") == (where == "in the loop")
     job = Store.open(str(tmp_path / "store/jobs/train"))
     assert [ref.step for ref in reachable_commits(job)].count(64) == 1
-
-
-FORKS = """
-    if job.step in (10, 20, 30):
-        if (pid := os.fork()) == 0:
-            print("in a fork")
-            if job.step == 30:
-                raise KeyError("of a fork")
-            sys.exit(0 if job.step == 10 else 3)
-        status = os.waitpid(pid, 0)[1]
-        print("fork of step", job.step, "exited with", os.waitstatus_to_exitcode(status))
-        for path in pathlib.Path("store/jobs/train/launchers").iterdir():
-            print("claim", path.read_text())
-    job.log"""
 
 
 @pytest.mark.parametrize("start", ["ebbflow run", "python"])

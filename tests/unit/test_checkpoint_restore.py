@@ -206,6 +206,27 @@ class SecondReaders:
         return answer
 
 
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+class PagedLion8bit(Lion):
+    pass
+
+
+class Wrapper(Lion):
+    """A wrapper as accelerate's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.optimizer = torch.optim.AdamW(self.param_groups[0]["params"], lr)
+
+
 def model_of(value: float) -> nn.Module:
     model = nn.Linear(2, 2)
     with torch.no_grad():
@@ -917,27 +938,6 @@ def test_settings_of_another_class_of_optimizer_are_refused(
     ):
         apply_settings(settings, model, after)
     assert after.param_groups[0]["lr"] == 0.1
-
-
-class Lion(torch.optim.Optimizer):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
-
-
-class OwnAdamW(torch.optim.AdamW):
-    pass
-
-
-class PagedLion8bit(Lion):
-    pass
-
-
-class Wrapper(Lion):
-    """A wrapper as accelerate's."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.optimizer = torch.optim.AdamW(self.param_groups[0]["params"], lr)
 
 
 @pytest.mark.parametrize(
