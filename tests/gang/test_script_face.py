@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.surfaces import find_false_words, read_surfaces
 
 SCRIPT = """
 import sys
+import textwrap
 import time
 
 import torch
@@ -41,6 +43,18 @@ for (batch,) in job.batches([(rows,) for rows in data.split(8)], epochs=8):
     if "crash" in sys.argv and job.step == 30:
         raise KeyError("boom")
 """
+FORKS = """
+    if job.step in (10, 20, 30):
+        if (pid := os.fork()) == 0:
+            print("in a fork")
+            if job.step == 30:
+                raise KeyError("of a fork")
+            sys.exit(0 if job.step == 10 else 3)
+        status = os.waitpid(pid, 0)[1]
+        print("fork of step", job.step, "exited with", os.waitstatus_to_exitcode(status))
+        for path in pathlib.Path("store/jobs/train/launchers").iterdir():
+            print("claim", path.read_text())
+    job.log"""
 STARTS = {
     "ebbflow run": [sys.executable, "-m", "ebbflow", "run", "train.py"],
     "python": [sys.executable, "train.py"],
@@ -212,3 +226,31 @@ def test_a_fork_that_goes_on_with_the_script_neither_saves_nor_ends_the_job(
     assert log.count("went on with the loop") == (where == "in the loop")
     job = Store.open(str(tmp_path / "store/jobs/train"))
     assert [ref.step for ref in reachable_commits(job)].count(64) == 1
+
+
+@pytest.mark.parametrize("start", ["ebbflow run", "python"])
+def test_a_fork_that_exits_in_the_loop_or_the_block_does_nothing_for_the_rank(
+    tmp_path: Path, start: str
+) -> None:
+    """It released the rank's claim, and exited with 1 and false words."""
+    script = SCRIPT.replace("\n    job.log", FORKS).replace("sleep(0.1)", "sleep(0.02)")
+    if start == "python":
+        before, attach, loop = script.partition("job = ebbflow.attach(model, optimizer)\n")
+        block = attach.replace("job = ", "with ").replace(")\n", ") as job:\n")
+        script = before + block + textwrap.indent(loop, "    ")
+    (tmp_path / "train.py").write_text(f"import os, pathlib\n{script}")
+    done = run_in(tmp_path, STARTS[start])
+    logs = [path.read_text() for path in (tmp_path / "runs/train/logs").rglob("rank-0.log")]
+    text = "".join([done.stdout, done.stderr, *logs])
+    assert done.returncode == 0, text
+    codes = dict(re.findall(r"fork of step (\d+) exited with (-?\d+)", text))
+    assert codes == {"10": "0", "20": "3", "30": "1"}, text
+    assert text.count("KeyError: 'of a fork'") == 1
+    assert "in a fork" in text
+    assert "claim" in text
+    assert '"released": true' not in text
+    assert '"released":true' not in text
+    assert "went on with the loop" not in text
+    assert "lost" not in text
+    report = json.loads((tmp_path / "runs/train/report.json").read_text())
+    assert report["outcome"] == "completed"

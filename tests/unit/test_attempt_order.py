@@ -101,3 +101,9 @@ def test_metadata_that_hang_or_fail_hold_up_no_attempt(monkeypatch: pytest.Monke
     assert "no answer within 0.05 s" in try_to_show_in_client(silent, name_of(0), {})  # type: ignore[arg-type]
     assert "OSError: down" in try_to_show_in_client(refusing, name_of(0), {})  # type: ignore[arg-type]
     assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("verb", ["gang", "again"])
+def test_an_order_of_an_older_ebbflow_is_read(verb: str) -> None:
+    order = AttemptOrder.model_validate_json(json.dumps({"does": verb, "nodes": 2}))
+    assert (order.does, order.nodes) == ("next", 2)

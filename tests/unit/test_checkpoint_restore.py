@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ from ebbflow.training.checkpoint.state import (
     rng_name,
 )
 from ebbflow.training.checkpoint.verified_io import crc_text, sha256_text, unseal
+from ebbflow.training.engine.optimizer import Muon
 from ebbflow.training.errors import (
     CheckpointError,
     CommitMismatch,
@@ -202,6 +204,27 @@ class SecondReaders:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+
+class OwnAdamW(torch.optim.AdamW):
+    pass
+
+
+class PagedLion8bit(Lion):
+    pass
+
+
+class Wrapper(Lion):
+    """A wrapper as accelerate's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.optimizer = torch.optim.AdamW(self.param_groups[0]["params"], lr)
 
 
 def model_of(value: float) -> nn.Module:
@@ -903,6 +926,7 @@ def test_settings_of_another_class_of_optimizer_are_refused(
     before = saved(model.parameters(), lr=0.5)
     torch.optim.lr_scheduler.OneCycleLR(before, 1.0, total_steps=9)  # adds settings of its own
     settings = optimizer_settings(model, before)
+    del settings["class"]  # as of an older Ebbflow
     del settings["param_groups"][0]["maximize"]  # as of an older torch
     after = resumed(model.parameters(), lr=0.1)
     if refused is None:
@@ -914,3 +938,55 @@ def test_settings_of_another_class_of_optimizer_are_refused(
     ):
         apply_settings(settings, model, after)
     assert after.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.AdamW, torch.optim.Adam),
+        (torch.optim.Adam, torch.optim.RAdam),
+        (torch.optim.Adam, torch.optim.NAdam),
+        (torch.optim.Adam, torch.optim.Adamax),
+        (torch.optim.Adam, torch.optim.Adadelta),
+        (torch.optim.AdamW, Lion),
+        (Lion, torch.optim.Adafactor),
+    ],
+)
+def test_a_commit_of_another_class_of_optimizer_is_refused(
+    saved: type[Any], resumed: type[Any]
+) -> None:
+    """AdamW on a commit of Adam trained as Adam, since this is one of its settings."""
+    model = torch.nn.Linear(2, 2)
+    settings = optimizer_settings(model, saved(model.parameters(), lr=0.5))
+    after = resumed(model.parameters(), lr=0.1)
+    names = f"state of {saved.__name__}, and the optimizer is {resumed.__name__}; fix: {saved.__name__},"
+    with pytest.raises(CommitMismatch, match=names):
+        apply_settings(json.loads(json.dumps(settings)), model, after)
+    assert after.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (torch.optim.AdamW, partial(torch.optim.AdamW, foreach=True, weight_decay=0.3)),
+        (torch.optim.AdamW, partial(torch.optim.AdamW, fused=True)),
+        (torch.optim.AdamW, OwnAdamW),
+        (OwnAdamW, torch.optim.AdamW),
+        (Muon, Muon),
+        (Lion, PagedLion8bit),
+    ],
+)
+def test_a_commit_of_the_same_class_of_optimizer_is_restored(
+    saved: Callable[..., Any], resumed: Callable[..., Any]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    settings = optimizer_settings(model, saved(model.parameters(), lr=0.5))
+    after = resumed(model.parameters(), lr=0.1)
+    apply_settings(json.loads(json.dumps(settings)), model, after)
+    assert after.param_groups[0]["lr"] == 0.5
+
+
+def test_a_commit_names_the_class_of_a_wrapped_optimizer() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert optimizer_settings(model, Wrapper(model.parameters(), 0.1))["class"] == "AdamW"

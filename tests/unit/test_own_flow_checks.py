@@ -189,6 +189,16 @@ def test_the_decorator_and_its_options_can_be_given_on_the_command_line(tmp_path
     assert both[0] == 0, both[1]
 
 
+def test_a_decorator_of_the_command_line_is_refused_in_a_deployment(tmp_path: Path) -> None:
+    """The deployed workflow lacked it: each step trained without commits and budget."""
+    words = ("--with=ebbflow:budget=3", "step-functions", "create", "--only-json")
+    code, output = check(tmp_path, *words, decorators="")
+    assert code == 1
+    assert "step-functions create leaves out --with ebbflow; fix: write @ebbflow above" in output
+    assert "Traceback" not in output
+    assert "planned" not in output
+
+
 def test_a_configuration_that_is_no_path_is_refused(tmp_path: Path) -> None:
     task = TaskName(flow="F", run="1", origin_run=None, step="train", task="2", attempt=0)
     job = TaskJob(cast(FlowSpec, None), task, make_step(tmp_path))

@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     InstanceOf,
     PlainSerializer,
+    field_validator,
 )
 
 from ebbflow.core.errors import Outcome
@@ -92,6 +93,14 @@ class AttemptOrder(BaseModel):
     plan: PlanField | None = None  # plan of this attempt; None: the run's plan applies
     outcome: Outcome | Literal[""] = ""  # outcome of the job, for "stop"
     message: str = ""  # why the attempt does not train
+
+    @field_validator("does", mode="before")
+    @classmethod
+    def _rename_old_verbs(cls, value: object) -> object:
+        """Read orders of an older Ebbflow, which had two words for "next"."""
+        if value in ("gang", "again"):
+            return "next"
+        return value
 
     @classmethod
     def stop(cls, outcome: Outcome, message: str) -> AttemptOrder:

@@ -8,6 +8,7 @@ Metaflow imports this module with every `import metaflow`, so it imports nothing
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -49,7 +50,20 @@ class ebbflow(StepMutator):  # noqa: N801 - the name of the decorator
         # `--with ebbflow` attaches this mutator too late for `pre_mutate` and `init`
         if _TASK_DECORATOR not in {name for name, *_ in mutable_step.decorator_specs}:
             self.external_init()
+            if not self.statically_defined:
+                self._refuse_deployment(mutable_step)
             self._add_task_decorator(mutable_step)
+
+    def _refuse_deployment(self, mutable_step: MutableStep) -> None:
+        """Raise OwnFlowError if the flow is deployed: the workflow would lack the decorator."""
+        from ebbflow.flows.own_flow.step_checks import OwnFlowError, find_scheduler
+
+        scheduler = find_scheduler(sys.argv)
+        if scheduler is not None:
+            raise OwnFlowError(
+                f"step {mutable_step._my_step.__name__}: {scheduler} create leaves out --with "
+                "ebbflow; fix: write @ebbflow above the step"
+            )
 
     def _add_task_decorator(self, mutable_step: MutableStep) -> None:
         attributes = {"values": list(self._values), "options": dict(self._options)}

@@ -199,6 +199,8 @@ class AttachedLoop:
 
     def leave_block(self, error: BaseException | None) -> None:
         """Complete the job at the end of the block, or record the error that ended it."""
+        if self._is_fork:
+            return
         if error is None:
             self.complete()
         elif not self._closed:
@@ -333,6 +335,7 @@ class AttachedLoop:
 
     def count_step(self, samples: int, learning_rate: float | None = None) -> None:
         """Count the step, and record its event."""
+        self._end_fork()
         self.step += 1
         self.samples += samples
         self._record(samples, learning_rate)
@@ -444,6 +447,8 @@ class AttachedLoop:
 
     def close_at_exit(self) -> None:
         """Complete the job if the script left its loop with `break`, and close it."""
+        if self._is_fork:
+            return
         error = getattr(sys, "last_value", None)  # which ended the script, unless it is older
         if error is self._older_error:
             error = None
@@ -452,6 +457,11 @@ class AttachedLoop:
         elif self._left and not self._closed:
             self.complete()
         self._close()
+
+    @property
+    def _is_fork(self) -> bool:
+        """Whether the script has forked this process from the rank, to which the job belongs."""
+        return os.getpid() != self._pid
 
     def _record_failure(self, error: BaseException) -> None:
         """Record that the error ended the script. With an agent, the agent records it."""
@@ -642,7 +652,7 @@ class AttachedLoop:
         """End a process that the script has forked and that goes on with the rank's training: its
         saves would overwrite those of the rank.
         """
-        if os.getpid() == self._pid:
+        if not self._is_fork:
             return
         print(
             f"ebbflow: process {os.getpid()}, a fork of process {self._pid}, went on with the loop "
@@ -653,7 +663,7 @@ class AttachedLoop:
         os._exit(1)
 
     def _on_exit(self) -> None:
-        if os.getpid() != self._pid:
+        if self._is_fork:
             return
         self.close_at_exit()
         end_observer()
@@ -662,7 +672,7 @@ class AttachedLoop:
 
     def _close(self) -> None:
         global current
-        if self._closed:
+        if self._closed or self._is_fork:
             return
         self._closed = True
         self._watch.close()

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ebbflow.core.config.load import LoadedConfig, load_config, values_with_sources
 from ebbflow.core.config.schema import RunConfig
@@ -208,10 +209,7 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     switch_on()
     sys.argv = [str(script), *spec.prepared["words"]]
     sys.path[0] = str(script.parent)
-    with (
-        bill_unattached(spec, script.name, lambda: attached_loop.was_opened),
-        _ending_forks(),
-    ):
+    with bill_unattached(spec, script.name, lambda: attached_loop.was_opened):
         _run_user_code(script, spec, result)
     with contextlib.suppress(OSError, ValueError, KeyError):
         known = json.loads(result.read_text())
@@ -281,17 +279,35 @@ def _make_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _ending_forks() -> Iterator[None]:
-    """End a process that the script has forked where the script ends: only the rank has a result."""
+    """End a process that the script has forked where the script ends, with the exit code that Python
+    would give it: only the rank has a result.
+    """
     rank = os.getpid()
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if os.getpid() != rank:
-            traceback.print_exc()
-            os._exit(1)
+            _end_fork(error)
         raise
     if os.getpid() != rank:
-        os._exit(0)
+        _end_fork(None)
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    code = 0
+    if isinstance(error, SystemExit):
+        if isinstance(error.code, int):
+            code = error.code
+        elif error.code is not None:
+            print(error.code, file=sys.stderr)
+            code = 1
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed by the fork
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:
@@ -303,7 +319,10 @@ def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:
 
     try:
         try:
-            with profile_script(spec, lambda: attached_loop.was_opened):
+            with (
+                profile_script(spec, lambda: attached_loop.was_opened),
+                _ending_forks(),
+            ):
                 runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0) and not result.is_file():

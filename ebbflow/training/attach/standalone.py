@@ -76,7 +76,7 @@ def release_job() -> None:
     """Release this process's claim on the job, if any, so that another launcher need not wait until
     it is stale.
     """
-    if _claim is not None:
+    if _claim is not None and _claim.launcher.pid == os.getpid():  # not in a fork
         _claim.release()
 
 

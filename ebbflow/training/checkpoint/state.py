@@ -16,6 +16,7 @@ in another mode wrote. Tied parameters are stored once, under their first name.
 import hashlib
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ SHARED_PREFIX = "state."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PREFIX = "rng"
 AVERAGE = "ema"  # the optimizer's state with a parameter's average, so that commits hold it
+_BITS = re.compile(r"\d+bit$")
 _OTHER_SETTINGS = 2  # this many on both sides are another optimizer's
 _ALL_GROUPS = (
     "give the optimizer all its groups before the job is restored, with requires_grad=False "
@@ -72,8 +74,8 @@ def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
 
 
 def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the param groups, with parameters by name, and the optimizer states that are not
-    tensors, as JSON.
+    """Return the class, the param groups, with parameters by name, and the optimizer states that are
+    not tensors, as JSON.
     """
     names = {id(parameter): fqn for fqn, parameter in _optimized(model, optimizer)}
     groups = []
@@ -87,7 +89,7 @@ def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 scalars.setdefault(fqn, {})[key] = value
-    return {"param_groups": groups, "scalars": scalars}
+    return {"class": _class_name(optimizer), "param_groups": groups, "scalars": scalars}
 
 
 def prepare_for_loading(
@@ -122,6 +124,7 @@ def apply_settings(settings: Mapping[str, Any], model: nn.Module, optimizer: Opt
 
     Raises CommitMismatch.
     """
+    _refuse_other_class(settings.get("class"), optimizer)
     groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         have = len(optimizer.param_groups)
@@ -324,9 +327,40 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _class_name(optimizer: Optimizer) -> str:
+    """Return the name of the optimizer's class, or of the class of torch that it is derived from.
+
+    Wrappers do not count, and neither does the number of bits in which a class keeps its state, as
+    in PagedAdamW8bit of bitsandbytes.
+    """
+    for name in ("optimizer", "optim"):  # accelerate's wrapper, and ZeroRedundancyOptimizer
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, Optimizer):
+            return _class_name(inner)
+    for kind in type(optimizer).__mro__:
+        if kind is not Optimizer and f"{kind.__module__}.".startswith("torch.optim."):
+            return kind.__name__
+    name = type(optimizer).__name__
+    return _BITS.sub("", name.removeprefix("Paged"))
+
+
+def _refuse_other_class(stored: str | None, optimizer: Optimizer) -> None:
+    """Raise CommitMismatch if the commit has the state of another class of optimizer, such as Adam's
+    for AdamW: the settings would make one compute as the other.
+
+    `stored` is None in an imported commit and in one of an older Ebbflow.
+    """
+    here = _class_name(optimizer)
+    if stored not in (None, here):
+        raise CommitMismatch(
+            f"the commit has the state of {stored}, and the optimizer is {here}; fix: {stored}, or "
+            "another name for the job"
+        )
+
+
 def _refuse_other_optimizer(stored: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Raise CommitMismatch if the settings are those of another class of optimizer, whose state would
-    be carried along and have no effect.
+    be carried along and have no effect. This finds some classes in commits that do not name them.
 
     One setting more or less can come from another release of torch, and some from a scheduler.
     """
