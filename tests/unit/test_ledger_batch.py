@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, Event
 from ebbflow.cost.ledger.ledger import Ledger, compute_spent_usd, fold
+from ebbflow.cost.report.figure_text import explain_figures
+from ebbflow.cost.report.report import build_report
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 MICRO = 1_000_000
@@ -212,6 +214,11 @@ def test_the_scale_down_of_an_instance_is_a_line_of_its_own_in_total_spent_and_s
     assert running == 60 * Decimal("0.002")
     assert ledger.same_on_demand_usd == 340 * Decimal("0.002")
     assert_adds_up(ledger)
+    [explained] = [text for text in explain_figures(build_report(events)) if "scale down" in text]
+    assert explained == (
+        "estimated: scale down: 300 s assumed after each job of AWS Batch whose instance was not "
+        "reclaimed"
+    )
 
 
 def test_a_node_of_kubernetes_has_no_scale_down() -> None:
