@@ -201,7 +201,7 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
 )
 def test_a_reserve_is_described_by_what_it_is_for(plan_for, prices, market, text):
     watch = PriceWatch.of(config(cluster={"plan_for": plan_for}, cost={"prices": prices}))
-    pool = next(pool for pool in plan().ranked if pool.market == market)
+    pool = replace(plan().chosen, market=market)
     assert describe_reserve(watch, pool, plan_for) == text
 
 
