@@ -108,7 +108,8 @@ class Fallback:
     restart_seconds: float
     restart_usd: float
     step_seconds: float  # duration of a step on demand, including its share of the checkpoints
-    usd: float  # cost of `seconds`, in which waiting for machines costs nothing
+    # cost of `seconds`, in which waiting for machines costs nothing, and of idle machines afterwards
+    usd: float
     step_usd: float  # cost of a step on demand
     # begin_utc, end_utc: begin and end (Unix time) of the reservation that takes the place of
     # on-demand machines
@@ -121,7 +122,8 @@ class Fallback:
     move_utc: float | None = None
     move_to: str = ""
     move_end_utc: float | None = None
-    # Part of `usd` at the price of Spot: a last save, and a rise of the price that is not known yet
+    # Part of `usd` at the price of Spot: a last save, a rise of the price that is not known yet, and
+    # the time for which AWS Batch keeps the machines
     spot_usd: float = 0.0
 
     def at_spot_price(self, ratio: float) -> Fallback:
@@ -163,7 +165,8 @@ class Terms:
     usd_per_rank_second: float  # price of the planned capacity per rank
     budget_usd: float | None = None  # spending limit of the job; None: no limit
     spent_usd: float = 0.0  # cost of earlier attempts of the job
-    reserve_usd: float = 0.0  # part of the budget reserved for the last save and the drain
+    # Part of the budget reserved for the last save, and for idle machines after it
+    reserve_usd: float = 0.0
     # Time kept for the same before the deadline and the end of a reservation
     reserve_seconds: float = 0.0
     deadline_utc: float | None = None  # Unix time by which the job must be done; None: no deadline
@@ -236,7 +239,7 @@ class Terms:
             return ""
         return (
             f"budget: ${self.spent_usd:.4f} of ${self.budget_usd:.4f} is spent and "
-            f"${self.reserve_usd:.4f} is kept for the last save, so that nothing is left to "
+            f"${self.reserve_usd:.4f} is kept in reserve, so that nothing is left to "
             "train with; fix: run the job again with a larger cost.budget_usd"
         )
 

@@ -432,12 +432,12 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
     except (CostError, InfraError) as error:
         say(f"the price of this machine is unknown, so the planned one applies: {error}")
         return terms
-    unused = held.unused_seconds(events) * gang_shape(flow, order).nodes
+    booted = held.boot_seconds(events) * gang_shape(flow, order).nodes
     ranks = gang_shape(flow, order).processes_per_node
     # The plan's price for this gang's ranks, so that other ranks on a node are no rise of the price
     shared = terms.usd_per_rank_second * plan.chosen.processes_per_node / ranks
     terms = replace(terms, usd_per_rank_second=shared)
-    return terms.at_price(price, spent_usd=spent + unused * ranks * price)
+    return terms.at_price(price, spent_usd=spent + booted * ranks * price)
 
 
 def _reservation_check(
@@ -476,25 +476,23 @@ class _HeldPrice:
         self._log = LogFollower(job.store, wanted=lambda key: key.startswith(FLOW_EVENTS_PREFIX))
         self._events: list[Event] = []
 
-    def unused_seconds(self, events: Sequence[Event]) -> float:
-        """Return the paid time of this machine before and after this attempt, as the ledger will
-        count it: its boot, unless an earlier attempt or another job has started it, and the time for
-        which AWS Batch keeps it. Other nodes count alike.
+    def boot_seconds(self, events: Sequence[Event]) -> float:
+        """Return the paid time of this machine before this attempt, as the ledger will count it: 0 if
+        an earlier attempt or another job has started the machine. Other nodes count alike.
         """
         from ebbflow.cost.ledger.instances import (
-            SCALE_DOWN_SECONDS,
             read_submission_times,
             was_started_by_another_job,
         )
 
         before = {event.payload.instance_id for event in select_events(events, NodeStartedPayload)}
         submitted = read_submission_times(events).get(str(self._job_id))
-        boot = self._uptime_seconds
-        if self._instance_id in before or was_started_by_another_job(boot, time.time(), submitted):
-            boot = 0.0
-        if submitted is None or self._instance_id is None:  # not of AWS Batch, or unknown
-            return boot
-        return boot + SCALE_DOWN_SECONDS
+        uptime = self._uptime_seconds
+        if self._instance_id in before or was_started_by_another_job(
+            uptime, time.time(), submitted
+        ):
+            return 0.0
+        return uptime
 
     def read(self, events: Sequence[Event] = ()) -> RankPrice:
         """Return the price as far as it is recorded now, in `events` or else in the store.

@@ -188,6 +188,13 @@ def find_own_job(environment: Mapping[str, str] = os.environ) -> str | None:
     return environment.get("AWS_BATCH_JOB_ID", "").split("#")[0] or None
 
 
+def is_cluster_id(job_id: str) -> bool:
+    """Return whether an id is that of a JobSet or Job of Kubernetes, NAMESPACE/KIND/NAME; ids of AWS
+    Batch contain no slash.
+    """
+    return job_id.count("/") == 2
+
+
 def describe_machine() -> JsonObject:
     """Describe this machine (CPU, usable cores, load average, versions), for the record of a
     measurement made on it.

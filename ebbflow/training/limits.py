@@ -243,7 +243,7 @@ class Limits:
         if stop is Stop.BUDGET and terms and terms.budget_usd is not None:
             return (
                 f"budget: ${self.spent_usd:.4f} spent of ${terms.budget_usd:.4f}, of which "
-                f"${terms.reserve_usd:.4f} is kept for the last save (a step costs up to "
+                f"${terms.reserve_usd:.4f} is kept in reserve (a step costs up to "
                 f"${self.next_step_usd:.4f}); fix: run the job again with a larger "
                 "cost.budget_usd"
             )

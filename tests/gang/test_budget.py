@@ -132,7 +132,7 @@ def test_no_budget_reports_nothing_and_an_empty_budget_starts_nothing() -> None:
 def test_a_gang_stops_within_its_budget_and_continues_with_a_larger_one(tmp_path: Path) -> None:
     job = Job(tmp_path)
     outcome = job.run(0, BUDGET_USD)
-    assert outcome.outcome == Outcome.BUDGET and "is kept for the last save" in outcome.message
+    assert outcome.outcome == Outcome.BUDGET and "is kept in reserve" in outcome.message
     events = job.events()
     report = build_report(events)
     assert (report.outcome, report.exit_code) == (Outcome.BUDGET, 4)

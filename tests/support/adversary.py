@@ -22,6 +22,7 @@ from ebbflow.cost.capacity import AttemptHistory, choose_placement
 from ebbflow.cost.errors import PlacementError
 from ebbflow.cost.plan.guarantee import DECIDE_HOURS, start_hours
 from ebbflow.cost.plan.plan import make_plan
+from ebbflow.cost.plan.pools import get_idle_seconds
 from ebbflow.infra.batch.queues import QueueState
 from tests.support.capacity import batch_config
 from tests.support.price_leap import PriceLeap
@@ -191,8 +192,11 @@ def adversarial_job(config: RunConfig, seed: int) -> Verdict | None:
         for candidate in planned(config, BEGAN_UTC).ranked
         if candidate.market == "on_demand"
     )
+    # AWS Batch keeps machines after an attempt on Spot, and after one on demand
+    idle_hours = get_idle_seconds(config.cluster.plan_for) / HOUR
+    idle_usd = 2 * idle_hours * usual.gang_usd_per_hour
     limits = {
-        "budget_usd": usual.expected_usd * draw.uniform(1.05, 1.35),
+        "budget_usd": usual.expected_usd * draw.uniform(1.05, 1.35) + idle_usd,
         "deadline_hours": usual.case.work_hours * draw.uniform(1.2, 2.5),
     }
     config = config.model_copy(update={"cost": config.cost.model_copy(update=limits)})

@@ -25,7 +25,8 @@ BOTH = queues(SPOT_QUEUE, ON_DEMAND_QUEUE)
 # Hours and dollars that a start on Spot needs, of the formulas' own test: 20 h and $100 less what
 # they leave.
 NEEDED_HOURS = 20 - 9.3125
-NEEDED_USD = 100 - 72.09375
+IDLE_HOURS = 300 / 3600  # for which AWS Batch keeps machines
+NEEDED_USD = 100 - 72.09375 + IDLE_HOURS * (4 + 3)
 
 
 def make_plan(pools: Sequence[Candidate], **values: Any) -> Plan:

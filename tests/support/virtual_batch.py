@@ -27,6 +27,7 @@ from ebbflow.cost.catalogue import load_catalogue
 from ebbflow.cost.plan.candidates import JobProgress
 from ebbflow.cost.plan.guarantee import busy_hours, start_hours
 from ebbflow.cost.plan.plan import Plan, make_plan
+from ebbflow.cost.plan.pools import get_idle_seconds
 from ebbflow.cost.prices.quote import PriceSource
 from ebbflow.infra.batch.jobs import BatchAttempt, Cause
 from ebbflow.infra.batch.queues import Market, QueueState
@@ -332,6 +333,7 @@ class _Attempt:
         self._pool = plan.ranked[0]
         self._steps = plan.steps
         fallback = placement.fallback and Fallback(**placement.fallback)
+        self._idle_seconds = get_idle_seconds(plan.backend)
         self._terms = replace(plan.terms(spent_usd=course.usd), fallback=fallback)
         self._usd_per_hour = (
             self._pool.gang_usd_per_hour + self._pool.transfer_usd / self._pool.paid_hours
@@ -383,6 +385,7 @@ class _Attempt:
             self._course.usd += self._pool.storage_usd
         end = start + hours * HOUR + self._save_seconds
         self._course.usd += (end - start) / HOUR * self._usd_per_hour
+        self._course.usd += self._idle_seconds / HOUR * self._pool.gang_usd_per_hour
         self._course.finished = end
         return self._end("ended", end, start, self._work)
 
@@ -396,7 +399,17 @@ class _Attempt:
 
     def _end_on_spot(self, cause: Cause, end: float, kept: float) -> tuple[float, float]:
         self._course.usd = self._usd_at(end)
+        if cause != "reclaimed":
+            self._course.usd += self._idle_usd(end)
         return self._end(cause, end, self._start, kept)
+
+    def _idle_usd(self, end: float) -> float:
+        """Return the dollars of the time for which AWS Batch keeps the machines."""
+        usd = self._idle_seconds / HOUR * self._pool.gang_usd_per_hour
+        if self._leap is None:
+            return usd
+        dearer_seconds = max(0.0, end + self._idle_seconds - max(end, self._leap.at))
+        return usd + dearer_seconds / HOUR * (self._leap.factor - 1) * self._pool.gang_usd_per_hour
 
     def _usd_at(self, second: float) -> float:
         usd = self._spent_before + (second - self._start) / HOUR * self._usd_per_hour

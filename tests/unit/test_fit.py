@@ -38,6 +38,7 @@ from ebbflow.cost.plan.plan import make_plan
 from ebbflow.cost.plan.throughput import (
     BYTES_PER_FLOP,
     CONTEXT_BYTES,
+    FLOAT32_PRIOR,
     NETWORK_EFFICIENCY,
     NO_EFA_FACTOR,
     PCIE_BYTES_PER_SECOND,
@@ -522,9 +523,10 @@ def test_a_gpu_without_fitted_runs_is_uncalibrated_and_its_speed_less_certain() 
     deviations = [speed.log_deviation for speed in found.values()]
     assert deviations == pytest.approx([0.333, 0.336, 0.460, 0.460], abs=0.001)
     whole = large.changed("fsdp", use_mixed_precision=False)
-    assert estimate_throughput(whole, shape, types["p5.48xlarge"], 1, 8).kind == UNCALIBRATED, (
+    assert estimate_throughput(whole, shape, types["p5.48xlarge"], 1, 8).kind == FLOAT32_PRIOR, (
         "the fitted runs are in bfloat16"
     )
+    assert estimate_throughput(whole, shape, types["p5en.48xlarge"], 1, 8).kind == UNCALIBRATED
 
 
 def test_memory_modes_move_and_recompute_as_estimated():

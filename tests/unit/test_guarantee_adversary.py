@@ -172,6 +172,10 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
         needing_less("finish_usd", lambda config, one: _save_hours(config) * one.gang_usd_per_hour),
         "admitted with the least budget",
     ),
+    "admission without the dollars of idle machines": (
+        needing_less("finish_usd", lambda config, one: 300 / 3600 * one.gang_usd_per_hour),
+        "admitted with the least budget",
+    ),
     "admission without the dollars of storage": (
         needing_less("finish_usd", lambda config, one: one.storage_usd),
         "admitted with the least budget",
@@ -290,6 +294,15 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
     "reserve without the dollars of a last save": (
         keeping_less(
             "usd", lambda config, spot, last: _save_hours(config) * last.gang_usd_per_hour
+        ),
+        "money: departure at the last moment",
+    ),
+    "reserve without the dollars of idle machines on Spot and on demand": (
+        keeping_less(
+            "usd",
+            lambda config, spot, last: (
+                300 / 3600 * (spot.gang_usd_per_hour + last.gang_usd_per_hour)
+            ),
         ),
         "money: departure at the last moment",
     ),

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from ebbflow.core.events import BATCH_ATTEMPT, BATCH_SUBMITTED, NODE_STARTED, Event
 from ebbflow.cost.ledger.ledger import Ledger, compute_spent_usd, fold
+from ebbflow.cost.report.figure_text import explain_figures
+from ebbflow.cost.report.report import build_report
 from tests.support.timelines import WALL, GangLog, event, plan_event, timelines
 
 MICRO = 1_000_000
@@ -186,6 +188,11 @@ def test_an_instance_that_booted_before_its_job_was_submitted_was_warm(
     ledger = fold([plan_event(3.6), order, *log.events, told("j", -10.0, 60.0)])
     assert seconds_of(ledger).get("boot") == (None if boot is None else 2 * boot)
     assert_adds_up(ledger)
+    # Batch's clock, if it is known, decides instead of the launcher's
+    wrong = event(BATCH_SUBMITTED, -submitted - 500.0, job_id="j", job_name="train")
+    known = told("j", -10.0, 60.0, created_utc=WALL + submitted)
+    ledger = fold([plan_event(3.6), wrong, *log.events, known])
+    assert seconds_of(ledger).get("boot") == (None if boot is None else 2 * boot)
 
 
 def test_the_scale_down_of_an_instance_is_a_line_of_its_own_in_total_spent_and_savings() -> None:
@@ -207,6 +214,25 @@ def test_the_scale_down_of_an_instance_is_a_line_of_its_own_in_total_spent_and_s
     assert running == 60 * Decimal("0.002")
     assert ledger.same_on_demand_usd == 340 * Decimal("0.002")
     assert_adds_up(ledger)
+    [explained] = [text for text in explain_figures(build_report(events)) if "scale down" in text]
+    assert explained == (
+        "estimated: scale down: 300 s assumed after each job of AWS Batch whose instance was not "
+        "reclaimed"
+    )
+
+
+def test_a_node_of_kubernetes_has_no_scale_down() -> None:
+    job_id = "team/jobsets/js-1"
+    log = gang(job_id, ends=True, instance_id="i-1", uptime_seconds=0.0)
+    events = [
+        plan_event(3.6),
+        event(BATCH_SUBMITTED, -10.0, job_id=job_id, job_name="js-1"),
+        *log.events,
+        told(job_id, 0.0, 100.0, cause="ended"),
+    ]
+    ledger = fold(events)
+    assert "scale_down" not in seconds_of(ledger)
+    assert ledger.total_usd == Decimal("0.1") == Decimal(str(compute_spent_usd(events)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,7 @@ job.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,11 @@ _seconds = st.integers(0, 200).map(float)
 def on(start: float, seconds: float, node: int = 0, **machine: Any) -> NodeTime:
     """A node on the instance i-1, which was booted long ago unless `machine` says otherwise."""
     return paid_node(start, seconds, node=node, **{**BOOTED, **machine})
+
+
+def batch_stay(started: float, stopped: float, cause: str) -> PaidStay:
+    """A stay in a job of AWS Batch, in seconds after `WALL`."""
+    return PaidStay(started=WALL + started, stopped=WALL + stopped, cause=cause, by_aws_batch=True)
 
 
 def found_extras(
@@ -119,7 +125,7 @@ def test_the_minute_counts_from_the_boot_of_the_instance(
 ) -> None:
     node = on(0.0, 20.0, uptime_seconds=uptime)
     if before:
-        stays = {id(node): PaidStay(started=WALL - before, stopped=WALL + 20.0, cause="reclaimed")}
+        stays = {id(node): batch_stay(-before, 20.0, "reclaimed")}
     else:
         stays = {}
     found = found_extras([node], stays)
@@ -142,14 +148,14 @@ def test_the_boot_is_that_of_the_first_node() -> None:
 def test_a_pause_between_batch_jobs_is_measured_by_their_times(cause: str, found: list) -> None:
     nodes = [on(0.0, 70.0), on(100.0, 70.0)]
     stays = {
-        id(nodes[0]): PaidStay(started=WALL - 10.0, stopped=WALL + 80.0, cause=cause),
-        id(nodes[1]): PaidStay(started=WALL + 95.0, stopped=WALL + 180.0, cause="reclaimed"),
+        id(nodes[0]): batch_stay(-10.0, 80.0, cause),
+        id(nodes[1]): batch_stay(95.0, 180.0, "reclaimed"),
     }
     assert found_extras(nodes, stays) == found
     # Batch's times decide which job came first, too, when its clock and the machines' are apart.
     swapped = {
-        id(nodes[0]): PaidStay(started=WALL + 200.0, stopped=WALL + 470.0, cause="reclaimed"),
-        id(nodes[1]): PaidStay(started=WALL + 100.0, stopped=WALL + 170.0, cause=cause),
+        id(nodes[0]): batch_stay(200.0, 470.0, "reclaimed"),
+        id(nodes[1]): batch_stay(100.0, 170.0, cause),
     }
     assert found_extras(nodes, swapped) == [(1, "idle", 170.0, 30.0)][: len(found)]
 
@@ -168,19 +174,34 @@ def test_a_pause_between_batch_jobs_is_measured_by_their_times(cause: str, found
             1080.0,
             [(0, "scale_down", 80.0, 300.0), (1, "scale_down", 1180.0, 300.0)],
         ),
+        # The rest of the first job's 300 s stays charged, so that the total never falls
+        (
+            ["ended", "reclaimed"],
+            180.0,
+            [(0, "idle", 80.0, 100.0), (1, "scale_down", 280.0, 100.0)],
+        ),
     ],
 )
 def test_batch_keeps_an_instance_for_five_minutes_after_its_job(
     causes: list[str], second: float | None, found: list
 ) -> None:
     nodes = [on(0.0, 70.0)]
-    stays = {id(nodes[0]): PaidStay(started=WALL, stopped=WALL + 80.0, cause=causes[0])}
+    stays = {id(nodes[0]): batch_stay(0.0, 80.0, causes[0])}
     if second is not None:
         nodes.append(on(second, 90.0))
-        stays[id(nodes[1])] = PaidStay(
-            started=WALL + second, stopped=WALL + second + 100.0, cause=causes[1]
-        )
+        stays[id(nodes[1])] = batch_stay(second, second + 100.0, causes[1])
     assert found_extras(nodes, stays) == found
+    others = {key: replace(stay, by_aws_batch=False) for key, stay in stays.items()}
+    assert "scale_down" not in {extra[1] for extra in found_extras(nodes, others)}
+
+
+@pytest.mark.parametrize(
+    ("job_id", "by_slurm", "by_aws_batch"),
+    [("3f0c-1d", False, True), ("team/jobsets/js-1", False, False), ("slurm-7", True, False)],
+)
+def test_only_aws_batch_keeps_instances(job_id: str, by_slurm: bool, by_aws_batch: bool) -> None:
+    job = replace(only_job(attempt()), job_id=job_id, by_slurm=by_slurm)
+    assert job.stay(0).by_aws_batch is by_aws_batch
 
 
 def test_nodes_of_an_unknown_instance_are_in_no_group() -> None:

@@ -249,7 +249,7 @@ def test_thresholds_reported_by_an_earlier_attempt_are_not_repeated() -> None:
 def test_the_reason_of_a_stop_is_described_with_its_numbers(clock: Clock) -> None:
     limits = make_limits(replace(TERMS, spent_usd=79.0, step_seconds=4.0, deadline_utc=NOW - 5))
     assert limits.describe(Stop.BUDGET) == (
-        "budget: $79.0000 spent of $100.0000, of which $20.0000 is kept for the last save (a "
+        "budget: $79.0000 spent of $100.0000, of which $20.0000 is kept in reserve (a "
         "step costs up to $2.0000); fix: run the job again with a larger cost.budget_usd"
     )
     assert limits.describe(Stop.DEADLINE) == (

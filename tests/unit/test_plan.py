@@ -14,6 +14,7 @@ import pytest
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.footprint import causal_lm_shape
+from ebbflow.core.terms import PriceWatch
 from ebbflow.cost.__main__ import main
 from ebbflow.cost.catalogue import Catalogue, load_catalogue
 from ebbflow.cost.errors import PlanError
@@ -22,6 +23,7 @@ from ebbflow.cost.plan.forecast import DETECT_SECONDS, FAILURES_PER_GPU_HOUR
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.plan.plan_text import render_brief, render_plan
 from ebbflow.cost.plan.pools import Candidate
+from ebbflow.cost.plan.refusal import describe_reserve
 from ebbflow.cost.prices.quote import StaticPrices
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +155,8 @@ def test_terms_carry_limits_reserve_and_hazard():
     )
     terms = one.terms(spent_usd=1.25)
     assert (terms.budget_usd, terms.spent_usd, terms.deadline_utc) == (500.0, 1.25, NOW + 72 * 3600)
-    assert terms.reserve_usd == pytest.approx(one.chosen.gang_usd_per_hour / 60)
+    # A last save of 1 min, and 5 min of idle machines
+    assert terms.reserve_usd == pytest.approx(one.chosen.gang_usd_per_hour * (1 + 5) / 60)
     assert terms.hazard_per_hour == one.chosen.hazard_per_hour > 0
     assert (terms.price_kind, replace(one, simulated=True).terms().price_kind) == (
         "recorded",
@@ -166,10 +169,11 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
     free = plan()
     cheapest = free.chosen
     needed = cheapest.expected_usd + free.reserve_usd
-    refused = plan(cost={"budget_usd": needed * 0.5})
+    low = free.reserve_usd + 0.5 * cheapest.expected_usd
+    refused = plan(cost={"budget_usd": low})
     assert refused.refusal.outcome is Outcome.BUDGET
     for figure in (
-        f"${needed * 0.5:.4f}",
+        f"${low:.4f}",
         f"${needed:.4f}",
         f"{cheapest.paid_hours:.4g} h",
         str(cheapest),
@@ -177,8 +181,28 @@ def test_a_budget_below_the_cheapest_pool_is_refused_with_the_arithmetic():
         assert figure in refused.refusal.message
     assert plan(cost={"budget_usd": needed * 1.001}).refusal is None
     steps = int(refused.refusal.hint.split("max_steps to ")[1].split()[0])
-    fewer = plan(cost={"budget_usd": needed * 0.5}, training={"max_steps": steps})
+    fewer = plan(cost={"budget_usd": low}, training={"max_steps": steps})
     assert fewer.refusal is None, "the hint must make it fit"
+
+
+@pytest.mark.parametrize(
+    ("plan_for", "prices", "market", "text"),
+    [
+        ("kubernetes", "static", "spot", "reserve for the last save"),
+        ("batch", "static", "spot", "reserve for the last save and 5 min of idle machines"),
+        (
+            "batch",
+            "live",
+            "spot",
+            "reserve for the last save, 5 min of idle machines and a price 3 times as high",
+        ),
+        ("batch", "live", "on_demand", "reserve for the last save and 5 min of idle machines"),
+    ],
+)
+def test_a_reserve_is_described_by_what_it_is_for(plan_for, prices, market, text):
+    watch = PriceWatch.of(config(cluster={"plan_for": plan_for}, cost={"prices": prices}))
+    pool = replace(plan().chosen, market=market)
+    assert describe_reserve(watch, pool, plan_for) == text
 
 
 def test_a_refusal_says_where_the_user_wrote_the_keys_that_it_names():

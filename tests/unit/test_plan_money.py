@@ -529,11 +529,13 @@ def test_waits_of_own_jobs_lengthen_those_recorded_elsewhere() -> None:
     )
 
 
-def test_rows_of_gpus_without_fitted_runs_are_marked_as_uncalibrated() -> None:
+@pytest.mark.parametrize("mixed", [True, False])
+def test_rows_of_gpus_without_fitted_runs_are_marked_as_uncalibrated(mixed: bool) -> None:
     found = make_plan(
         config(
             model={"hidden_size": 1024, "num_layers": 8, "num_heads": 16},
             cluster={"nodes": 1, "processes_per_node": 8},
+            fsdp={"use_mixed_precision": mixed},
         ),
         now_utc=WALL,
     )

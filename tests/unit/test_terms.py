@@ -161,7 +161,7 @@ def test_the_spendable_amount_is_the_budget_without_the_reserve() -> None:
 def test_a_gang_starts_until_only_the_reserve_is_left() -> None:
     terms = guarded(budget_usd=10.0, reserve_usd=1.5, spent_usd=8.5)
     assert terms.out_of_money() == (
-        "budget: $8.5000 of $10.0000 is spent and $1.5000 is kept for the last save, so that "
+        "budget: $8.5000 of $10.0000 is spent and $1.5000 is kept in reserve, so that "
         "nothing is left to train with; fix: run the job again with a larger cost.budget_usd"
     )
     assert replace(terms, spent_usd=8.499).out_of_money() == ""

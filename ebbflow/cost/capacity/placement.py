@@ -21,7 +21,13 @@ from ebbflow.core.event_payloads import (
 from ebbflow.core.events import Event, is_event, select_events
 from ebbflow.cost.catalogue import Catalogue, InstanceType, load_catalogue
 from ebbflow.cost.plan.plan import Plan
-from ebbflow.cost.plan.pools import Candidate, Pool, short_queue_name, why_unusable
+from ebbflow.cost.plan.pools import (
+    Candidate,
+    Pool,
+    get_idle_seconds,
+    short_queue_name,
+    why_unusable,
+)
 from ebbflow.cost.plan_json import PriceJson
 from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
 from ebbflow.infra.batch.queues import accepts_type
@@ -239,7 +245,9 @@ def with_placement(plan: Plan, placement: Placement) -> Plan:
     return replace(
         plan,
         ranked=(ours, *others),
-        reserve_usd=ours.reserve_usd(plan.price_watch, plan.reserve_seconds),
+        reserve_usd=ours.reserve_usd(
+            plan.price_watch, plan.reserve_seconds, get_idle_seconds(plan.backend)
+        ),
     )
 
 

@@ -11,8 +11,10 @@ submitted, or had been up for longer than `LONGEST_IDLE_SECONDS`, was started by
 pays for its boot.
 
 AWS Batch keeps an instance for some minutes after its job, in case that another one can use it. A
-job pays for this time after each stay on an instance (scale-down), unless the instance was
-reclaimed or the job's next stay follows within that time.
+job pays for this time after each stay on an instance (scale-down), unless the stay itself was
+reclaimed or the job's next stay follows within that time. If a later stay on the instance is
+reclaimed within that time of an earlier one, the rest stays charged although nobody bills it, so
+that totals never fall. Nodes of Kubernetes and Slurm have no scale-down.
 
 A node of a Batch job costs money from the moment when Batch starts it until it stops. If Batch
 reports no times for a node, the times of the main node apply. The agents record a part of this
@@ -45,6 +47,7 @@ from ebbflow.cost.ledger.generations import RecordedGeneration
 from ebbflow.cost.ledger.timeline import MICRO, NodeTime
 from ebbflow.cost.plan_json import CandidateJson
 from ebbflow.cost.prices.quote import PRICE_KEYS, PoolPrice
+from ebbflow.infra.instance import is_cluster_id
 
 MINIMUM_SECONDS = 60.0
 # A longer pause is not counted, because the instance may have run another job. `cost.reconcile`
@@ -93,6 +96,7 @@ class PaidStay:
     started: float
     stopped: float
     cause: str  # why the job ended
+    by_aws_batch: bool = False  # which keeps the instance for some minutes after the job
 
     @property
     def micros(self) -> int:
@@ -125,7 +129,10 @@ class BatchJob:
     def stay(self, node: int) -> PaidStay:
         """Return the paid time of one node."""
         started, stopped = self.node_times.get(node, (self.started, self.stopped))
-        return PaidStay(started=started, stopped=stopped, cause=self.cause)
+        by_aws_batch = not self.by_slurm and not is_cluster_id(self.job_id)
+        return PaidStay(
+            started=started, stopped=stopped, cause=self.cause, by_aws_batch=by_aws_batch
+        )
 
     @property
     def price(self) -> PoolPrice | None:
@@ -191,7 +198,9 @@ def find_instance_extras(
                 reached = end
                 previous = node
             own_stay = stays.get(id(node))
-            if own_stay is not None and own_stay.cause != "reclaimed":
+            if own_stay is None or not own_stay.by_aws_batch:
+                continue
+            if own_stay.cause != "reclaimed":
                 kept_until = max(kept_until, end + SCALE_DOWN_SECONDS)
         if reached < kept_until:
             found.append(_scale_down(previous, reached, kept_until))
@@ -261,11 +270,14 @@ def find_boots(
 
 
 def read_submission_times(events: Sequence[Event]) -> dict[str, float]:
-    """Read the Unix time at which each Batch job was submitted, by job id."""
-    return {
-        str(event.payload.job_id): event.t_wall
-        for event in select_events(events, BatchSubmittedPayload)
-    }
+    """Read the Unix time at which each job of AWS Batch or Kubernetes was submitted, by job id: by the
+    service's clock if it is recorded, else by the launcher's.
+    """
+    found = _read_launcher_times(events)
+    for event in select_events(events, BatchAttemptPayload):
+        if event.payload.job_id and event.payload.created_utc is not None:
+            found[event.payload.job_id] = float(event.payload.created_utc)
+    return found
 
 
 def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
@@ -276,7 +288,7 @@ def read_batch_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
     Args:
         events: The events of the job, ordered by time.
     """
-    submitted = read_submission_times(events)
+    submitted = _read_launcher_times(events)
     found = {}
     for event in select_events(events, BatchAttemptPayload):
         job = _batch_job(event, submitted)
@@ -382,6 +394,14 @@ def find_unreported_nodes(
             if job.stay(node).micros:
                 found.append((job, node))
     return found
+
+
+def _read_launcher_times(events: Sequence[Event]) -> dict[str, float]:
+    """Read the Unix time, by the launcher's clock, of each submission, by job id."""
+    return {
+        str(event.payload.job_id): event.t_wall
+        for event in select_events(events, BatchSubmittedPayload)
+    }
 
 
 def _batch_job(

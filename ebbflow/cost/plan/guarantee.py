@@ -5,10 +5,11 @@ On-demand capacity is the last resort. An on-demand job is assumed to start with
 `batch.runnable_minutes` of its submission, to keep its machines, and to run at the planned speed
 and price. Let w be the remaining hours of work, d the hours that a start takes, s the longest time
 of a save, I the hours of work that losing the machine would undo, wait the hours of waiting for
-Spot capacity, and P the hourly price of all nodes. Each option then needs:
+Spot capacity, t the hours for which AWS Batch keeps machines after a job (0 elsewhere), and P the
+hourly price of all nodes. Each option then needs:
 
-    finish on demand      D + d + w + s hours               (d + w + s) · P_on_demand dollars
-    keep on Spot          finish + max(I, s) hours          finish + I · P_on_demand + s · P_spot dollars
+    finish on demand      D + d + w + s hours               (d + w + s + t) · P_on_demand dollars
+    keep on Spot          finish + max(I, s) hours          finish + I · P_on_demand + (s + t) · P_spot dollars
     start on Spot         keep + wait + 2 d hours           keep + (2 d + I) · P_spot dollars
 
 A new job is admitted only if it can finish on demand with `DECIDE_HOURS` to spare. An attempt on
@@ -33,7 +34,7 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import Outcome
 from ebbflow.core.terms import PRICE_RISE, Fallback, PriceWatch
 from ebbflow.cost.plan.candidates import MISSES_DEADLINE, OVER_BUDGET
-from ebbflow.cost.plan.pools import Candidate, Rejection
+from ebbflow.cost.plan.pools import Candidate, Rejection, get_idle_seconds
 from ebbflow.cost.prices.reservations import Reservation
 
 DECIDE_HOURS = 5 / 60
@@ -82,11 +83,11 @@ def finish_hours(config: RunConfig, pool: Candidate) -> float:
 
 
 def finish_usd(config: RunConfig, pool: Candidate) -> float:
-    """Return the dollars needed to finish on demand, including a last checkpoint, storage and
-    transfer.
+    """Return the dollars needed to finish on demand, including a last checkpoint, idle machines
+    afterwards, storage and transfer.
     """
     return (
-        (busy_hours(pool) + _save_hours(config)) * pool.gang_usd_per_hour
+        (busy_hours(pool) + _save_hours(config) + _idle_hours(config)) * pool.gang_usd_per_hour
         + pool.storage_usd
         + pool.transfer_usd
     )
@@ -117,11 +118,16 @@ def _save_hours(config: RunConfig) -> float:
     return config.checkpoint.deadline_seconds / 3600
 
 
+def _idle_hours(config: RunConfig) -> float:
+    return get_idle_seconds(config.cluster.plan_for) / 3600
+
+
 def rise_usd(config: RunConfig, pool: Candidate) -> float:
     """Return the dollars that a rise of a watched Spot price may cost before the ranks know of it,
-    with a step and a last save; 0 for other pools.
+    with a step, a last save and idle machines after it; 0 for other pools.
     """
-    return pool.rise_usd(PriceWatch.of(config), config.checkpoint.deadline_seconds)
+    end_hours = _save_hours(config) + _idle_hours(config)
+    return pool.rise_usd(PriceWatch.of(config), 3600 * end_hours)
 
 
 def spare_hours(
@@ -141,7 +147,8 @@ def spare_usd(config: RunConfig, spot: Candidate, last_resort: Candidate, usd_le
     """
     undone = undone_hours(config, spot, last_resort)
     starts = 2 * start_hours(spot) * _start_rise(config, spot)
-    lost = (starts + undone + _save_hours(config)) * spot.gang_usd_per_hour
+    end = _save_hours(config) + _idle_hours(config)
+    lost = (starts + undone + end) * spot.gang_usd_per_hour
     kept = lost + rise_usd(config, spot)
     return (
         usd_left - finish_usd(config, last_resort) - undone * last_resort.gang_usd_per_hour - kept
@@ -167,8 +174,10 @@ def make_fallback(
     price = last_resort.gang_usd_per_hour
     undone = undone_hours(config, spot, last_resort)
     finish = start_hours(last_resort) + save
-    on_demand_usd = (finish + undone) * price + last_resort.storage_usd + last_resort.transfer_usd
-    spot_usd = save * spot.gang_usd_per_hour + rise_usd(config, spot)
+    idle = _idle_hours(config)
+    on_demand_hours = finish + undone + idle
+    on_demand_usd = on_demand_hours * price + last_resort.storage_usd + last_resort.transfer_usd
+    spot_usd = (save + idle) * spot.gang_usd_per_hour + rise_usd(config, spot)
     step_hours = (busy_hours(last_resort) - start_hours(last_resort)) / max(1, steps)
     return Fallback(
         begin_utc=begin_utc,

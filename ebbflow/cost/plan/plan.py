@@ -118,7 +118,8 @@ class Plan:
     budget_usd: float | None
     deadline_hours: float | None
     # reserve_usd, reserve_seconds: part of the budget and of the time that is kept for the last
-    # checkpoint; the dollars also for a rise of the price that is not known yet
+    # checkpoint; the dollars also for a rise of the price that is not known yet, and for the time
+    # for which AWS Batch keeps machines, which the expected dollars leave out
     reserve_usd: float
     prices: tuple[str, ...]  # sentences about the origin and age of the prices
     notes: tuple[str, ...]  # sentences about assumptions and omitted costs

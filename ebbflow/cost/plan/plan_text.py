@@ -282,7 +282,7 @@ def _dollars(plan: Plan, best: Candidate) -> str:
     if best.transfer_usd:
         parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
     per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
-    purpose = describe_reserve(plan.price_watch, best)
+    purpose = describe_reserve(plan.price_watch, best, plan.backend)
     reserve = f"{purpose} {format_usd(plan.reserve_usd, 4)} (e)"
     usd = format_usd(best.expected_usd, 4)
     ahead = plan.live

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ebbflow.core.json_values import JsonObject
 from ebbflow.core.terms import PriceWatch
 from ebbflow.cost.catalogue import Catalogue
+from ebbflow.cost.ledger.instances import SCALE_DOWN_SECONDS
 from ebbflow.cost.plan.forecast import ForecastInputs, Outlook
 from ebbflow.cost.plan.throughput import MemoryFit
 from ebbflow.cost.plan_json import PriceJson
@@ -118,18 +119,21 @@ class Candidate(Pool):
             return None
         return 100.0 * (1.0 - self.price.usd_float / on_demand)
 
-    def rise_usd(self, watch: PriceWatch, save_seconds: float) -> float:
+    def rise_usd(self, watch: PriceWatch, end_seconds: float) -> float:
         """Return the dollars that a rise of a watched Spot price may cost before the ranks know of
-        it, with a step and a last save; 0 for other pools.
+        it, with a step and the `end_seconds` that are paid after it; 0 for other pools.
         """
         if self.market != "spot":
             return 0.0
-        return watch.rise_usd(self.gang_usd_per_hour, self.step_seconds + save_seconds)
+        return watch.rise_usd(self.gang_usd_per_hour, self.step_seconds + end_seconds)
 
-    def reserve_usd(self, watch: PriceWatch, save_seconds: float) -> float:
-        """Return the dollars that a budget keeps: for the last save, and for such a rise."""
-        save = self.gang_usd_per_hour * save_seconds / 3600
-        return save + self.rise_usd(watch, save_seconds)
+    def reserve_usd(self, watch: PriceWatch, save_seconds: float, idle_seconds: float) -> float:
+        """Return the dollars that a budget keeps: for the last save, for machines that stay idle after
+        it, and for such a rise.
+        """
+        end_seconds = save_seconds + idle_seconds
+        end_usd = self.gang_usd_per_hour * end_seconds / 3600
+        return end_usd + self.rise_usd(watch, end_seconds)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Candidate:
@@ -182,6 +186,15 @@ class PartitionOffer:
     # Of the remaining steps, at the job's measured speed; None before the first steps
     node_hours: float | None
     usd: float | None
+
+
+def get_idle_seconds(backend: str) -> float:
+    """Return the seconds for which machines are paid after a job of a back end (`cluster.plan_for`), as
+    the ledger counts them.
+    """
+    if backend == "batch":
+        return SCALE_DOWN_SECONDS
+    return 0.0
 
 
 def why_no_queue(

@@ -27,7 +27,7 @@ from ebbflow.cost.plan.candidates import (
 )
 from ebbflow.cost.plan.guarantee import guaranteed_hours, refuse_unguaranteed
 from ebbflow.cost.plan.live_forecast import Forecaster, chance_in_time
-from ebbflow.cost.plan.pools import Candidate, Pool, Rejection
+from ebbflow.cost.plan.pools import Candidate, Pool, Rejection, get_idle_seconds
 from ebbflow.cost.prices.quote import refresh_command
 
 _DEFAULT = "default"  # source of a value that nobody wrote
@@ -78,16 +78,26 @@ class PlanRefusal:
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
     """Return the dollars kept for the last checkpoint, the price of all nodes for
-    `checkpoint.deadline_seconds`, and for a rise of a watched price that is not known yet.
+    `checkpoint.deadline_seconds`, for a rise of a watched price that is not known yet, and for the
+    time for which AWS Batch keeps machines.
     """
-    return pool.reserve_usd(PriceWatch.of(config), config.checkpoint.deadline_seconds)
+    return pool.reserve_usd(
+        PriceWatch.of(config),
+        config.checkpoint.deadline_seconds,
+        get_idle_seconds(config.cluster.plan_for),
+    )
 
 
-def describe_reserve(watch: PriceWatch, pool: Candidate) -> str:
-    """Describe the purpose of `reserve_usd`."""
+def describe_reserve(watch: PriceWatch, pool: Candidate, backend: str) -> str:
+    """Describe the purpose of `reserve_usd`. `backend`: as in `cluster.plan_for`."""
+    purposes = ["the last save"]
+    idle_seconds = get_idle_seconds(backend)
+    if idle_seconds:
+        purposes.append(f"{idle_seconds / 60:g} min of idle machines")
     if pool.market == "spot" and watch.seconds:
-        return f"reserve for the last save and a price {PRICE_RISE:g} times as high"
-    return "reserve for the last save"
+        purposes.append(f"a price {PRICE_RISE:g} times as high")
+    *others, last = purposes
+    return "reserve for " + (f"{', '.join(others)} and {last}" if others else last)
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
@@ -384,7 +394,7 @@ def _rejection(config: RunConfig, sources: PlanInputs, pool: Candidate) -> Rejec
     needed = needed_usd(config, sources, pool)
     reason = (
         f"needs ${needed:.4f} = ${pool.expected_usd:.4f} + ${reserve_usd(config, pool):.4f} "
-        f"{describe_reserve(PriceWatch.of(config), pool)}"
+        f"{describe_reserve(PriceWatch.of(config), pool, config.cluster.plan_for)}"
         + (f" + ${spent:.4f} spent so far" if spent else "")
         + f", cost.budget_usd is ${budget:.4f}"
     )
@@ -566,7 +576,7 @@ def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) ->
         f"${needed:.4f} = {cheapest.paid_hours:.4g} h × {cheapest.nodes} × "
         f"${cheapest.price.usd_float:.4f}/h + ${other:.4f} storage and transfer + "
         f"${reserve_usd(config, cheapest):.4f} "
-        f"{describe_reserve(PriceWatch.of(config), cheapest)}"
+        f"{describe_reserve(PriceWatch.of(config), cheapest, config.cluster.plan_for)}"
         + (f" + ${spent:.4f} spent so far" if spent else "")
     )
     hint = budget_hint(config, sources, cheapest, needed)

@@ -97,6 +97,8 @@ TCP_GBPS = 100.0
 _LOSS_COPIES = 3
 # Source of a speed on a GPU of which gpus.csv counts no fitted run
 UNCALIBRATED = "prior, uncalibrated"
+# Source of a speed in float32 on another GPU: its fitted runs are in half precision
+FLOAT32_PRIOR = "prior, float32"
 # Share of the listed bandwidth that collectives reach.
 NETWORK_EFFICIENCY = 0.7
 # About 100 kernels per block, forward and backward, at about 10 µs of host time each in eager mode.
@@ -150,7 +152,8 @@ class Throughput:
     step_seconds: float  # duration of one optimizer step
     bound: str  # the resource that limits the speed: compute, network, host, pcie or launch
     mfu: float  # model FLOPs utilisation at this speed
-    # source of the speed: "measured", "scaled from …", "prior" (estimated), or `UNCALIBRATED`
+    # source of the speed: "measured", "scaled from …", "prior" (estimated), `FLOAT32_PRIOR` or
+    # `UNCALIBRATED`
     kind: str = "prior"
     # Uncertainty of the speed: the standard deviation of its logarithm
     log_deviation: float = UNMEASURED_LOG_DEVIATION
@@ -304,7 +307,7 @@ def estimate_throughput(
         step_seconds=step_seconds,
         bound=bound,
         mfu=flops / (step_seconds * ranks * peak),
-        kind="prior" if _is_calibrated(config, kind.gpu) else UNCALIBRATED,
+        kind=_prior_kind(config, kind.gpu),
         log_deviation=math.hypot(UNMEASURED_LOG_DEVIATION, _gpu_log_deviation(config, kind.gpu)),
     )
 
@@ -470,9 +473,13 @@ def _scaling_efficiency(config: RunConfig, kind: InstanceType, nodes: int) -> fl
     return efficiency
 
 
-def _is_calibrated(config: RunConfig, gpu: Gpu) -> bool:
-    """Return whether published runs of the GPU, which are in half precision, were fitted."""
-    return bool(gpu.fitted_runs) and config.fsdp.mixes_precision
+def _prior_kind(config: RunConfig, gpu: Gpu) -> str:
+    """Return the source of an estimated speed. The fitted runs, all published, are in half precision."""
+    if not gpu.fitted_runs:
+        return UNCALIBRATED
+    if not config.fsdp.mixes_precision:
+        return FLOAT32_PRIOR
+    return "prior"
 
 
 def _gpu_log_deviation(config: RunConfig, gpu: Gpu) -> float:

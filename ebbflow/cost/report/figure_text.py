@@ -20,7 +20,7 @@ from ebbflow.cost.amounts import (
     usd_decimals,
 )
 from ebbflow.cost.capacity.placement import UNKNOWN
-from ebbflow.cost.ledger.instances import ESTIMATED_UNTIL_BILLED
+from ebbflow.cost.ledger.instances import SCALE_DOWN_SECONDS
 from ebbflow.cost.ledger.ledger import MEASURED
 from ebbflow.cost.ledger.pricing import SIMULATED, UNPRICED
 from ebbflow.cost.plan_json import PlanSummary
@@ -331,10 +331,6 @@ def explain_figures(report: RunReport) -> list[str]:
     """Return lines that explain how each kind of figure was obtained, and which costs are not
     counted.
     """
-    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE} | ESTIMATED_UNTIL_BILLED
-    estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
-    inferred = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated - billed]
-    rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
     if _nothing_paid(report) or is_unpriced(report):
         exact = ""
     else:
@@ -351,20 +347,7 @@ def explain_figures(report: RunReport) -> list[str]:
             "report …), which ran on other machines; they are in the provider's bill, for AWS "
             "Batch with the run's tags"
         )
-    if inferred:
-        why = "a node's end was not recorded, so it is billed to its last recorded event"
-        if report.money.get("attempts"):
-            why += (
-                ", or to the stop time that AWS Batch reports: time before its first event is "
-                "start-up, time after the last an interruption or idle; the sum is Batch's, the "
-                "division compares two clocks"
-            )
-        lines.append(f"estimated: {', '.join(inferred)}: {why}")
-    if rules:
-        lines.append(
-            f"estimated: {', '.join(rules)}: by the provider's billing rules, for instances with "
-            "a known id"
-        )
+    lines += _explain_estimated_classes(report)
     lines += format_node_prices(report)
     lines += [one_line(line) for line in (report.plan or {}).get("prices", [])]
     if (report.plan or {}).get("chosen"):
@@ -550,6 +533,39 @@ def format_placement_rows(attempts: Sequence[AttemptRow]) -> list[tuple[str, str
         (str(attempt["number"]), one_line(attempt["where"]), one_line(attempt["why"]))
         for attempt in attempts
     ]
+
+
+def _explain_estimated_classes(report: RunReport) -> list[str]:
+    """Return one line for each way in which the report's classes of time were estimated."""
+    billed = {LedgerClass.IDLE, LedgerClass.MINIMUM_CHARGE, LedgerClass.BOOT}
+    estimated = {line.ledger_class for line in report.ledger if line.kind != MEASURED}
+    inferred = [
+        str(kind).replace("_", " ")
+        for kind in LedgerClass
+        if kind in estimated - billed - {LedgerClass.SCALE_DOWN}
+    ]
+    rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
+    lines = []
+    if inferred:
+        why = "a node's end was not recorded, so it is billed to its last recorded event"
+        if report.money.get("attempts"):
+            why += (
+                ", or to the stop time that AWS Batch reports: time before its first event is "
+                "start-up, time after the last an interruption or idle; the sum is Batch's, the "
+                "division compares two clocks"
+            )
+        lines.append(f"estimated: {', '.join(inferred)}: {why}")
+    if rules:
+        lines.append(
+            f"estimated: {', '.join(rules)}: by the provider's billing rules, for instances with "
+            "a known id"
+        )
+    if LedgerClass.SCALE_DOWN in estimated:
+        lines.append(
+            f"estimated: scale down: {SCALE_DOWN_SECONDS:g} s assumed after each job of AWS Batch "
+            "whose instance was not reclaimed"
+        )
+    return lines
 
 
 def _format_amounts(

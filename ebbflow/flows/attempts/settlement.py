@@ -42,7 +42,7 @@ from ebbflow.infra.batch import (
     describe_attempts,
 )
 from ebbflow.infra.checks.batch import ANSWER_SECONDS, for_batch
-from ebbflow.infra.instance import find_own_job
+from ebbflow.infra.instance import find_own_job, is_cluster_id
 from ebbflow.infra.kubernetes import cluster as kubernetes
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _by_region(
     submitted = {
         job_id: event
         for job_id, event in submitted.items()
-        if kubernetes.is_cluster_id(job_id) is isinstance(client, kubernetes.Cluster)
+        if is_cluster_id(job_id) is isinstance(client, kubernetes.Cluster)
     }
     if isinstance(client, kubernetes.Cluster):
         return [(client, dict(submitted))]
@@ -295,7 +295,7 @@ def _describe_when_complete(
 
 def _client(job: Job, job_ids: Iterable[str]) -> Backend:
     """Return a client for the backend of these attempts. Raises CloudError."""
-    pods = any(kubernetes.is_cluster_id(identity) for identity in job_ids)
+    pods = any(is_cluster_id(identity) for identity in job_ids)
     if pods:
         return kubernetes.open_cluster()
     return batch_client(job.config.batch.region)

@@ -808,10 +808,6 @@ class AttemptWatch:
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
 
-def is_cluster_id(job_id: str) -> bool:
-    return job_id.count("/") == 2
-
-
 def open_cluster(seconds: float = _SECONDS) -> Cluster:
     """Connect as Metaflow does: KUBECONFIG, else the pod's service account, else ~/.kube/config.
 
