@@ -27,6 +27,7 @@ from tests.support.flow import (
     FlowRun,
     FlowRunner,
     assert_ledger_adds_up,
+    metered_rank_seconds,
     processes_with,
     wait_until,
 )
@@ -93,7 +94,7 @@ def assert_as_quiet(run: FlowRun, quiet: dict[str, Any]) -> None:
 def assert_billed_by_batch(runner: BatchRunner, run: FlowRun, before: int) -> None:
     jobs = [job for job in runner.training_jobs(before=before) if "startedAt" in job]
     seconds = sum((job["stoppedAt"] - job["startedAt"]) / 1000 for job in jobs)
-    assert len(jobs) > 1 and run.report["paid_rank_seconds"] == pytest.approx(seconds, abs=0.5)
+    assert len(jobs) > 1 and metered_rank_seconds(run.report) == pytest.approx(seconds, abs=0.5)
 
 
 @pytest.mark.parametrize(("sent", "number"), [("batch", signal.SIGTERM), ("cloud", signal.SIGINT)])

@@ -262,6 +262,16 @@ def assert_ledger_adds_up(report: dict) -> None:
     assert unattributed <= 0.01 * report["paid_rank_seconds"], lines
 
 
+def metered_rank_seconds(report: dict) -> float:
+    """Return the paid rank-seconds that Batch's own times show: all but the estimate of the time for
+    which it keeps idle instances.
+    """
+    estimated = sum(
+        line["rank_seconds"] for line in report["ledger"] if line["class"] == "scale_down"
+    )
+    return report["paid_rank_seconds"] - estimated
+
+
 def generation_seconds(report: dict, number: int) -> float:
     return next(
         entry["paid_rank_seconds"]
