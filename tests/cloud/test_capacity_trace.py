@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ebbflow.core.events import Event
 from ebbflow.cost.capacity import choose_placement, read_attempts
+from ebbflow.cost.ledger.instances import SCALE_DOWN_SECONDS
 from tests.support.capacity import BOTH, batch_config, planned
 from tests.support.timelines import WALL
 from tests.support.virtual_batch import BEGAN_UTC, HOUR, Course, VirtualBatch
@@ -83,7 +84,8 @@ def test_without_capacity_waiting_costs_nothing_and_the_last_moment_is_late() ->
     at, last, work_hours = course.decisions[-1]
     assert last.market == "on_demand" and course.markets.count("on_demand") == 1
     assert at / HOUR > DEADLINE - work_hours - 0.7, "not before slack ran out"
-    assert course.usd == pytest.approx((CASE.fixed_lost_hours + work_hours) * last.price.usd_float)
+    paid_hours = CASE.fixed_lost_hours + work_hours + SCALE_DOWN_SECONDS / 3600
+    assert course.usd == pytest.approx(paid_hours * last.price.usd_float)
 
 
 @settings(max_examples=12, deadline=None)
