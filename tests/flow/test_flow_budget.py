@@ -23,7 +23,7 @@ from tests.support.flow import FlowRunner, assert_ledger_adds_up, wait_until
 
 pytestmark = pytest.mark.flow
 USD_PER_HOUR = 0.4
-BUDGET_USD = 0.03
+BUDGET_USD = 0.06
 
 
 def record(path: Path, changes: list[tuple[float, float]]) -> None:
@@ -64,7 +64,7 @@ def test_a_price_that_triples_at_the_first_commit_ends_the_job_within_its_budget
     }
     # An option of the flow's decorators, as in docs/metaflow.md, does not disturb the launcher.
     process = runner.start(
-        "--branch", "paper", "run", *runner.options(**money, training__max_steps=4_000)
+        "--branch", "paper", "run", *runner.options(**money, training__max_steps=8_000)
     )
 
     def commits() -> list[dict]:
