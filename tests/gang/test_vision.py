@@ -89,9 +89,9 @@ def test_a_net_learns_shapes_and_draws_its_confusion(tmp_path: Path) -> None:
         "evaluation_interval_steps": 50,
     }
     config = config_of(
-        tmp_path, {"size": 16, "augment": False}, batch_size=32, max_steps=100, **scheduler
+        tmp_path, {"size": 16, "augment": False}, batch_size=32, max_steps=150, **scheduler
     )
-    assert run_alone(config, "learns").step == 100
+    assert run_alone(config, "learns").step == 150
     events = [
         event
         for event in read_events(Store.open(config.store).sub(job_prefix("learns")))
