@@ -220,9 +220,11 @@ def _wait_for(running: Sequence[_Running]) -> None:
         # All checks of one window share it, so that those that hang do not add up
         end = time.monotonic() + _WINDOW_SECONDS
         for check in waiting:
-            left = check.seconds_left()
-            until = end - time.monotonic()
-            check.join(max(0.0, min(left, until) if left > 0 else until))
+            window_left = end - time.monotonic()
+            deadline_left = check.seconds_left()
+            if deadline_left > 0:
+                window_left = min(window_left, deadline_left)
+            check.join(max(0.0, window_left))
         waiting = [check for check in waiting if check.is_awaited()]
 
 
