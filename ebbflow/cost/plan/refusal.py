@@ -97,7 +97,9 @@ def describe_reserve(watch: PriceWatch, pool: Candidate, backend: str) -> str:
     if pool.market == "spot" and watch.seconds:
         purposes.append(f"a price {PRICE_RISE:g} times as high")
     *others, last = purposes
-    return "reserve for " + (f"{', '.join(others)} and {last}" if others else last)
+    if not others:
+        return f"reserve for {last}"
+    return f"reserve for {', '.join(others)} and {last}"
 
 
 def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float:
