@@ -228,7 +228,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
         plan = make_plan(
             config,
             now_utc=now,
-            simulated=is_local(flow),
+            simulated=is_local(flow) or None,
             shape=shape,
             prices=open_prices(config, now, project_root=PROJECT_ROOT),
             history=read_job_history(job),

@@ -388,7 +388,7 @@ def make_plan(  # noqa: PLR0913
     *,
     now_utc: float,
     catalogue: Catalogue | None = None,
-    simulated: bool = False,
+    simulated: bool | None = None,
     shape: ModelShape | None = None,
     prices: PriceSource | None = None,
     history: JobHistory | None = None,
@@ -404,7 +404,8 @@ def make_plan(  # noqa: PLR0913
     Args:
         now_utc: Unix time of the plan; the prices in force at this time apply.
         catalogue: None means the shipped tables.
-        simulated: Whether the job runs on this machine. The backend `local` implies it.
+        simulated: Whether the job runs on this machine as if it ran in the chosen pool. None means that
+            it does if the backend is `local`.
         shape: Size of the model. None means the built-in model.
         prices: From `cost.prices.source.open_prices`. None means the static table, or the prices of
             `kubernetes.pools`.
@@ -431,7 +432,7 @@ def make_plan(  # noqa: PLR0913
         history=JobHistory() if history is None else history,
         progress=progress,
         queues=queues,
-        simulated=simulated or config.cluster.plan_for == "local",
+        simulated=config.cluster.plan_for == "local" if simulated is None else simulated,
         evidence=open_evidence(config, network=False) if evidence is None else evidence,
     )
     judged, rejected = _divided(config, sources)

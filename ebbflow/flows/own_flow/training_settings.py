@@ -173,9 +173,13 @@ def _read_given(step: CheckedStep, file: Path | None, overrides: Sequence[str]) 
 
 
 def _plan_where_it_runs(step: CheckedStep, given: GivenValues) -> dict[str, str]:
-    if step.backend is None or "cluster.plan_for" in given:
+    if "cluster.plan_for" in given:
         return {}
-    return {"cluster.plan_for": step.backend}
+    if step.backend is not None:
+        return {"cluster.plan_for": step.backend}
+    if step.options.usd_per_node_hour is not None:
+        return {"cluster.plan_for": "local"}  # AWS Batch keeps no machine after it
+    return {}
 
 
 def _value(given: GivenValues, key: str, default: object) -> object:
