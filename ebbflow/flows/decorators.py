@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ebbflow.flows.attempts.placement import PlacementRequest
     from ebbflow.flows.job import TrainArtifacts
 
+_SUBMITTER_SECONDS = 10.0  # by which a submitter leaves before the launcher stops waiting for it
 _HOOKS = ("step_init", "add_to_package", "runtime_step_cli", "task_pre_step")
 
 
@@ -370,6 +371,7 @@ def _submit_order(
         placement=placement,
         runnable_seconds=None if placement is None else placement.runnable_seconds,
         start_by_utc=None if placement is None else placement.start_by_utc,
+        leave_seconds=config.checkpoint.drain_seconds - _SUBMITTER_SECONDS,
         last=request.last,
         kueue=config.kubernetes.queue,
         node_replacements=config.kubernetes.node_replacements,

@@ -164,6 +164,8 @@ class SubmitLimits(BaseModel):
     image_seconds: float = 300.0  # longest time of failed pulls of a pod's image
     submit_seconds: float = 900.0  # for which a throttled submit is repeated
     look_seconds: float = 5.0  # between two looks at the state
+    # Longest wait for the job's end after the launcher was asked to leave
+    leave_seconds: float = 50.0
 
 
 class StopOrder(BaseModel):

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 _NO_RETRY = 202  # Metaflow's exit code of a task that must not be retried
 _TRANSIENT = (429, 500, 502, 503, 504)
 _OUTAGE_SECONDS = 900.0  # without an API server; then the attempt counts as failed
-_LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 # In which a cluster notices that a node is lost; the gang has ended long before
 _NOTICED_SECONDS = 90.0
 _NODES_SECONDS = 5.0  # between two looks at the taints of the nodes
@@ -428,10 +427,11 @@ class PodSubmission:
         Called when the process exits.
         """
         watch = self._watch
-        self._limit = _LEAVE_SECONDS / 2
+        leave_seconds = self._limits.leave_seconds
+        self._limit = leave_seconds / 2
         self._leaving.set()
         if self._follower is not None:  # a thread that still runs can abort the interpreter's end
-            self._follower.join(_LEAVE_SECONDS / 2)
+            self._follower.join(leave_seconds / 2)
         if watch is None or self._recorded:
             return
         began = time.monotonic()
@@ -446,7 +446,7 @@ class PodSubmission:
                     self._why = self._why or "the launcher was asked to leave"
                 elif watch.gone and not watch.disrupted:
                     self._why = self._why or "it was deleted from outside of this run"
-                watch.end(cluster, began + (_NOTICED_SECONDS if watch.failed else _LEAVE_SECONDS))
+                watch.end(cluster, began + (_NOTICED_SECONDS if watch.failed else leave_seconds))
             except CloudError as error:
                 _say(f"the end of {watch.job_id} is unknown: {error}")
                 if not watch.ended:

@@ -63,7 +63,6 @@ _WAITING = ("SUBMITTED", "PENDING", "RUNNABLE")
 _STARTING = "STARTING"
 _RETRY_SECONDS = 5.0  # after a failed look at a job
 _REQUEST_SECONDS = 15.0
-_LEAVE_SECONDS = 50.0  # less than the 60 s for which the launcher waits
 
 
 class StartLimits:
@@ -326,14 +325,15 @@ class Submission:
         if not job_id:
             return
         client = batch_client(self._region)
-        limit = time.monotonic() + _LEAVE_SECONDS
+        limit = time.monotonic() + self._limits.leave_seconds
         cancel_job(job_id, "the launcher was asked to leave", client, words=TERMINATED)
         while time.monotonic() < limit:
             found = describe_attempts([job_id], client).get(job_id)
             if found is None or found.finished:
                 return
             time.sleep(0.5)
-        _say(f"job {job_id} has not ended within {_LEAVE_SECONDS:g} s after its termination")
+        seconds = self._limits.leave_seconds
+        _say(f"job {job_id} has not ended within {seconds:g} s after its termination")
 
 
 def wrap_command(command: list[str]) -> list[str]:
