@@ -44,7 +44,7 @@ _MOST_UNKNOWN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenSample:
-    """What a tokenizer made of the beginnings of some files."""
+    """The numbers of bytes and tokens that a tokenizer made of the beginnings of some files."""
 
     bytes: int
     tokens: int
@@ -80,8 +80,9 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
 
 
 def check_disk(context: PreflightContext) -> CheckFinding:
-    """Check that a local store has room for the commits that retention keeps, two more commits and
-    the token shards.
+    """Check that a local store has room for the job's commits and the token shards.
+
+    The commits are those that retention keeps, and two more.
     """
     folder = store_folder(context)
     if folder is None:

@@ -91,7 +91,7 @@ class Limits:
 
     @property
     def usd_per_second(self) -> float:
-        """Price of all ranks."""
+        """Price of all ranks together, in US dollars per second."""
         if self.terms is None:
             return 0.0
         return self.terms.usd_per_rank_second * self._world_size
@@ -139,8 +139,8 @@ class Limits:
 
     @property
     def spent_usd(self) -> float:
-        """US dollars that the job has cost as far as prices are known: all ended attempts, plus this
-        one so far.
+        """The job's cost so far in US dollars, as far as prices are known: all attempts, including
+        this one.
         """
         self.follow_terms()
         if self.terms is None:
@@ -149,7 +149,7 @@ class Limits:
         return self.terms.spent_usd + self.usd_per_second * since
 
     def follow_terms(self) -> None:
-        """Take over new terms of the agent, if there are any."""
+        """Replace the cost terms (budget, price, spending) if the agent has sent new ones."""
         control = self._control
         if control is None or control.terms_version == self._terms_version:
             return
