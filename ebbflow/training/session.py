@@ -356,9 +356,9 @@ def make_rehearsal(spec: WorkerSpec, gang: Gang) -> Rehearsal | None:
 
 
 def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) -> None:
-    """On rank 0, emit the `restore` event.
+    """Emit the `restore` event.
 
-    If a commit was damaged, also print the progress that was lost.
+    If a commit was damaged, also print the progress that was lost. Rank 0 calls this.
     """
     rejected = [_describe_rejected(commit, restored) for commit in restored.rejected]
     if rejected:  # the newest; the others are older

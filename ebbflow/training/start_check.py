@@ -113,8 +113,6 @@ def _find_whole_commit(
 
     With `only`, consider no commit but `chosen`. If none is complete, return None if a permit
     allows a start from scratch, otherwise raise an error.
-
-    With `only`, do not look at older ones. Return None if a permit allows a start from scratch.
     """
     problem = ""
     for ref in [chosen] if only else newest_commits(job_store):

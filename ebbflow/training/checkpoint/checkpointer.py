@@ -161,8 +161,9 @@ class Checkpointer:
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """Step of the last durable save, and its duration in seconds from the call of `save`; None
-        before the first.
+        """Step and duration of the last durable save; None before the first.
+
+        The duration is the time, in seconds, from the call of `save` until the save was durable.
         """
         self._saves.drain()
         return self._saves.durable

@@ -1,6 +1,6 @@
 """Read single rows of a token shard from a remote store, ahead of the steps that need them.
 
-For a shard that is too large for the local cache.
+This serves shards that are too large for the local cache.
 """
 
 import os
@@ -59,8 +59,6 @@ class TokenStream:
         """Begin to read the windows with these numbers, in this order.
 
         Drop the windows of the last call that are not among them.
-
-        Windows of the last call that are not among them are dropped.
         """
         self._ahead = {number: self._begin(number) for number in windows}
 

@@ -97,9 +97,6 @@ def evaluate_if_due(trainer: Trainer, at: Position, stop: Stop, *, due: bool) ->
 
     Returns:
         Why the loop stops, which can be a notice that came during the last evaluation.
-
-    Returns:
-        Why the loop stops, which can be a notice that came during the last evaluation.
     """
     if stop is not Stop.NONE:
         return stop

@@ -119,8 +119,6 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     """Return the matrices that Muon trains: the weights of all linear layers but the output layer.
 
     The output layer is the last linear layer. A weight that is also an embedding table is left out.
-
-    A weight that is also an embedding table is not among them.
     """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.Linear)]
@@ -238,10 +236,8 @@ def can_skip_step(optimizer: torch.optim.Optimizer) -> bool:
 def skip_if_non_finite(optimizer: torch.optim.Optimizer, norm: float | Tensor) -> None:
     """Make the next optimizer step change nothing if the gradient norm is not finite.
 
-    `norm` must be a tensor on the device. Does nothing for other optimizers than those of
-    `can_skip_step`. The host does not wait for the device.
-
-    No host sync.
+    `norm` is a tensor on the device, for which the host does not wait. Do nothing if it is a
+    number, or if the optimizer cannot skip a step (`can_skip_step`).
     """
     if can_skip_step(optimizer) and isinstance(norm, Tensor):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

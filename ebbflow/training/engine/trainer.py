@@ -75,9 +75,6 @@ class Trainer:
 
         A sync is read in its own step on a CPU, with CPU offload or float16 loss scaling, and if a
         guard may skip steps.
-
-        Each step reads its own sync on a CPU, with CPU offload or float16 loss scaling, and if a
-        guard may skip steps.
         """
         guards = self.config.guards
         may_skip = "skip" in (guards.non_finite, guards.spike)
@@ -204,8 +201,6 @@ class Trainer:
         added.
 
         If this step's sync was already read, as on a CPU, return a sync without rows.
-
-        It has no rows if this step's sync was already read, as on a CPU.
         """
         late = self.device_exchange
         if late is not None and late.unread:
