@@ -80,9 +80,8 @@ def check_dataset(context: PreflightContext) -> CheckFinding:
 
 
 def check_disk(context: PreflightContext) -> CheckFinding:
-    """Check that a local store has room for the job's commits and the token shards.
-
-    The commits are those that retention keeps, and two more.
+    """Check that a local store has room for the commits that retention keeps, two more commits and
+    the token shards.
     """
     folder = store_folder(context)
     if folder is None:

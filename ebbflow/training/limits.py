@@ -205,10 +205,10 @@ class Limits:
 
     @property
     def next_step_usd(self) -> float:
-        """Upper estimate of the next step's cost in US dollars, from the longest recent step
-        including its save, at a price that may rise during the step.
+        """Upper estimate of the next step's cost in US dollars.
 
-        Before the first measurement, it is based on the plan's step time.
+        It assumes the longest recent step, including its save, at a price that may rise during the
+        step. Before the first measurement, it is based on the plan's step time.
         """
         if self.terms is None:
             return 0.0
@@ -216,8 +216,8 @@ class Limits:
         return self.usd_per_second * self.terms.price_rise * seconds
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
-        """Return the budget thresholds that were reached since the last call, each as the data of a
-        `budget` event.
+        """Return the budget thresholds that were reached since the last call, as data of `budget`
+        events.
 
         If `stop` is BUDGET, all thresholds count as reached, because the unspent remainder is
         reserved for the last save.

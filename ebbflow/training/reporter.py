@@ -93,8 +93,9 @@ class Clock:
         self._own = False
 
     def take_own(self) -> float:
-        """Return the seconds since the last call without waiting for other ranks, and call
-        `end_own`.
+        """Return the rank's own time in seconds since the last call, and call `end_own`.
+
+        Own time excludes waits for other ranks.
         """
         self.end_own()
         own = self.own_seconds

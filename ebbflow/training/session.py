@@ -96,7 +96,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSession:
-    """What one rank does together with the others between two steps of a job."""
+    """The operations that a rank performs together with all other ranks between two steps of a job."""
 
     config: RunConfig
     gang: Gang

@@ -41,8 +41,7 @@ def find_missing_names() -> list[str]:
 
 
 def describe_release(version: str, tested: tuple[int, ...]) -> str:
-    """Return a note for a release of torch that is newer than `tested`, such as (2, 13); "" for
-    others.
+    """Return a note if this release of torch is newer than `tested`, such as (2, 13), else "".
 
     Raises:
         ImportError: the release lacks names that Ebbflow needs.

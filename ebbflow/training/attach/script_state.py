@@ -53,7 +53,7 @@ class Unsaved:
     is_generator: bool = False
 
     def describe(self) -> str:
-        """Render what is wrong and the fix, in one line."""
+        """Describe the problem and the fix in one line."""
         if self.is_generator:
             return (
                 f"`{self.name}` ({self.place}) draws random numbers that the framework's loop cannot "

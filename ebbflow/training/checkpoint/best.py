@@ -45,7 +45,7 @@ class BestRule:
 
 
 def find_best(store: Store, traced: Iterable[TracedCommit]) -> TracedCommit:
-    """Return the reachable commit with the best metric; of equal ones, the newest.
+    """Return the reachable commit with the best metric; if several are equal, the newest of them.
 
     Raises CheckpointError if no reachable commit was evaluated.
     """

@@ -378,8 +378,8 @@ class Checkpointer:
         return max(self._deadline_seconds, size / rate)
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """Record the restored commit as this generation's parent, because the recorded one could
-        not be restored.
+        """Record the restored commit as the generation's parent, in place of one that could not be
+        restored.
         """
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:

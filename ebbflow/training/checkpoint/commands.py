@@ -105,7 +105,7 @@ def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> N
 
 
 def find(store: Store, wanted: str | None) -> TracedCommit:
-    """Find one commit of a job.
+    """Find the commit of a job that `wanted` describes.
 
     `wanted` is "best", a step, a key, or the first digits (6 or more) of a hash. None means the newest
     reachable commit. A commit is reachable if the job may still be resumed from it. If several

@@ -88,8 +88,9 @@ class GenerationRecords:
         return max(self._ids, default=0)
 
     def ids(self, number: int) -> list[str]:
-        """Return the ids recorded under a generation number: usually one, none, or two if two
-        launchers opened it.
+        """Return the ids that are recorded under a generation number.
+
+        Usually there is one id or none. There are two if two launchers opened the generation.
         """
         if number not in self._ids:
             self._list(max(0, number - _BEFORE), number)
@@ -425,8 +426,8 @@ def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[Com
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """List all commits: reachable commits, newest first, then unreachable commits, each with the
-    reason.
+    """List all commits: first the reachable ones, newest first, then the others with the reason for
+    each.
     """
     found = list(itertools.chain.from_iterable(_commit_pages(job_store)))
     if not found:

@@ -117,8 +117,9 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return missing commits if a permit covers them, so that the caller can report them; None if
-    nothing is missing.
+    """Check that a permit covers the missing commits, if there are any, and return them.
+
+    Return None if no commit is missing.
 
     Raises RolledBack if commits are missing without a permit, and the errors of `newest_commits`.
     """

@@ -54,7 +54,7 @@ _KILL_SECONDS = 1.0
 
 
 class BlameRule(StrEnum):
-    """Rule that named the culprit, as a text for people."""
+    """Rule that found the culprit, as text for people."""
 
     GPU_FAULT = "a GPU of its node has a hardware fault"
     DIED_FIRST = "it ended first"

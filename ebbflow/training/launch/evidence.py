@@ -447,8 +447,8 @@ def fetch_records(socket_path: Path) -> tuple[bytes, bool]:
 def find_mismatch(
     calls: Mapping[int, Calls], places: Mapping[int, str] | None = None
 ) -> Mismatch | None:
-    """Return the first collective of a group for which ranks called different operations; None if
-    all ranks agree.
+    """Return the first collective of a group for which the ranks called different operations, or
+    None.
 
     The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at
     fault. This is the operation that followed the preceding operation less often before. If that is
@@ -481,8 +481,9 @@ def find_mismatch(
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last call has never before followed the call before it; None if fewer
-    than 8 calls.
+    """Return whether a rank's last two calls in a group have never followed each other before.
+
+    None if it has fewer than 8 calls in the group.
     """
     if calls:
         group = calls[-1][0]

@@ -408,8 +408,8 @@ class NodeLog:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the node's current generation began; before the first one, seconds since
-        the agent started.
+        """Seconds since the node's current generation began, or since the agent started if there is
+        none yet.
         """
         return time.monotonic() - self._since[1]
 

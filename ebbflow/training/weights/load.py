@@ -348,8 +348,9 @@ def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None
 
 
 def _find_own_rows(target: Tensor) -> tuple[int, int] | None:
-    """Return the first row and the number of rows of which this rank holds parts; None if the
-    tensor is not sharded.
+    """Return the rows of which this rank holds parts, as first row and number of rows.
+
+    Return None if the tensor is not sharded.
     """
     if not isinstance(target, DTensor) or target.dim() == 0:
         return None

@@ -108,7 +108,7 @@ class RepeatedStep:
                 handle.remove()
 
     def end_pass(self, loss: Loss) -> None:
-        """Note the result of one computation, after its update."""
+        """Record the result of one of the computations, after its optimizer step."""
         tensors = [*self._module.parameters(), *_state_tensors(self._optimizer)]
         self._passes.append(_Pass(self._gradients, checksum([loss.sum]), checksum(tensors)))
 
