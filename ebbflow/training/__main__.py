@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _load_command(name: str) -> Callable[[list[str]], int] | None:
-    """Import a command. Modules of other commands are not imported."""
+    """Import the command of this name, and no other command; return None for any other name."""
     match name:
         case "checkpoints":
             from ebbflow.training.checkpoint.commands import main as command
@@ -65,7 +65,10 @@ def _load_command(name: str) -> Callable[[list[str]], int] | None:
 
 
 def _try_workload(config: RunConfig, context: WorkloadContext) -> str:
-    """Try a workload, and return the checks that it passed. Ranks under an agent never do."""
+    """Try a workload, and return the checks that it passed.
+
+    A rank that an agent started does not call this.
+    """
     from ebbflow.tryout.trial import try_workload
 
     return try_workload(config, context).text

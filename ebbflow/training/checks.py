@@ -44,7 +44,7 @@ _MOST_UNKNOWN = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class _TokenSample:
-    """What a tokenizer made of the beginnings of some files."""
+    """The numbers of bytes and tokens that a tokenizer made of the beginnings of some files."""
 
     bytes: int
     tokens: int

@@ -1,4 +1,4 @@
-"""Offer one interface to torch from 2.7 on where releases differ.
+"""One interface to functions of torch that differ between its releases, from 2.7 on.
 
 Import the classes of torch's key-value stores from this module: only torch's private module has
 type information for them.

@@ -166,14 +166,16 @@ class UnsupportedTorch(
 class NoKeysFolder(
     TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
 ):
-    """No folder of this machine can hold the file by which the ranks of a local gang meet."""
+    """This machine has no folder for the file through which the ranks of a local gang find each
+    other.
+    """
 
 
 class NodesDiffer(
     TrainingError, outcome=Outcome.CONFIG, curable=False, end_reason=EndReason.ROLL_CALL
 ):
-    """A node has other versions or settings than node 0, so that its ranks would not compute the
-    same.
+    """A node's versions or settings differ from node 0's, so its ranks would compute something
+    else.
     """
 
 
@@ -301,7 +303,7 @@ def redact_secrets(text: str) -> str:
 
 
 def _skip_starter(frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames after those of the standard library's `runpy`; all if there are none."""
+    """Return the traceback without its frames up to the last one of the standard library's `runpy`."""
     started = False
     frame = frames
     while frame is not None:

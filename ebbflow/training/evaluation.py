@@ -1,4 +1,4 @@
-"""The evaluation of the model by all ranks, which all ranks can leave together.
+"""Evaluate the model on all ranks, which can end an evaluation early, but only all together.
 
 After a drain request, all ranks leave a running evaluation together. A rank must not leave alone,
 because other ranks may wait for it in a collective. The ranks cannot use a collective to agree
@@ -107,7 +107,7 @@ class Evaluation:
 
 
 class _Left(BaseException):
-    """Raised to end an evaluation.
+    """Raised to end an evaluation early.
 
     It is not a subclass of `Exception`, which the user's code might catch.
     """

@@ -83,8 +83,10 @@ class Gang:
         return [tuple(values) for values in self.gather(row).tolist()]
 
     def announce(self, alive: Callable[[], object]) -> Callable[[], object]:
-        """Return a function for work before `await_ranks`: it calls `alive`, and tells the ranks
-        that wait there.
+        """Return a function that a rank calls during long work, before it calls `await_ranks`.
+
+        The function calls `alive`, and gives a sign of life to the ranks that already wait in
+        `await_ranks`.
         """
         last = 0.0
 
@@ -99,13 +101,13 @@ class Gang:
         return announce
 
     def await_ranks(self, stage: str, seconds: float, alive: Callable[[], object]) -> None:
-        """Wait until all ranks have come to the end of `stage`, work that takes longer the more
-        bytes a rank reads.
+        """Wait until all ranks have finished the work that is named `stage`.
 
-        A collective would end at the deadline of a step, so the ranks meet in the key-value store.
-        Raises RendezvousError if no working rank has given a sign of life (`announce`) for
-        `seconds`. `alive` is called about each second, since the agent takes a silent rank for a
-        hung one. Each stage of a generation needs a name of its own. Collective.
+        This is for work that takes longer the more bytes a rank reads. A collective would end at
+        the deadline of a step, so the ranks meet in the key-value store. Raises RendezvousError if
+        no working rank has given a sign of life (`announce`) for `seconds`. `alive` is called about
+        each second, since the agent takes a silent rank for a hung one. Each stage of a generation
+        needs a name of its own. Collective.
         """
         if self.alone or self.store is None:
             return
@@ -378,7 +380,9 @@ def _roll_call(
 
 
 def _missing_ranks(store: Store, keys: Sequence[str], rank: int, where: str) -> RendezvousError:
-    """Return the error of a rank that waited in vain for the others, each of which sets its key."""
+    """Return an error that names the ranks whose key is not in the store, for a rank that waited
+    for them.
+    """
     try:
         missing = [str(number) for number, key in enumerate(keys) if not store.check([key])]
     except (dist.DistError, RuntimeError):

@@ -91,7 +91,7 @@ class Limits:
 
     @property
     def usd_per_second(self) -> float:
-        """Price of all ranks."""
+        """Price of all ranks together, in US dollars per second."""
         if self.terms is None:
             return 0.0
         return self.terms.usd_per_rank_second * self._world_size
@@ -139,8 +139,8 @@ class Limits:
 
     @property
     def spent_usd(self) -> float:
-        """US dollars that the job has cost as far as prices are known: all ended attempts, plus this
-        one so far.
+        """The job's cost so far in US dollars, as far as prices are known: all attempts, including
+        this one.
         """
         self.follow_terms()
         if self.terms is None:
@@ -149,7 +149,7 @@ class Limits:
         return self.terms.spent_usd + self.usd_per_second * since
 
     def follow_terms(self) -> None:
-        """Take over new terms of the agent, if there are any."""
+        """Replace the cost terms (budget, price, spending) if the agent has sent new ones."""
         control = self._control
         if control is None or control.terms_version == self._terms_version:
             return
@@ -205,10 +205,10 @@ class Limits:
 
     @property
     def next_step_usd(self) -> float:
-        """Upper estimate of the next step's cost in US dollars, from the longest recent step
-        including its save, at a price that may rise during the step.
+        """Upper estimate of the next step's cost in US dollars.
 
-        Before the first measurement, it is based on the plan's step time.
+        It assumes the longest recent step, including its save, at a price that may rise during the
+        step. Before the first measurement, it is based on the plan's step time.
         """
         if self.terms is None:
             return 0.0
@@ -216,8 +216,8 @@ class Limits:
         return self.usd_per_second * self.terms.price_rise * seconds
 
     def new_budget_thresholds(self, stop: Stop) -> list[dict[str, float]]:
-        """Return the budget thresholds that were reached since the last call, each as the data of a
-        `budget` event.
+        """Return the budget thresholds that were reached since the last call, as data of `budget`
+        events.
 
         If `stop` is BUDGET, all thresholds count as reached, because the unspent remainder is
         reserved for the last save.

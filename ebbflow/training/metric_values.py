@@ -21,7 +21,7 @@ class MetricValues:
 
 
 class MetricGate:
-    """Reader of logged metrics, which says once for each name what it changes or leaves out.
+    """Reader of logged metrics, which warns once per name if it renames or drops a value.
 
     Args:
         say: prints a warning.
@@ -32,7 +32,8 @@ class MetricGate:
         self._warned: set[str] = set()
 
     def read(self, values: Mapping[str, object]) -> MetricValues:
-        """Convert tensors, numpy scalars, numbers and their texts; leave out everything else.
+        """Convert tensors, numpy scalars, numbers, and texts that contain a number; drop all other
+        values.
 
         A metric is never an error: it says nothing about the weights.
         """
@@ -69,7 +70,10 @@ class MetricGate:
 
 
 def read_metric(value: object) -> float | None:
-    """Return a metric as a number, or None if it is none. A tensor or array has one element."""
+    """Convert a metric to a number, or return None if that is impossible.
+
+    A tensor or array must have one element.
+    """
     if value is None or isinstance(value, bytes):
         return None
     item = getattr(value, "item", None)  # of tensors and of numpy's scalars and arrays

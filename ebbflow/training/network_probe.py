@@ -185,7 +185,8 @@ def _listen(ports: Sequence[int]) -> Iterator[socket.socket]:
 
 
 def _open_listener(port: int) -> socket.socket:
-    """Listen on all interfaces, also by IPv6, because the main node's name may have such an address.
+    """Listen on all interfaces by IPv4 and IPv6, since the main node's name may have an IPv6
+    address.
 
     Port 0 means any free port. Raises OSError.
     """
@@ -238,8 +239,9 @@ def _measure(node: int, at: Sequence[tuple[str, int]], token: bytes) -> list[Lin
 
 
 def _exchange(link: Link, address: tuple[str, int], token: bytes) -> Link:
-    """Return the link with round trip, clock offset (both directions assumed equally fast) and MTU,
-    or `error`.
+    """Return `link` with the measured round trip, clock offset and MTU, or with `error` set.
+
+    The clock offset assumes that both directions are equally fast.
     """
     for _ in range(_TRIES):
         try:

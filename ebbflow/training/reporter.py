@@ -54,8 +54,9 @@ class Clock:
         return self._now() - self._started
 
     def enter(self, ledger_class: LedgerClass, *, own: bool = False) -> None:
-        """Assign the time from now on to `ledger_class`; `own` says that the rank does not wait for
-        other ranks.
+        """Assign the time from now on to `ledger_class`.
+
+        `own` says that the rank does not wait for other ranks in this time.
         """
         self._book()
         self._current = ledger_class
@@ -73,7 +74,9 @@ class Clock:
         return {str(name): seconds for name, seconds in booked.items()}
 
     def begin_own(self) -> None:
-        """Count the time until the next `end_own` or `enter` as the rank's own."""
+        """Count the time until the next `end_own` or `enter` as own time: the rank waits for no
+        other rank.
+        """
         self._book()
         self._own = True
 
@@ -90,8 +93,9 @@ class Clock:
         self._own = False
 
     def take_own(self) -> float:
-        """Return the seconds since the last call without waiting for other ranks, and call
-        `end_own`.
+        """Return the rank's own time in seconds since the last call, and call `end_own`.
+
+        Own time excludes waits for other ranks.
         """
         self.end_own()
         own = self.own_seconds

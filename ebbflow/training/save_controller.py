@@ -295,7 +295,10 @@ class SaveController:
 
 
 def make_save_schedule(spec: WorkerSpec, config: RunConfig, gang: Gang) -> SaveSchedule | None:
-    """Return the rule for when to save, on rank 0; None on other ranks, whose votes do not count."""
+    """On rank 0, return the rule for when to save.
+
+    Return None on all other ranks, whose votes do not count.
+    """
     if gang.rank != 0:
         return None
     planned = spec.terms.hazard_per_hour if spec.terms is not None else None

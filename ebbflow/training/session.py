@@ -96,7 +96,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSession:
-    """What one rank does together with the others between two steps of a job."""
+    """The operations that a rank performs together with all other ranks between two steps of a job."""
 
     config: RunConfig
     gang: Gang
@@ -134,7 +134,7 @@ class JobSession:
             self.saver.abandon(sync.failed_save)
 
     def judge(self, at: Position, sync: StepSync) -> Judgement:
-        """Judge the step after `at` by the figures of all ranks, equally on each of them.
+        """Judge the step after position `at` from the figures of all ranks; all ranks judge alike.
 
         Raises Rewind or TooManyRewinds if the job must go back to an older commit, and
         DivergenceError if the weights of replicas differ.
@@ -206,8 +206,8 @@ class JobSession:
     def finish_saves(self, message: str, *, fatal: type[TrainingError] | None) -> str:
         """Wait until the last save is a commit, and return `message`.
 
-        If the save fails, raise its error if it is a `fatal` one, and add it to the message
-        otherwise.
+        If the save fails, raise its error if that is a `fatal` one; otherwise return the message
+        with the error added.
         """
         try:
             self.saves.finish()
@@ -238,7 +238,7 @@ class JobSession:
 
 
 def meet_others(gang: Gang, config: RunConfig, alive: Callable[[], object], stage: str) -> None:
-    """Wait until all ranks have done work that takes longer the more bytes it reads.
+    """Wait until all ranks have finished the work that is named `stage` (`Gang.await_ranks`).
 
     Raises RendezvousError.
     """
@@ -356,9 +356,9 @@ def make_rehearsal(spec: WorkerSpec, gang: Gang) -> Rehearsal | None:
 
 
 def report_restore(reporter: Reporter, restored: RestoreResult, seconds: float) -> None:
-    """Emit the `restore` event, and print the progress that was lost if a commit was damaged.
+    """Emit the `restore` event.
 
-    Rank 0 calls this.
+    If a commit was damaged, also print the progress that was lost. Rank 0 calls this.
     """
     rejected = [_describe_rejected(commit, restored) for commit in restored.rejected]
     if rejected:  # the newest; the others are older

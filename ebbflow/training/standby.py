@@ -53,7 +53,7 @@ def serve(agent_pid: int) -> None:
 
 
 def _import_for_ranks() -> None:
-    """Import once, for all forked ranks, what a rank imports before its first step."""
+    """Import the modules that a rank needs before its first step, once for all forked ranks."""
     import numpy.random  # noqa: F401
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp

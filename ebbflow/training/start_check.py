@@ -1,4 +1,4 @@
-"""What a launcher can know of a job's next start, before machines are paid for it. Torch-free.
+"""Checks of a job's next start that a launcher makes before it pays for machines. Torch-free.
 
 The ranks of a gang check all of this again, and also read every byte.
 """
@@ -95,7 +95,9 @@ def check_same_data(key: str, expected: Mapping[str, object], extra: Mapping[str
 
 @contextmanager
 def _signing(name: str | None) -> Iterator[None]:
-    """Check signatures with the key in the variable `name`, if this machine has it."""
+    """Within the context, check signatures with the key in the variable `name`, if it is on this
+    machine.
+    """
     before = os.environ.get(NAME_VARIABLE)
     use_signing_key(None if name is None or signing_key_problem(name) else name)
     try:
@@ -107,9 +109,10 @@ def _signing(name: str | None) -> Iterator[None]:
 def _find_whole_commit(
     job_store: Store, chosen: CommitRef, *, only: bool
 ) -> tuple[CommitRef, Manifest] | None:
-    """Return `chosen` or, if its data are not whole, the newest older commit whose data are.
+    """Return the newest commit, from `chosen` on backwards, whose data objects are all complete.
 
-    With `only`, do not look at older ones. Return None if a permit allows a start from scratch.
+    With `only`, consider no commit but `chosen`. If none is complete, return None if a permit
+    allows a start from scratch, otherwise raise an error.
     """
     problem = ""
     for ref in [chosen] if only else newest_commits(job_store):
@@ -131,7 +134,9 @@ def _find_whole_commit(
 
 
 def _find_cut_data(job_store: Store, manifest: Manifest) -> str:
-    """Return which data objects lack bytes, or ""."""
+    """Describe the commit's data objects that are missing or truncated; return "" if there are
+    none.
+    """
     save = manifest.save
     sizes = {
         meta.key: meta.size for meta in job_store.list(data_prefix(save.generation, save.step))

@@ -175,9 +175,7 @@ class StepSync:
         return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
 
     def merge(self, older: StepSync) -> StepSync:
-        """Return this sync with the unmet requests of `older` added, which is the sync of the
-        previous step.
-        """
+        """Return this sync with the unmet requests of the previous step's sync, `older`, added."""
         if not older.rows:
             return self
         rows = [
@@ -346,7 +344,7 @@ class DeviceExchange:
         self._spans[-1].append(mark)
 
     def send(self, row: Row, loss_sum: Tensor, square_sum: Tensor) -> tuple[Tensor, Tensor]:
-        """Send a row, whose two sums are on the device.
+        """Send this rank's row to all ranks, with its loss sum and sum of squares from the device.
 
         Return the step's scale and gradient norm. Collective.
         """

@@ -1,4 +1,4 @@
-"""The names of torch that Ebbflow uses and torch does not promise to keep, and a test of them.
+"""The private names of torch that Ebbflow uses, and a check that this release of torch has them.
 
 A release of torch that is newer than the tested ones is accepted if it has these names.
 """
@@ -33,15 +33,15 @@ _EVIDENCE_NAMES = (
 
 
 def find_missing_names() -> list[str]:
-    """Return the names without which this release of torch cannot train, such as
-    "torch.cuda.memory._dump_snapshot".
+    """Return the names that training needs and this release of torch lacks.
+
+    An example of such a name is "torch.cuda.memory._dump_snapshot".
     """
     return list(_find_missing(_MODULE_NAMES))
 
 
 def describe_release(version: str, tested: tuple[int, ...]) -> str:
-    """Return a note for a release of torch that is newer than `tested`, such as (2, 13); "" for
-    others.
+    """Return a note if this release of torch is newer than `tested`, such as (2, 13), else "".
 
     Raises:
         ImportError: the release lacks names that Ebbflow needs.

@@ -28,7 +28,7 @@ def _only_own(row: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadContext:
-    """The argument with which a workload is created.
+    """The argument that is passed when a workload is created.
 
     All attributes but `rank` and `device` are equal on all ranks.
     """

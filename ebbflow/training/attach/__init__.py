@@ -9,7 +9,9 @@ __all__ = ["attach", "open_attached"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names on first use: they need torch, and the runner of scripts does not."""
+    """Import a public name on first use, because these names need torch, and the script runner does
+    not.
+    """
     if name in __all__:
         from ebbflow.training.attach import entry
 

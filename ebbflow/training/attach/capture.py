@@ -1,5 +1,5 @@
-"""What a commit of an attached job has: the script's model and optimizer, its further states, its
-buffers, and its place in the data.
+"""What a commit of an attached job contains besides weights: states, buffers and position in the
+data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ class Captured:
 
 
 class JobState(Protocol):
-    """The state of an attached job, as `AttachedJob` saves and restores it."""
+    """Interface to the state of an attached job, through which `AttachedJob` saves and restores it."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -68,22 +68,27 @@ class JobState(Protocol):
 
     @property
     def saved_objects(self) -> Mapping[str, object]:
-        """The objects that are saved, or that the job reads, by their name in the script."""
+        """The objects that the job saves or reads, by the names that they have in the script."""
         ...
 
     def capture(self, step: int, /) -> Captured:
-        """Return the fields and tensors of the commit of a step, besides model and optimizer.
+        """Return the fields and tensors for the commit of `step`, without those of model and
+        optimizer.
 
         Collective.
         """
         ...
 
     def open_place(self) -> Place:
-        """Prepare the restore of a commit, and return where its tensors are read to. Collective."""
+        """Prepare to restore a commit, and return a function that gives the destination of each
+        tensor.
+
+        Collective.
+        """
         ...
 
     def restore(self, restored: RestoreResult, say: Say) -> None:
-        """Restore the fields and tensors of `capture`. Collective.
+        """Restore the fields and tensors that `capture` has returned. Collective.
 
         Raises AttachError if the commit is not one of such a job.
         """
@@ -147,7 +152,7 @@ class ScriptState:
         return {"model": self.model, "optimizer": self.optimizer, **states}
 
     def open_values(self, values: dict[str, object]) -> SavedValues:
-        """Return the script's plain values, with those of the restored commit in their place.
+        """Return the script's plain values, with restored values in place of the given ones.
 
         Raises AttachError if a value cannot be saved.
         """
@@ -170,7 +175,7 @@ class ScriptState:
         self.epoch_samples += samples
 
     def open_source(self, loader: Any, warn: Say) -> BatchSource:
-        """Return the reader of `loader`, which begins at the place of the restored commit.
+        """Return a reader of `loader` that begins at the position of the restored commit.
 
         Raises AttachError if the loader cannot be read.
         """

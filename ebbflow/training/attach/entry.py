@@ -1,6 +1,4 @@
-"""`ebbflow.attach`: commits, handling of notices, hang detection and a ledger for the user's own
-training loop.
-"""
+"""`ebbflow.attach`: commits, notice handling, hang detection and a ledger for a user's own loop."""
 
 import multiprocessing
 import os
@@ -129,8 +127,8 @@ def attach_folder(
     name: str | None = None,
     config: str | Path | None = None,
 ) -> FolderJob:
-    """Attach this process to a job whose commits are folders, and restore the newest commit into
-    the folder `into`.
+    """Attach this process to a job whose commits are folders, and restore the newest one into
+    `into`.
 
     Call it on every rank. The other arguments are those of `ebbflow.attach`.
     """
@@ -196,14 +194,16 @@ def _make_state(
 
 
 def _sharding_library(model: nn.Module) -> str:
-    """Return the integration for a model whose state only its library can save, else ""."""
+    """Return the library that must save the model's state, such as "deepspeed".
+
+    Return "" if Ebbflow can save it.
+    """
     kinds = {type(module).__name__ for module in model.modules()}
     return next((library for kind, library in _SHARDING.items() if kind in kinds), "")
 
 
 def _adopt_plain_states(states: dict[str, object]) -> dict[str, Any]:
-    """Return the states by name, with each container, tensor or array wrapped in an object that has
-    a state_dict.
+    """Return the states by name, with containers, tensors and arrays wrapped to have a state_dict.
 
     Raises AttachError for a plain value, which cannot be restored in place.
     """
@@ -277,7 +277,7 @@ def _join_gang() -> Gang:
 
 
 def _count_slurm_tasks() -> int:
-    """Return the number of Slurm's tasks beside this process, 1 outside of `srun`.
+    """Return the number of tasks of this process's Slurm step; 1 outside of `srun`.
 
     `import ebbflow` has set WORLD_SIZE, unless Slurm's variables could not be read.
     """

@@ -36,7 +36,7 @@ _PREFIX = f"{SHARED_PREFIX}file."
 
 
 class FolderState:
-    """State whose commits have the files of one folder, or one file.
+    """State of a job whose commits contain the files of one folder, or a single file.
 
     Attributes:
         folder: the folder or file for the next commit.
@@ -93,7 +93,10 @@ class FolderState:
         return Captured({"folder": fields}, FurtherState({}, shared))
 
     def open_place(self) -> Place:
-        """Return where the files of a commit are written, on one rank of each node."""
+        """Return a function that gives the destination of each file in a commit.
+
+        Only one rank of each node writes the files.
+        """
         partial = self._partial
         if self._writes:
             shutil.rmtree(partial, ignore_errors=True)
@@ -109,7 +112,7 @@ class FolderState:
         return place
 
     def restore(self, restored: RestoreResult, say: Say) -> None:
-        """Move the files that were written to their place. Collective."""
+        """Move the restored files from the temporary folder to their final place. Collective."""
         fields = restored.extra.get("folder")
         if fields is None:
             raise AttachError(
@@ -138,7 +141,7 @@ class FolderState:
         return None
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder when all ranks have come here. Collective."""
+        """Remove a folder as soon as all ranks have called this. Collective."""
         self.wait_for_all()
         if self._writes:
             shutil.rmtree(folder, ignore_errors=True)
@@ -150,13 +153,13 @@ class FolderState:
 
     @property
     def _partial(self) -> Path:
-        """Folder for files of a commit that is not completely restored yet."""
+        """Temporary folder for the files of a commit until it is completely restored."""
         return self._into / ".ebbflow-restored"
 
 
 class FolderJob:
-    """A job driven by a framework, which calls `end_step` after each step and writes the folders
-    that are committed.
+    """A job for a framework, which calls `end_step` after each step and writes the folders to
+    commit.
 
     Attributes:
         name: name of the job.
@@ -193,8 +196,9 @@ class FolderJob:
         return self._loop.saved_step == self.step
 
     def describe(self, model: nn.Module, max_steps: float, *, divided: bool) -> None:
-        """Set what only the framework knows: model, number of steps, and whether more ranks take
-        fewer steps.
+        """Record the model, the number of steps, and whether more ranks take fewer steps.
+
+        Only the framework knows these.
         """
         self._state.model = model
         self._loop.divided = divided
@@ -210,7 +214,7 @@ class FolderJob:
         self._state.same_data = ""
 
     def watch_object(self, name: str, value: object) -> None:
-        """Look for changes of an object of the script that the framework holds, such as a callback."""
+        """Watch an object of the script that the framework holds, such as a callback, for changes."""
         self._loop.script.add_object(name, value)
 
     def add_inexact_reason(self, reason: str) -> None:
@@ -230,8 +234,9 @@ class FolderJob:
         self._loop.step_log.log(values)
 
     def log_last_step(self, loss: float) -> None:
-        """Record the loss of the last step, which some frameworks provide only after the step has
-        ended.
+        """Record the loss of the last step after the step has ended.
+
+        Some frameworks provide the loss only then.
         """
         self._loop.step_log.set_last_loss(loss)
 
@@ -303,7 +308,7 @@ class FolderJob:
         self._loop.leave_block(error)
 
     def _agree(self, updated: bool) -> None:
-        """Agree with the other ranks whether a commit is due."""
+        """Agree with the other ranks whether a commit is due now."""
         loop = self._loop
         sync = loop.agree(not updated)
         skips_save = sync.saving and loop.session.config.checkpoint.when_busy == "skip"
@@ -317,7 +322,9 @@ class FolderJob:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a tensor of a commit with this name is a file of a folder."""
+    """Return whether a tensor in a commit contains a file of the folder, according to the tensor's
+    name.
+    """
     return name.startswith(_PREFIX)
 
 

@@ -1,4 +1,6 @@
-"""Guards, injected faults and the promise of an attached job: whether a resume is bit-exact.
+"""Guards, injected faults and the promise of an attached job.
+
+The promise says whether a resume is bit-exact.
 
 A script's optimizer has taken a step before the job sees its loss, so a bad step cannot be skipped:
 the job returns to a commit. Losses are checked at syncs (steps at which all ranks agree whether to
@@ -52,8 +54,10 @@ NOT_EXAMINED = "not yet examined"
 
 
 class ScriptGuards:
-    """What the guards of an attached job need of a script: judgement of its losses between two
-    syncs, its ranks' own times, its promise, and the probe of `ebbflow examine`.
+    """Guards for a script: they judge its losses, time its ranks, and record how exactly it
+    resumes.
+
+    It also runs the probe of `ebbflow examine`.
     """
 
     def __init__(self, session: JobSession) -> None:
@@ -84,7 +88,7 @@ class ScriptGuards:
         return ""
 
     def time_model(self, model: nn.Module) -> None:
-        """Measure this rank's own time from now on: its waits for other ranks are not counted."""
+        """Measure this rank's own time from now on, which excludes its waits for other ranks."""
         on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
         if self._session.gang.alone or on_device:
             return  # the host of a GPU does not wait
@@ -136,8 +140,9 @@ class ScriptGuards:
             self._probe.end_step(step, model, **facts)
 
     def promise(self, step: int, promise: JsonObject) -> None:
-        """On rank 0, record how exactly this job resumes (`describe_promise`), unless an equal
-        promise is on record.
+        """On rank 0, record how exactly this job resumes (`describe_promise`).
+
+        Do nothing if an equal promise is already recorded.
         """
         if self._session.gang.rank == 0 and promise != self._promised:
             self._promised = promise
@@ -177,8 +182,9 @@ class Probe:
 
 
 class LoopWatch:
-    """Thread that ends this rank if it is in a step that another rank does not take: their next
-    collective would hang.
+    """Thread that ends this rank if another rank takes no further steps while this one does.
+
+    Otherwise their next collective would hang.
 
     Each rank that leaves its loop records this in the process group's store. The thread reads the
     store every second. The rank whose steps ended first is at fault, unless most ranks have left:
@@ -216,7 +222,7 @@ class LoopWatch:
                 self._store.add("leavers", 1)
 
     def close(self) -> None:
-        """End the thread. It may be in a request to the store, whose deadline is the store's."""
+        """End the thread, which may first have to finish a request to the process group's store."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_LAST_REQUEST_SECONDS)
@@ -256,8 +262,9 @@ class LoopWatch:
                     self._end_process(*json.loads(store.get("verdict")))
 
     def _end_process(self, text: str, odd: int) -> None:
-        """End this process when all ranks do: if one ended earlier, the others would report closed
-        connections.
+        """End this process at the same time as all ranks end theirs.
+
+        If one rank ended earlier, the others would report closed connections.
 
         The error of the rank at fault has the time at which its steps became unequal, and so is the
         first failure.
@@ -279,7 +286,7 @@ class LoopWatch:
 def make_script_guards(
     spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
 ) -> Guards:
-    """Return the guards of an attached job. They go back to a commit instead of skipping a step."""
+    """Return the guards of an attached job, which go back to a commit instead of skipping a step."""
     changed: JsonObject = {"memory_growth": "off"}
     if config.guards.non_finite == "skip":
         changed["non_finite"] = "rewind"
@@ -291,7 +298,9 @@ def make_script_guards(
 
 
 def script_sha256(model: nn.Module) -> str:
-    """Return the hash of a script's weights, as `weights_sha256`, without the names that DDP adds."""
+    """Hash a script's weights as `weights_sha256` does, but without the prefix that DDP adds to
+    names.
+    """
     model = getattr(model, "module", model)
     if isinstance(model, nn.ModuleDict):  # several models, each of which may be wrapped by DDP
         parts = {name: getattr(part, "module", part) for name, part in model.items()}
@@ -313,8 +322,8 @@ def describe_promise(
     stray: str,
     watch: ScriptWatch,
 ) -> JsonObject:
-    """Return how exactly the job resumes, as data of the event `promise`: level, same_data and
-    reasons.
+    """Return how exactly the job resumes: level, same_data and reasons, as data of the event
+    `promise`.
 
     Args:
         same_data: how a resumed run reads the same data; "" if it may read other data. Ignored if

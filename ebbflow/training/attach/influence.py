@@ -1,4 +1,4 @@
-"""Whether a variable of a script can change what the script trains, judged by reading its source.
+"""Judge from a script's source whether a variable can change what the script trains.
 
 A variable that changes from step to step and is not saved makes a resumed run inexact only if it is
 carried from one step to the next, and if its value reaches something that trains: a backward pass,
@@ -62,7 +62,9 @@ class ScriptFile:
         return _parse(filename)
 
     def scope(self, first_line: int) -> list[ast.stmt]:
-        """Return the body of the function that begins at a line; of the module if there is none."""
+        """Return the body of the function that begins at `first_line`, or of the module if none
+        does.
+        """
         for definitions in self.functions.values():
             for function in definitions:
                 lines = [function.lineno, *(node.lineno for node in function.decorator_list)]
@@ -96,8 +98,9 @@ class Place:
 
 
 def can_change_training(place: Place, name: str, kind: Kind) -> bool:
-    """Return whether the value of a variable in one step can change what later steps train, or what
-    the script makes of it after the loop.
+    """Return whether a variable's value in one step can change what later steps train.
+
+    Also return True if it can change what the script makes of it after the loop.
 
     Args:
         name: a variable, or an attribute as ".count".
@@ -129,8 +132,10 @@ def can_change_training(place: Place, name: str, kind: Kind) -> bool:
 
 
 def find_random_draws(*objects: object) -> str:
-    """Return the place of the first random draw in the classes and functions of some objects of a
-    script, such as "train.py:18"; "" if there is none.
+    """Return where the code of the given objects first draws a random number, such as
+    "train.py:18".
+
+    The code is that of their classes and functions. Return "" if it draws none.
     """
     for value in objects:
         code = value if inspect.isroutine(value) else type(value)
@@ -154,7 +159,9 @@ class _Access(Enum):
 
 
 def _is_used(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Return whether the variable is returned, or passed to a call that does more than show it."""
+    """Return whether the variable is returned or passed to a call, other than one that only shows
+    it.
+    """
     for node in _walk(statements):
         if isinstance(node, ast.Call) and _call_name(node) not in _SHOWN:
             used = any(_mentions(argument, {name}) for argument in _arguments(node))
@@ -166,14 +173,14 @@ def _is_used(statements: Sequence[ast.stmt], name: str) -> bool:
 
 
 class _Flow:
-    """Follows values from a variable through statements."""
+    """Analysis that follows a variable's value through statements."""
 
     def __init__(self, source: ScriptFile, machines: frozenset[str]) -> None:
         self._source = source
         self._machines = machines
 
     def reaches(self, statements: Sequence[ast.stmt], names: set[str], depth: int = 0) -> bool:
-        """Return whether a value of `names` reaches something that trains."""
+        """Return whether a value of the variables `names` reaches an operation that trains."""
         tainted = set(names)
         for _ in range(_PASSES):
             before = len(tainted)
@@ -185,9 +192,7 @@ class _Flow:
         return False
 
     def _find_functions(self, tainted: set[str]) -> set[str]:
-        """Return the functions, as "name()", that return a value of the tainted attributes and
-        variables of the module.
-        """
+        """Return the functions, as "name()", that return a tainted attribute or module variable."""
         found = set()
         for name, definitions in self._source.functions.items():
             for function in definitions:
@@ -224,7 +229,9 @@ class _Flow:
         return any(self._taint(target, tainted) for target in targets)
 
     def _taint(self, target: ast.expr, tainted: set[str]) -> bool:
-        """Taint the target of an assignment. Return whether it is something that trains."""
+        """Taint the target of an assignment, and return whether a change of this target affects
+        training.
+        """
         trains = any(getattr(node, "attr", "") == "param_groups" for node in ast.walk(target))
         match target:
             case ast.Tuple() | ast.List():
@@ -265,7 +272,9 @@ class _Flow:
     def _calls_function(
         self, call: ast.Call, name: str, tainted: set[str], controlled: bool, depth: int
     ) -> bool:
-        """Follow a call into the functions of this name in the same file."""
+        """Follow a call into functions of the same file, and return whether it affects training
+        there.
+        """
         if depth >= _DEEPEST_CALL:
             return False
         for function in self._source.functions.get(name, ()):
@@ -300,7 +309,7 @@ def _parse(filename: str) -> ScriptFile | None:
 def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
     statements: Iterable[ast.stmt], name: str, is_attribute: bool
 ) -> _Access | None:
-    """Return whether the statements read or write the variable first; None if they do neither for
+    """Return whether the statements first read or first write the variable; None if neither is
     certain.
     """
     for node in statements:
@@ -328,7 +337,7 @@ def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
 
 
 def _has_effect(statements: Sequence[ast.stmt]) -> bool:
-    """Return whether the statements train or draw random numbers, whatever their values."""
+    """Return whether the statements train or draw random numbers, whatever values they use."""
     return any(
         isinstance(node, ast.Call)
         and (_call_name(node) in _STEPS | _DRAWS | _SETTERS or _is_in_place(_call_name(node)))
@@ -337,7 +346,7 @@ def _has_effect(statements: Sequence[ast.stmt]) -> bool:
 
 
 def _functions_with(source: ScriptFile, name: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Return the functions that use an attribute, or a variable of the module."""
+    """Return the functions that use a given attribute or module variable."""
     found = []
     for definitions in source.functions.values():
         for function in definitions:
@@ -382,7 +391,7 @@ def _tainted_parameters(
 
 
 def _walk(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield all nodes except those of functions and classes inside, outer ones first."""
+    """Yield all nodes in breadth-first order, without the nodes of nested functions and classes."""
     for statement in statements:
         if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
             continue
@@ -412,7 +421,7 @@ def _children(node: ast.stmt) -> list[ast.stmt]:
 
 
 def _expressions(node: ast.stmt) -> list[ast.expr]:
-    """Return the expressions of a statement itself, without those of its blocks."""
+    """Return the expressions of a compound statement's header, without those in its blocks."""
     found = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
     for context in getattr(node, "items", []):
         found.append(context.context_expr)
@@ -448,7 +457,7 @@ def _call_name(call: ast.Call) -> str:
 
 
 def _is_in_place(name: str) -> bool:
-    """Return whether a method of tensors changes its tensor: their names end with "_"."""
+    """Return whether a tensor method works in place, which a final "_" in its name shows."""
     return name.endswith("_") and not name.startswith("_") and not name.endswith("__")
 
 
@@ -470,7 +479,7 @@ def _mentions(node: ast.AST, names: set[str]) -> bool:
 
 
 def _reads(node: ast.expr, name: str) -> bool:
-    """Return whether an expression reads a variable, also as the base of what it stores."""
+    """Return whether an expression reads a variable, or stores into an item or attribute of it."""
     for part in ast.walk(node):
         if not isinstance(part, ast.Name | ast.Attribute):
             continue

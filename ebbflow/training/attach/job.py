@@ -113,7 +113,7 @@ class AttachedJob:
 
     def batches(self, loader: Iterable[Batch], *, epochs: int | None = None) -> Iterator[Batch]:
         """Yield the remaining batches of `epochs` epochs; without `epochs`, those of the current
-        epoch of the job.
+        epoch.
         """
         if epochs is None:
             if not self._loop.is_running:
@@ -143,8 +143,8 @@ class AttachedJob:
                 loop.end_step(1)
 
     def restore_random_states(self) -> None:
-        """Restore the random states of the commit again, since code may have drawn random numbers
-        after `attach`.
+        """Restore the commit's random states again, because code after `attach` may have drawn
+        numbers.
 
         Only the first call has an effect.
         """
@@ -155,15 +155,17 @@ class AttachedJob:
         self._loop.say(text)
 
     def close_at_exit(self) -> None:
-        """Complete the job if the script left its loop with `break`, and close it."""
+        """At the script's end, close the job, and complete it if the script left its loop with
+        `break`.
+        """
         self._loop.close_at_exit()
 
     def leave_exit_to_caller(self) -> None:
-        """Let the caller, who has caught the job's SystemExit, decide the process's exit code."""
+        """Leave the exit code to the caller, who has caught the SystemExit that the job raised."""
         self._loop.leave_exit_to_caller()
 
     def _follow(self, loader: Any) -> None:
-        """Make the next plain loop over `loader` in each epoch the loop of the epoch."""
+        """Turn the next plain `for` loop over `loader` in each epoch into the loop of the epoch."""
         iterate = type(loader).__iter__
 
         def iterate_epoch(loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -214,7 +216,7 @@ class AttachedJob:
 
 
 def _check_rereadable(loader: object, epochs: int) -> None:
-    """Exit if several epochs are to be read from an iterator, which ends after the first."""
+    """Exit if the script asks for several epochs of an iterator, which can be read only once."""
     if epochs > 1 and isinstance(loader, Iterator):
         refuse(
             AttachError(

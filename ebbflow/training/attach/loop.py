@@ -171,7 +171,7 @@ class AttachedLoop:
 
     @property
     def skips_samples(self) -> bool:
-        """Whether the next samples are skipped after a rewind."""
+        """Whether the next samples are to be skipped, because of a rewind."""
         return self.samples < self._guards.first_sample
 
     def say(self, text: str) -> None:
@@ -180,7 +180,9 @@ class AttachedLoop:
             print(f"ebbflow: {text}", flush=True)
 
     def tell_if_complete(self, *, is_complete: bool) -> None:
-        """Say that the resumed job has no step left, which the user's code may not expect."""
+        """If the resumed job has no step left, print this, because the user's code may not expect
+        it.
+        """
         if self.resumed and is_complete:
             self.say(
                 f"job {self.name} is complete at step {self.step}, so its loop takes no step; to train "
@@ -194,11 +196,15 @@ class AttachedLoop:
             self.session.reporter.emit(NOTICE, step=self.step, message=text)
 
     def enter_block(self) -> None:
-        """Complete the job at the end of the script's `with` block, not of its loop."""
+        """Complete the job at the end of the script's `with` block, and not already at the end of
+        its loop.
+        """
         self._in_block = True
 
     def leave_block(self, error: BaseException | None) -> None:
-        """Complete the job at the end of the block, or record the error that ended it."""
+        """At the end of the `with` block, complete the job or record the error that ended the
+        block.
+        """
         if self._is_fork:
             return
         if error is None:
@@ -209,7 +215,7 @@ class AttachedLoop:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Run the script's outermost loop in this context. The job is completed at its end."""
+        """Run the script's outermost loop in this context, and complete the job when the loop ends."""
         if self._running or self._closed:
             state = "has ended" if self._closed else "already runs a loop"
             refuse(
@@ -233,8 +239,8 @@ class AttachedLoop:
             self.complete()
 
     def restore_random_states(self) -> None:
-        """Restore the random states of the commit again, since code may have drawn random numbers
-        after `attach`.
+        """Restore the commit's random states again, because code after `attach` may have drawn
+        numbers.
 
         Only the first call has an effect.
         """
@@ -245,8 +251,9 @@ class AttachedLoop:
 
     @contextlib.contextmanager
     def counting(self, count_batch: Callable[[], object] | None = None) -> Iterator[None]:
-        """Count the current step even if the user's code leaves the loop in the middle, after the
-        optimizer's step.
+        """Within the context, count the current step even if the user's code leaves the loop early.
+
+        The step counts if the optimizer has stepped.
         """
         self._strays.step = self._in_step
         try:
@@ -272,7 +279,7 @@ class AttachedLoop:
         reporter.enter("forward", self._in_step)
 
     def begin_framework_step(self) -> None:
-        """Begin a step of a loop that is not in `run`."""
+        """Begin a step of a loop that a framework runs, without `run`."""
         if not self._begun:
             self.script.look()
         self._running = True
@@ -312,8 +319,9 @@ class AttachedLoop:
         self._counts_updates = False
 
     def end_epoch(self, epoch: int) -> None:
-        """Sync at the end of an epoch: if the sync of its last step has waited for it, or if the
-        optimizer's steps were counted.
+        """Sync at the end of an epoch, if the last step's sync was held back for it.
+
+        Also sync if the epoch counted the optimizer's steps.
         """
         if self._counts_updates:
             self._count_update()
@@ -388,14 +396,16 @@ class AttachedLoop:
         return sync
 
     def postpone_sync(self) -> None:
-        """Sync again after the next step, since gradients are accumulating now."""
+        """Repeat the sync after the next step, because gradients are being accumulated now."""
         self._syncs.postpone(self.step)
 
     def plan_next_sync(self, sync: StepSync) -> None:
         self._syncs.plan_next(self.step, sync.rows[0].compute_seconds)
 
     def save(self, sync: StepSync | None = None) -> None:
-        """Save as the ranks agreed in `sync`; without `sync`, save in any case. Collective."""
+        """Save if `sync`, on which the ranks agreed, asks for it; without `sync`, save always.
+        Collective.
+        """
         at = Position(self.step, self.samples)
         if sync is None:
             self.session.saves.save(at)
@@ -442,11 +452,13 @@ class AttachedLoop:
         self._end(Outcome.COMPLETED, "", self._state.digest())
 
     def leave_exit_to_caller(self) -> None:
-        """Let the caller, who has caught the job's SystemExit, decide the process's exit code."""
+        """Leave the exit code to the caller, who has caught the SystemExit that the job raised."""
         self._exit_code = None
 
     def close_at_exit(self) -> None:
-        """Complete the job if the script left its loop with `break`, and close it."""
+        """At the script's end, close the job, and complete it if the script left its loop with
+        `break`.
+        """
         if self._is_fork:
             return
         error = getattr(sys, "last_value", None)  # which ended the script, unless it is older
@@ -460,7 +472,9 @@ class AttachedLoop:
 
     @property
     def _is_fork(self) -> bool:
-        """Whether the script has forked this process from the rank, to which the job belongs."""
+        """Whether this process is a fork that the script made of the rank's process, which owns the
+        job.
+        """
         return os.getpid() != self._pid
 
     def _record_failure(self, error: BaseException) -> None:
@@ -489,7 +503,7 @@ class AttachedLoop:
         )
 
     def _sync(self, unsettled: bool) -> None:
-        """Agree with the other ranks whether to save and whether to stop, and do both as agreed.
+        """Agree with the other ranks whether to save and whether to stop, and act on the result.
 
         Collective.
         """
@@ -541,9 +555,7 @@ class AttachedLoop:
             session.saves.extra["metrics"] = {**metrics.finite, "step": self.step}
 
     def _capture(self, step: int) -> dict[str, Any]:
-        """Return the job's fields for a commit, and give the saver the tensors to which these
-        fields refer.
-        """
+        """Return the job's fields for a commit, and hand their tensors to the saver."""
         saver = self.session.saver
         saver.further = FurtherState()  # releases the files of the last save
         updated = self._updated
@@ -592,7 +604,7 @@ class AttachedLoop:
             self.script.set_generator_states(join_state(from_bytes(own["generators"]), own))
 
     def _count_update(self) -> None:
-        """Count the optimizer's last step, now that its loss is logged."""
+        """Count the step of the optimizer's last update, whose loss has been logged by now."""
         if not self._update_pending:
             return
         self._update_pending = False
@@ -628,8 +640,8 @@ class AttachedLoop:
         self.session.reporter.clock.begin_own()
 
     def _on_forward(self, module: nn.Module, inputs: object) -> None:
-        """Report whether the model is evaluated or trained, because the agent has a hang threshold
-        for each phase.
+        """Report whether the model is in evaluation or training: the agent has a hang threshold for
+        each.
         """
         if not module.training:
             self.session.reporter.enter("evaluation", self.step)
@@ -649,8 +661,9 @@ class AttachedLoop:
         self._close()
 
     def _end_fork(self) -> None:
-        """End a process that the script has forked and that goes on with the rank's training: its
-        saves would overwrite those of the rank.
+        """End a forked process that continues the rank's training loop.
+
+        Its saves would overwrite those of the rank.
         """
         if not self._is_fork:
             return
@@ -700,7 +713,9 @@ def _open_session(
     state: JobState,
     commit_fields: Callable[[int], dict[str, Any]],
 ) -> JobSession:
-    """Open the session of a script. `commit_fields` returns the job's fields of a step's commit."""
+    """Open the session of a script. `commit_fields` returns the job's fields for the commit of a
+    step.
+    """
     limits = make_limits(spec, gang, config, reporter.clock)
     saver = open_saver(spec, gang, reporter)
     # The model whose tensors Ebbflow itself writes into a commit, and its optimizer

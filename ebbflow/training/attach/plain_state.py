@@ -1,5 +1,6 @@
-"""State of a script that is no object with a state_dict: containers, tensors and arrays, which are
-restored in place, and plain values, which `job.state` returns.
+"""State of a script that has no state_dict.
+
+Containers, tensors and arrays are restored in place; plain values are returned by `job.state`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _VALUE = "value"
 
 
 class PlainState:
-    """A list, dict, set, deque, tensor or array as an object with a state_dict. It is restored in
-    place, so that every name of the script for it has the restored content.
+    """Wrapper that gives a list, dict, set, deque, tensor or array a state_dict.
+
+    The value is restored in place, so that every name that the script has for it shows the restored
+    content.
     """
 
     def __init__(self, name: str, value: Any) -> None:
@@ -66,7 +69,9 @@ class PlainState:
 
 
 class SavedValues(SimpleNamespace):
-    """Plain values of a script that are part of each commit, as attributes (`job.state`)."""
+    """Plain values of a script, which every commit contains, as attributes of one object
+    (`job.state`).
+    """
 
     def state_dict(self) -> dict[str, object]:
         return dict(vars(self))
@@ -76,7 +81,7 @@ class SavedValues(SimpleNamespace):
 
 
 def is_plain_state(value: object) -> bool:
-    """Return whether a value without a state_dict can be restored in place."""
+    """Return whether a value that has no state_dict can be restored in place."""
     is_container = isinstance(value, list | MutableMapping | set | deque)
     return is_container or isinstance(value, Tensor) or _is_array(value)
 

@@ -65,8 +65,9 @@ _LEAST_CPU_SECONDS = 0.005  # within a look, by which a rank shows that it is no
 
 
 def flow_options(words: list[str]) -> list[str] | None:
-    """Return the flow's options for `run SCRIPT.py` with --nodes or --with; None if neither is
-    given.
+    """Convert the arguments of `run SCRIPT.py` to options of the flow.
+
+    Return None if they have neither --nodes nor --with.
 
     The flow adds preflight, plan, attempts on other machines and the report; without the flow, a
     node's agent suffices.
@@ -226,8 +227,10 @@ def run_script(spec: WorkerSpec) -> LoopResult:
 
 @contextlib.contextmanager
 def _recording_failed_start(job_store: Store, spec: GangSpec, generation: int) -> Iterator[None]:
-    """Record the outcome of a run that ends before its agent can: otherwise the report would show
-    the outcome of the run before it. A store that accepts no event leaves the error's own line.
+    """Record the outcome of a run that fails before its agent can record it.
+
+    Otherwise the report would show the outcome of the run before. If the store accepts no event,
+    only the error's own message remains.
     """
     try:
         yield
@@ -279,8 +282,9 @@ def _make_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _ending_forks() -> Iterator[None]:
-    """End a process that the script has forked where the script ends, with the exit code that Python
-    would give it: only the rank has a result.
+    """End each forked process where the script ends, with the exit code that Python would give it.
+
+    Only the process that the agent started has a result.
     """
     rank = os.getpid()
     try:
@@ -337,7 +341,7 @@ def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:
 
 
 def _find_store(job: str, address: str, permits: Sequence[str]) -> KnownJob:
-    """Return the job with the store that this process accepts from here on.
+    """Return the job and its store, which is the only one that this process accepts from now on.
 
     Raises JobNotInStore or StoreError.
     """
@@ -377,7 +381,10 @@ def _choose_ranks(loaded: LoadedConfig, script: str, wanted: int | None) -> int:
 
 
 def _describe_end(ending: GangOutcome) -> str:
-    """Return " at step N" unless no step was counted, and the message of the outcome."""
+    """Return a text such as " at step N: message", for the end of a sentence.
+
+    The step is left out if no step was counted, and the message if the outcome has none.
+    """
     step = ""
     if ending.step:
         step = f" at step {ending.step}"
@@ -387,7 +394,7 @@ def _describe_end(ending: GangOutcome) -> str:
 
 
 def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the command, and those after "--", which are the script's arguments."""
+    """Split the command line at "--" into the command's own words and the script's arguments."""
     if "--" not in words:
         return words, []
     end = words.index("--")
@@ -395,7 +402,7 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _beat_while_working(heartbeat: Heartbeat, is_attached: Callable[[], bool]) -> None:
-    """Send heartbeats while this process uses CPU time, as long as no attached job sends its own."""
+    """Send heartbeats while this process uses CPU time, until an attached job sends its own."""
     used = 0.0
     while True:
         time.sleep(_LOOK_SECONDS)

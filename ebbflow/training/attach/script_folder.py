@@ -1,4 +1,4 @@
-"""The folder of a user's script, as an archive in the store, for machines that do not have it."""
+"""Send the folder of a user's script to other machines, as an archive in the store."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ _LEFT_OUT = re.compile(
 
 
 class ScriptFolderError(InfraError, outcome=Outcome.CONFIG):
-    """Error: the folder of a script cannot be sent to other machines.
+    """Raised if the folder of a script cannot be sent to other machines.
 
     The message names the file and the fix.
     """

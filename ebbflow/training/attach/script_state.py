@@ -1,5 +1,6 @@
-"""The variables of a script besides what `attach` saves: which of them change, and its own random
-generators.
+"""Find the variables of a script that change and that `attach` does not save.
+
+Also find the script's own random generators.
 
 The job looks at the script's module and at the frames whose loop it runs: at the beginning of the
 loop and at its first two commits. A variable that changed between two looks, and that can change
@@ -52,7 +53,7 @@ class Unsaved:
     is_generator: bool = False
 
     def describe(self) -> str:
-        """Render what is wrong and the fix, in one line."""
+        """Describe the problem and the fix in one line."""
         if self.is_generator:
             return (
                 f"`{self.name}` ({self.place}) draws random numbers that the framework's loop cannot "
@@ -68,7 +69,7 @@ class Unsaved:
 
 
 class ScriptWatch:
-    """The looks at a script's variables.
+    """Detector of variables in a script that change and are not saved.
 
     Args:
         saved: returns the objects that commits hold, by their name in `attach`.
@@ -94,8 +95,10 @@ class ScriptWatch:
 
     @property
     def is_examined(self) -> bool:
-        """Whether two commits have been compared with what was before them, in this start of the
-        job or in the one that made the restored commit.
+        """Whether the variables have been compared at two commits.
+
+        Both comparisons were made in this start of the job, or in the start that made the restored
+        commit.
         """
         return self._was_examined or self._has_looked
 
@@ -126,14 +129,16 @@ class ScriptWatch:
                 self._found_before[unsaved.name] = unsaved
 
     def set_generator_states(self, states: Mapping[str, object]) -> None:
-        """Restore these states at the first look, when the script has made its generators."""
+        """Restore these states later, at the first look, when the script has created its
+        generators.
+        """
         self._pending = dict(states)
 
     def generator_states(self) -> dict[str, object]:
         return {name: _read_generator(generator) for name, generator in self._generators.items()}
 
     def look(self) -> None:
-        """Compare the variables with the last look. The third look is the last."""
+        """Compare the variables with those at the last call; nothing happens after the third call."""
         if self._has_looked:
             return
         self._looks += 1
@@ -160,16 +165,16 @@ class ScriptWatch:
             self._found_before = {}
 
     def add_object(self, name: str, value: object) -> None:
-        """Look also at the attributes of an object of the script that a framework holds."""
+        """Include the attributes of an object of the script that a framework holds."""
         self._others[name] = value
 
     def add_reason(self, reason: str) -> None:
-        """Add a reason for "not exact" that was found elsewhere."""
+        """Add a reason, found by other code, why a resume is not exact."""
         if reason not in self._reasons:
             self._reasons.append(reason)
 
     def describe(self) -> list[str]:
-        """Return why a resume is not exact, one line for each reason."""
+        """Return the reasons why a resume is not exact, one line for each."""
         found = {**self._found_before, **self.unsaved}
         return [*self._reasons, *(unsaved.describe() for unsaved in found.values())]
 
@@ -181,7 +186,9 @@ class ScriptWatch:
             yield from _walk_value(scope, name, value, seen, _DEEPEST)
 
     def _adopt(self, variable: _Variable) -> None:
-        """Save a generator from now on, and restore its state of the commit."""
+        """Save a random generator in all further commits, and restore its state from the restored
+        commit.
+        """
         name = f"{os.path.basename(variable.scope.file)}:{variable.name}"
         if name not in self._generators:
             self._generators[name] = variable.value
@@ -223,7 +230,7 @@ class _HasState(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Variable:
-    """One value of the script, with the scope in which it is found."""
+    """A variable of the script: its name, its value and the scope that contains it."""
 
     scope: _Scope
     name: str
@@ -279,7 +286,7 @@ def _walk_value(
 def _walk_module(
     scope: _Scope, name: str, module: nn.Module, seen: set[int]
 ) -> Iterator[_Variable]:
-    """Yield the attributes of the script's own modules that no state_dict has."""
+    """Yield the attributes of the script's own `nn.Module` classes that are in no state_dict."""
     for prefix, part in module.named_modules():
         if not _is_own(type(part)):
             continue
@@ -291,7 +298,7 @@ def _walk_module(
 
 
 def _find_scopes() -> list[_Scope]:
-    """Return the script's scopes that the loop runs in, the innermost first, and its module."""
+    """Return the scopes of the script in which the loop runs, innermost first, and then its module."""
     scopes: list[_Scope] = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -316,7 +323,9 @@ def _find_scopes() -> list[_Scope]:
 
 
 def _class_scope(kind: type, scope: _Scope) -> _Scope:
-    """Return the scope of a class's own file, for the analysis of its attributes."""
+    """Return the scope of the file that defines a class, in which the class's attributes are
+    analysed.
+    """
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None) or scope.file
     if file == scope.file:
@@ -326,7 +335,7 @@ def _class_scope(kind: type, scope: _Scope) -> _Scope:
 
 @cache
 def _is_own_file(filename: str) -> bool:
-    """Return whether a file belongs to the user: to no installed package, and not to Ebbflow."""
+    """Return whether a file is the user's own code, not an installed package's or Ebbflow's."""
     if filename.startswith("<"):
         return False
     path = Path(filename).absolute()
@@ -385,7 +394,7 @@ def _is_array(value: object) -> TypeGuard[numpy.ndarray]:
 
 
 def _fingerprint(value: object, depth: int = 3) -> object:
-    """Return something that differs after a change. Large values are sampled."""
+    """Return a value that changes when `value` changes. Only samples of large values are compared."""
     if isinstance(value, _PLAIN):
         found: object = repr(value)
     elif isinstance(value, Tensor):

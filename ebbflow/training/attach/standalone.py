@@ -1,4 +1,4 @@
-"""Start of a job without an agent, as under torchrun.
+"""Start of a job whose ranks torchrun or the user starts, without an agent.
 
 Rank 0 claims the job and opens a generation for all ranks.
 """
@@ -73,16 +73,18 @@ _observer: ObserverProcess | None = None  # rank 0's
 
 
 def release_job() -> None:
-    """Release this process's claim on the job, if any, so that another launcher need not wait until
-    it is stale.
+    """Release this process's claim on the job, if it has one.
+
+    Otherwise another launcher would have to wait until the claim is stale.
     """
     if _claim is not None and _claim.launcher.pid == os.getpid():  # not in a fork
         _claim.release()
 
 
 def end_observer() -> None:
-    """Wait until the report of this process's job is written and its closing lines are printed, if
-    this process opened the job.
+    """Wait until the report of this process's job is written and its last lines are printed.
+
+    Do nothing if this process opened no job.
 
     Call it once the claim is released, as late as possible.
     """
@@ -121,7 +123,8 @@ def claim_for_ranks(job_store: Store, job: str, *, take_over: bool) -> None:
 
 
 def adopt_job_store(uri: str, job: str, *, permits: Sequence[str] = ()) -> str:
-    """Let this process accept only the store at `uri` as it is now, and return its address.
+    """Make this process accept no other store than the present one at `uri`, and return its
+    address.
 
     Raises JobNotInStore or StoreError.
     """
@@ -255,8 +258,9 @@ def share_from_rank_0(gang: Gang, make: Callable[[], WorkerSpec], group: Any) ->
 
 
 def default_job_name(environment: Mapping[str, str], seconds: float) -> str:
-    """Return a job name that is the same after each restart of the workers, so that a restart
-    continues the job.
+    """Return a job name that stays the same when torchrun restarts the workers.
+
+    So a restart continues the job.
 
     The name contains torchrun's run id if there is one (--rdzv-id, --standalone). Otherwise it
     contains the time of the first start, which is kept in the key-value store of torchrun's agent.

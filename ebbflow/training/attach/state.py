@@ -1,5 +1,4 @@
-"""The state of a user's script besides model and optimizer, and the order in which the script reads
-its data.
+"""The state of a user's script besides model and optimizer, and the order of its data.
 
 `split_state` separates a state dict into JSON, in which paths stand for tensors, and tensors;
 `join_state` joins them.
@@ -86,8 +85,8 @@ class BatchSource:
 
     @property
     def same_data(self) -> str:
-        """How a resumed run gets the batches of an uninterrupted run: "sampler", "state_dict of …";
-        "" if unsure.
+        """How a resumed run gets the same batches: "sampler" or "state_dict of …"; "" if it may
+        not.
         """
         if self._stateful is not None:
             return f"state_dict of {type(self._stateful).__name__}"
@@ -145,7 +144,9 @@ class BatchSource:
         return self._from_sampler(seed, skip)
 
     def _from_stream(self, seed: int, skip: int, *, first: int = 0) -> Iterator[Any]:
-        """Yield the batches of a loader without a sampler, beginning with the number `first`.
+        """Yield the batches of a loader without a sampler, except those with numbers below `skip`.
+
+        `first` is the number of the loader's first batch.
 
         A batch's random numbers depend only on its number. None are drawn from the script's own,
         because a resumed run starts the loader once more, and that draws one.
@@ -194,8 +195,7 @@ class BatchSource:
 
 
 class StrayReads:
-    """Watch for a DataLoader from which the script draws batches itself, one after another in
-    several steps.
+    """Detector of a DataLoader from which the script itself draws batches over several steps.
 
     A commit does not have its position, so that a resumed script draws its first batches once more.
 
@@ -248,8 +248,9 @@ class StrayReads:
 
 
 def split_state(state: object, path: str, tensors: dict[str, Tensor]) -> Json:
-    """Return the form of `state` (JSON that refers to tensors by path), and add the tensors to
-    `tensors`.
+    """Split `state` into a JSON form, which is returned, and tensors, which are added to `tensors`.
+
+    The form refers to the tensors by path.
 
     Raises:
         AttachError: a value is neither a tensor nor plain data (numbers, texts, lists, dicts).
@@ -310,8 +311,10 @@ def from_bytes(tensor: Tensor) -> Any:
 
 
 def own_buffers(model: nn.Module, *, every: bool) -> dict[str, Tensor]:
-    """Return the buffers that no state_dict has and, if `every`, also those that can differ between
-    ranks, such as the running statistics of BatchNorm, by name.
+    """Return the small buffers that no state_dict has, by name; if `every`, return all small
+    buffers.
+
+    The other buffers can differ between ranks too, such as the running statistics of BatchNorm.
     """
     found = {}
     for prefix, module in model.named_modules():
@@ -354,8 +357,9 @@ def random_numbers_of(seed: int) -> Iterator[None]:
 
 
 def find_generators(dataset: Any) -> list[Any]:
-    """Return the random generators of a dataset: in its attributes, such as transforms, and as
-    globals of its code.
+    """Return the random generators that a dataset uses.
+
+    They are searched in its attributes, such as transforms, and in the globals of its code.
     """
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
@@ -479,9 +483,7 @@ def count_samples(batch: Any) -> int:
 
 
 def find_enumerate(frame: FrameType | None) -> str:
-    """Return file and line of a loop over `enumerate` among the innermost callers; "" if there is
-    none.
-    """
+    """Return the file and line of a loop over `enumerate` in one of the innermost callers, or ""."""
     for _ in range(4):  # the script's loop, or a progress bar's
         if frame is None:
             break
@@ -510,7 +512,7 @@ def _split_mapping(values: Mapping, path: str, tensors: dict[str, Tensor]) -> di
 
 
 def _is_numpy_number(state: Any) -> bool:
-    """Return whether `state` is a number or an array of numbers of numpy, if it is loaded."""
+    """Return whether `state` is a numeric scalar or array of NumPy; False if NumPy is not loaded."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(state, numpy.generic | numpy.ndarray):
         return False
@@ -529,7 +531,7 @@ def _key(key: object, path: str) -> Json:
 
 
 def _names_of(value: Any) -> Iterator[Any]:
-    """Yield the attributes of an object, and the globals to which its methods for samples refer."""
+    """Yield an object's attributes, and the globals that its methods for loading samples use."""
     yield from list(getattr(value, "__dict__", {}).values())
     for name in ("__getitem__", "__getitems__", "__call__"):
         method: Any = getattr(type(value), name, None)
@@ -555,11 +557,10 @@ class _SeededBatch(list[int]):
 
 
 class _SeededDataset:
-    """Wrapper of a map-style dataset that seeds each batch, so that its random numbers depend on no
-    other batch.
+    """Wrapper of a map-style dataset that seeds random generators before each batch.
 
-    Those of this process are part of the commit, so that only a worker process seeds more than the
-    dataset's own.
+    So a batch's random numbers depend on no other batch. In a worker process all generators are
+    seeded; elsewhere only those of the dataset, because commits contain the state of the others.
     """
 
     _generators: list[Any] | None = None  # found in the process that loads the batches

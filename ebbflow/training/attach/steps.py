@@ -1,4 +1,4 @@
-"""The steps of an attached job: at which of them the ranks agree, and their events."""
+"""The steps of an attached job: when the ranks sync, and which events record the steps."""
 
 import math
 import time
@@ -17,7 +17,10 @@ _MOST_STEPS = 100  # between two syncs
 
 
 class SyncSchedule:
-    """The steps at which all ranks agree whether to save and whether to stop, the same on all ranks.
+    """Schedule of the syncs: the steps at which all ranks agree whether to save and whether to
+    stop.
+
+    It is the same on all ranks.
 
     Attributes:
         synced_step: step of the last sync, or of the restored commit.
@@ -30,7 +33,7 @@ class SyncSchedule:
         self.synced_step = 0
 
     def begin(self, step: int) -> None:
-        """Begin at the step of a restored commit."""
+        """Begin at the step of the restored commit."""
         self._next_step = step
         self.synced_step = step
 
@@ -45,14 +48,14 @@ class SyncSchedule:
         self._next_step = step + 1
 
     def mean_of_steps(self, seconds: float, step: int) -> float:
-        """Return `seconds`, measured since the last sync, per step."""
+        """Return the mean per step of `seconds`, a time that was measured since the last sync."""
         return seconds / max(1, step - self.synced_step)
 
     def seconds_per_step(self, step: int) -> float:
         return self.mean_of_steps(time.monotonic() - self._synced_at, step)
 
     def plan_next(self, step: int, step_seconds: float) -> None:
-        """Choose the step of the next sync from the time that rank 0 takes per step."""
+        """Choose the step of the next sync, given rank 0's seconds per step."""
         steps = int(_SYNC_SECONDS / max(step_seconds, 1e-6))
         self._next_step = step + max(1, min(_MOST_STEPS, steps))
         if self._config.interval == "steps":
@@ -63,8 +66,9 @@ class SyncSchedule:
 
 
 class StepLog:
-    """The script's metrics of the current step, and the step events that are not emitted yet,
-    because reading their losses would make the loop wait for the device.
+    """The script's metrics of the current step, and the step events that are still to be emitted.
+
+    They wait because reading their losses now would make the loop wait for the device.
 
     Args:
         kept_steps: number of the newest events that wait for a loss that is logged later.
@@ -82,7 +86,7 @@ class StepLog:
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
 
     def take(self, name: str, default: object = None) -> Any:
-        """Return a value of the current step, which is none of its metrics then."""
+        """Remove a value from the metrics of the current step, and return it."""
         return self._values.pop(name, default)
 
     def take_metrics(self) -> dict[str, object]:
@@ -103,7 +107,7 @@ class StepLog:
             self._pending[-1].loss = loss
 
     def flush(self, *, all_steps: bool = True) -> float:
-        """Emit the pending events; unless `all_steps`, without those that wait for a loss.
+        """Emit the pending events. Unless `all_steps`, keep those that wait for a loss.
 
         Return the worst loss in these events, or 0 if none.
         """

@@ -1,4 +1,4 @@
-"""Scripts that do not call `ebbflow.attach`: recognized before they start, and billed as a whole.
+"""Recognize a script that never calls `ebbflow.attach`, before it starts, and bill it as a whole.
 
 Such a script is watched and billed, but nothing of it is saved.
 """
@@ -32,7 +32,7 @@ _DYNAMIC_CALLS = frozenset({"__import__", "exec", "eval"})
 def bill_unattached(
     spec: WorkerSpec, script: str, has_attached: Callable[[], bool]
 ) -> Iterator[None]:
-    """Record this rank's time in a script that does not attach, and the script's outcome.
+    """Record the time and outcome of a script that does not attach, for this rank.
 
     The context is the script's run. The first rank records the outcome; a failure is recorded by the
     agent. A rank without an agent records nothing.
@@ -60,7 +60,7 @@ def describe_unattached(script: str) -> str:
 
 
 def never_attaches(script: Path) -> bool:
-    """Return whether the source shows that the script cannot attach a job.
+    """Return whether the source proves that the script cannot attach a job.
 
     The source is that of the script and of the modules beside it. False if it is not certain.
     """
@@ -89,7 +89,7 @@ def never_attaches(script: Path) -> bool:
 def _record(
     spec: WorkerSpec, phases: Sequence[Callable[[EventLog], object]], message: str | None
 ) -> None:
-    """Write the events of `phases`, and on rank 0 the outcome "completed" if it has a message."""
+    """Write the events in `phases` and, on rank 0 with a `message`, the outcome "completed"."""
     rank = int(os.environ.get("RANK", "0"))
     origin = Origin(
         job=spec.job,

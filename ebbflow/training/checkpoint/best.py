@@ -24,7 +24,9 @@ class BestRule:
 
     @classmethod
     def of_job(cls, store: Store) -> Self:
-        """Return the rule of the job's configuration; without one, the lowest held-out loss."""
+        """Return the rule in the job's configuration; by default, the lowest held-out loss is the
+        best.
+        """
         try:
             chosen = json.loads(store.get("config.json"))["config"]["checkpoint"]["keep_best"]
             return cls(metric=chosen["metric"] or cls.metric, highest=chosen["mode"] == "max")
@@ -32,7 +34,10 @@ class BestRule:
             return cls()
 
     def choose(self, values: dict[str, float]) -> str | None:
-        """Return the key of the best value, the first of equal ones; None if there are no values."""
+        """Return the key of the best value, or None if there are no values.
+
+        Of several equal values, the first counts.
+        """
         if not values:
             return None
         pick = max if self.highest else min
@@ -40,7 +45,7 @@ class BestRule:
 
 
 def find_best(store: Store, traced: Iterable[TracedCommit]) -> TracedCommit:
-    """Return the reachable commit with the best metric; of equal ones, the newest.
+    """Return the reachable commit with the best metric; if several are equal, the newest of them.
 
     Raises CheckpointError if no reachable commit was evaluated.
     """

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor without gaps, which this rank holds."""
+    """A rectangular part of a tensor that this rank holds."""
 
     # Position of the part's first element in the whole tensor, by dimension
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class Box:
 
 
 def own_boxes(tensor: Tensor) -> list[Box]:
-    """Return the parts of a plain or distributed tensor that this rank holds, without empty ones.
+    """Return the non-empty rectangular parts of a plain or distributed tensor that this rank holds.
 
     A tensor whose rows are cut into several groups, each of them sharded, has one part for each
     group. Torch's `compute_local_shape_and_global_offset` knows the first part only.
@@ -72,7 +72,7 @@ def _chunk(indices: Tensor, count: int) -> list[Tensor]:
 
 
 def _find_runs(indices: Tensor) -> list[tuple[int, int, int]]:
-    """Split ascending indices where they have gaps.
+    """Split ascending indices into runs of consecutive numbers.
 
     Return first index, position and length of each run.
     """

@@ -161,8 +161,9 @@ class Checkpointer:
 
     @property
     def last_durable(self) -> tuple[int, float] | None:
-        """Step of the last durable save, and its duration in seconds from the call of `save`; None
-        before the first.
+        """Step and duration of the last durable save; None before the first.
+
+        The duration is the time, in seconds, from the call of `save` until the save was durable.
         """
         self._saves.drain()
         return self._saves.durable
@@ -377,8 +378,8 @@ class Checkpointer:
         return max(self._deadline_seconds, size / rate)
 
     def _go_back_to(self, key: str, step: int) -> None:
-        """Record the restored commit as this generation's parent, because the recorded one could
-        not be restored.
+        """Record the restored commit as the generation's parent, in place of one that could not be
+        restored.
         """
         generation = replace(self._generation, parent=key, parent_step=step)
         if self._rank == 0:

@@ -42,7 +42,10 @@ _KINDS = ("dcp", "safetensors", "torch")
 
 
 class CommitRow(TypedDict):
-    """Commit as the subcommand `list` shows it. None: unknown, since the commit cannot be read."""
+    """A commit as a row of the subcommand `list`.
+
+    None means unknown, because the commit cannot be read.
+    """
 
     step: int
     generation: int
@@ -102,7 +105,7 @@ def choose_signing_key(store: Store, name: str | None, *, must_check: bool) -> N
 
 
 def find(store: Store, wanted: str | None) -> TracedCommit:
-    """Find one commit of a job.
+    """Find the commit of a job that `wanted` describes.
 
     `wanted` is "best", a step, a key, or the first digits (6 or more) of a hash. None means the newest
     reachable commit. A commit is reachable if the job may still be resumed from it. If several
@@ -338,7 +341,9 @@ def _mark_best(store: Store, rows: list[CommitRow]) -> None:
 
 
 def _state(store: Store, manifest: Manifest, sha256: str) -> tuple[str, float | None]:
-    """Return the state of a commit, and the Unix time at which it was verified, if it was."""
+    """Return a commit's state and the Unix time at which it was verified; None if it was not
+    verified.
+    """
     sizes = {
         meta.key: meta.size
         for meta in store.list(data_prefix(manifest.save.generation, manifest.save.step))
@@ -468,7 +473,7 @@ def _sign(store: Store, options: argparse.Namespace) -> int:
 
 
 def _sha256_of_data(store: Store, manifest: Manifest) -> dict[str, list[str]]:
-    """Return the SHA-256 of each chunk, by data object.
+    """Return the SHA-256 values of the chunks of each data object, by the object's key.
 
     Check the CRC of each chunk again, because the chunk may have changed since it was verified.
     """

@@ -141,7 +141,7 @@ def write_file(
 ) -> None:
     """Write `content` in the format `kind`: one of KINDS or "hugging-face".
 
-    Only the latter uses `config`.
+    Only "hugging-face" uses `config`.
 
     After an error, remove the incomplete output.
 
@@ -315,8 +315,9 @@ def parse_document(document: Any, what: str, weights_only: bool) -> PortableStat
 
 
 def read_weight_files(path: Path, weights_only: bool, allow_pickle: bool) -> PortableState:
-    """Read a safetensors file, or the files of a folder that together hold the weights, and any
-    file of the optimizer.
+    """Read the weights from a safetensors file or a folder of weight files.
+
+    Unless `weights_only`, also read the optimizer's file beside it, if there is one.
     """
     if path.is_dir():
         found = list_folder_files(path, ignored=_OPTIMIZER)
@@ -523,7 +524,10 @@ def _optimizer_path(path: Path) -> Path:
 
 
 def _read(path: Path, *, allow_pickle: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and metadata of a safetensors file; of another suffix, those of a torch file."""
+    """Return the tensors and metadata of a safetensors file, or the tensors of a torch file.
+
+    The suffix of the file decides which of the two it is.
+    """
     if path.suffix != ".safetensors":
         return load_torch_file(path, allow_pickle=allow_pickle), {}
     try:

@@ -96,8 +96,9 @@ class FolderFiles:
 
 
 def load_torch_file(path: Path, *, allow_pickle: bool) -> Any:
-    """Load the document of a torch file. Raises CheckpointError if it needs more than tensors and
-    plain values.
+    """Load a torch file, and return the object that it contains.
+
+    Raises CheckpointError if the file needs more than tensors and plain values.
     """
     check_file(path)
     is_archive = zipfile.is_zipfile(path)
@@ -166,8 +167,10 @@ def load_dcp(path: Path, *, allow_pickle: bool) -> dict[Any, Any]:
 
 
 def list_folder_files(path: Path, *, ignored: str) -> FolderFiles:
-    """Find the weight files of a Hugging Face model folder: those of its index, else its one file,
-    else all parts of a file. Names that end with `ignored` do not count.
+    """Find the weight files of a Hugging Face model folder.
+
+    These are the files in its index; without an index, its single file; otherwise all parts of a
+    file. Names that end with `ignored` do not count.
 
     Raises CheckpointError or WorkloadError if a file or a part is missing.
     """
@@ -205,7 +208,7 @@ def list_folder_files(path: Path, *, ignored: str) -> FolderFiles:
 
 
 def check_names_of_index(index: Path, names: set[str]) -> None:
-    """Raise CheckpointError if an index promises tensors that its files lack."""
+    """Raise CheckpointError if the files of an index lack tensors that the index names."""
     promised = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     missing = sorted(promised - names)
     if missing:
@@ -223,8 +226,10 @@ def check_file(path: Path) -> None:
 
 
 class _Unpickler(_PythonUnpickler):
-    """Unpickler of a DCP folder's metadata that resolves no other names, and sets attributes of
-    new DCP objects alone: those of a class or a function would change this process.
+    """Unpickler that resolves only the names that the metadata of a DCP folder needs.
+
+    It sets attributes only of new DCP objects, because those of a class or function would change
+    this process.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
@@ -271,7 +276,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Load planner that runs no code from the values that are no tensors."""
+    """DCP load planner that reads values other than tensors without running code from them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -296,13 +301,13 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def _is_plain(path: Path) -> bool:
-    """Return whether torch.save wrote the file as plain pickles, of which the first is a number."""
+    """Return whether torch.save wrote the file as plain pickles, in torch's format before 1.6."""
     with path.open("rb") as file:
         return _MAGIC in file.read(_HEAD_BYTES)
 
 
 def _needed_names(file: Path | io.BytesIO) -> list[str]:
-    """Return the first names that a torch file needs and that are not allowed."""
+    """Return a few of the names that a torch file needs although they are not allowed."""
     try:
         return sorted(get_unsafe_globals_in_checkpoint(file))[:_MOST_NAMED]
     except (ValueError, RuntimeError):
@@ -326,7 +331,7 @@ def _check_parts(path: Path, metadata: Metadata) -> None:
 
 
 def _check_numbers(path: Path, files: list[Path]) -> None:
-    """Raise CheckpointError if files are numbered as parts, and not all parts exist."""
+    """Raise CheckpointError if the files are numbered parts and some of the parts are missing."""
     parts = [match for file in files if (match := _PART.search(file.name))]
     if not parts:
         return

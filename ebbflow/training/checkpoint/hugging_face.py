@@ -49,7 +49,8 @@ _SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def our_name(name: str) -> str | None:
-    """Return the built-in model's name for a tensor; None for RoPE's frequencies.
+    """Convert the name of a transformers tensor to the built-in model's; None for RoPE's
+    frequencies.
 
     Other names stay as they are.
     """
@@ -59,7 +60,7 @@ def our_name(name: str) -> str | None:
 
 
 def their_name(name: str) -> str:
-    """Return transformers' name for a tensor of the built-in model."""
+    """Convert the name of a tensor of the built-in model to transformers' name."""
     inside = {ours: theirs for theirs, ours in _IN_BLOCK.items()}
     outside = {ours: theirs for theirs, ours in _MODULES.items()}
     return _renamed(name, _BLOCK, "model.layers", inside, outside)
@@ -80,7 +81,7 @@ def _renamed(
 
 
 def read_settings(path: Path) -> JsonObject:
-    """Return the settings of the section `model` that a folder's config.json decides.
+    """Derive settings of the section `model` from the config.json of a Hugging Face model.
 
     Raises WorkloadError.
     """

@@ -95,8 +95,10 @@ class UploaderClient:
         ).start()
 
     def start_ahead(self) -> None:
-        """Start the process unless it runs. No save waits for it, so that its imports have less
-        priority than the steps of the ranks: many uploaders start at once.
+        """Start the process, unless it runs already, with lower priority than the ranks.
+
+        No save waits for it yet, and its imports would slow down the steps: many uploaders start at
+        once.
         """
         if self._process is None:
             self.start()

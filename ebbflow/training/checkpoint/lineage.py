@@ -88,8 +88,9 @@ class GenerationRecords:
         return max(self._ids, default=0)
 
     def ids(self, number: int) -> list[str]:
-        """Return the ids recorded under a generation number: usually one, none, or two if two
-        launchers opened it.
+        """Return the ids that are recorded under a generation number.
+
+        Usually there is one id or none. There are two if two launchers opened the generation.
         """
         if number not in self._ids:
             self._list(max(0, number - _BEFORE), number)
@@ -156,8 +157,8 @@ class LineageChain:
         return number in self.limits and step <= self.limits[number]
 
     def back_to(self, oldest: int) -> dict[int, float]:
-        """Map each generation from the newest back to `oldest` to its last step that still belongs
-        to the job's history.
+        """Return the last step that the job's history includes, for each generation back to number
+        `oldest`.
         """
         while self._ahead is not None and self._ahead[0] >= oldest:
             self._follow(*self._ahead)
@@ -396,10 +397,9 @@ def nothing_to_restore_error(job_store: Store, cause: str) -> NothingToRestore:
 
 
 def permitted_generation(job_store: Store, what: str) -> int:
-    """Return the newest generation for which the user has permitted `what`, such as "from-scratch";
-    0 without a permit.
+    """Return the newest generation that a permit of the user covers; 0 without a permit.
 
-    See `checkpoint.rollback`.
+    `what` is the kind of permit, such as "from-scratch". See `checkpoint.rollback`.
     """
     names = (
         meta.key.rpartition("/")[2].removesuffix(".json")
@@ -426,8 +426,8 @@ def reachable_commits(job_store: Store, *, limit: int | None = None) -> list[Com
 
 
 def trace_lineage(job_store: Store) -> list[TracedCommit]:
-    """List all commits: reachable commits, newest first, then unreachable commits, each with the
-    reason.
+    """List all commits: first the reachable ones, newest first, then the others with the reason for
+    each.
     """
     found = list(itertools.chain.from_iterable(_commit_pages(job_store)))
     if not found:
@@ -483,8 +483,9 @@ def is_readable_commit(job_store: Store, ref: CommitRef) -> bool:
 
 
 def _newest_with_refusals(job_store: Store) -> Iterator[tuple[CommitRef, str]]:
-    """Yield the reachable commits, newest first, each with the reason why its signature is refused,
-    or "".
+    """Yield each reachable commit, newest first, with the reason why its signature is refused.
+
+    The reason is "" if the signature is not refused.
     """
     chain = None
     out = set()

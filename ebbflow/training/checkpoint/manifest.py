@@ -350,8 +350,8 @@ def _save_of(document: dict[str, Any]) -> CheckpointId:
 
 
 def _check_version(document: dict[str, Any], key: str) -> None:
-    """Raise CheckpointError for a record of a newer program, and CorruptCommit for one that no
-    program wrote.
+    """Raise CheckpointError if a record has a newer version, and CorruptCommit if it has an invalid
+    one.
     """
     version = document.get("version")
     if version == VERSION and not isinstance(version, bool):

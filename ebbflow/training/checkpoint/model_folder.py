@@ -35,9 +35,9 @@ def list_indexed_files(index: Path) -> list[Path]:
 
 
 def describe_wrong_file(path: Path) -> str | None:
-    """Describe why a file cannot hold weights, from its first bytes, with the fix.
+    """Describe, from the first bytes of a file, why it cannot hold weights, and the fix.
 
-    Return None if it may hold some.
+    Return None if it may hold weights.
     """
     try:
         with path.open("rb") as stream:

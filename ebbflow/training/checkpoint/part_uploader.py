@@ -151,8 +151,8 @@ class PartUploader:
         return self._sink.sweep(prefix, older_than_seconds=older_than_seconds, seconds=seconds)
 
     def _try_seconds(self, deadline: verified_io.Deadline, part_bytes: int) -> float:
-        """Return the timeout of one try: a third of the deadline, or more if a bandwidth cap makes
-        a part slower.
+        """Return the timeout of one try: a third of the deadline, or more if a bandwidth cap
+        requires it.
         """
         usual = min(_LONGEST_TRY_SECONDS, deadline.seconds / 3)
         rate = self._throttle.bytes_per_second
@@ -169,7 +169,9 @@ class PartUploader:
         length: int,
         deadline: verified_io.Deadline,
     ) -> None:
-        """Put the uploaded parts of an object together. `whole` is the object's checksum."""
+        """Complete an upload by combining its parts into one object. `whole` is the object's
+        checksum.
+        """
         parts = [part.part for part in sent]
         crcs = [verified_io.combine_crcs(part.sums) for part in sent]
         seconds = self._try_seconds(deadline, 0)
@@ -221,5 +223,8 @@ def _compare(what: str, stated: int | None, sent: int, kind: type[Exception]) ->
 
 
 def _is_unanswered(error: BaseException) -> bool:
-    """Return whether a request may be repeated: after the loss of its mount, it would find nothing."""
+    """Return whether a failed request may be repeated, because the store was only unavailable.
+
+    After the loss of the store's mount, a repeated request would find nothing.
+    """
     return isinstance(error, StoreUnavailable) and not isinstance(error, WrongStore)

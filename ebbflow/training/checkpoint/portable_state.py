@@ -311,7 +311,9 @@ def commit_portable_state(store: Store, content: PortableState, *, source: str) 
 
 
 def _check_plain(tensor: Tensor, name: str, what: str) -> None:
-    """Raise CheckpointError for a tensor whose values are not simply its elements in memory."""
+    """Raise CheckpointError unless a tensor is plain and dense, which a sparse or quantized one is
+    not.
+    """
     if tensor.is_meta:
         kind = "has no values (device meta)"
     elif tensor.is_quantized:
@@ -423,9 +425,7 @@ def _windows(sizes: dict[str, int], most_bytes: int) -> Iterator[dict[str, int]]
 
 
 def _align_window(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the aligned start of each tensor in a window's memory, and the end of the last tensor,
-    in bytes.
-    """
+    """Return the aligned start of each tensor in a window's memory, and the window's end, in bytes."""
     starts: dict[str, int] = {}
     end = 0
     for name, length in sizes.items():

@@ -67,9 +67,9 @@ class WantedRange:
 
 @dataclass(frozen=True)
 class _Part:
-    """A byte range of a chunk to copy into `view`:
+    """A byte range of a chunk, and the memory `view` into which it is copied.
 
-    `len(view)` bytes from offset `at` of the chunk.
+    The range has `len(view)` bytes from offset `at` of the chunk.
     """
 
     at: int

@@ -350,15 +350,15 @@ def choose_commits(commits: Sequence[WholeCommit], policy: RetentionPolicy) -> d
 
 
 def metric_at_step(extra: Mapping[str, object], step: int, name: str) -> float | None:
-    """Return the metric `name` from a commit's `extra` if it was measured at exactly this step,
-    else None.
+    """Return the metric `name` from a commit's `extra`; None if it was not measured at exactly this
+    step.
     """
     return metrics_at_step(extra, step).get(name)
 
 
 def metrics_at_step(extra: Mapping[str, object], step: int) -> dict[str, float]:
-    """Return the finite metrics in a commit's `extra` if they were measured at exactly this step,
-    else none.
+    """Return the finite metrics in a commit's `extra`; {} if they were not measured at exactly this
+    step.
     """
     metrics = extra.get("metrics")
     if not isinstance(metrics, Mapping) or metrics.get("step") != step:
@@ -496,7 +496,7 @@ def _beyond_cap(
     *,
     expendable: Sequence[WholeCommit],
 ) -> set[str]:
-    """Return the manifest SHA-256 of the commits to drop so that the remaining ones meet the size
+    """Return the commits to drop, by manifest SHA-256, so that the remaining ones meet the size
     cap.
 
     `kept` has the kept commits by manifest SHA-256. `expendable` lists commits in the order in

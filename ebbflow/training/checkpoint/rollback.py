@@ -97,8 +97,9 @@ def record_permits(job_store: Store, *whats: str) -> None:
 
 
 def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return the missing commits if every commit in the store is older than the newest one in the
-    event log, else None.
+    """Return which commits the store has lost, or None if it has lost none.
+
+    Commits are lost if every commit in the store is older than the newest commit in the event log.
 
     This happens, for example, after the store was restored from a snapshot. Commits that retention
     deleted are not missing, because the store has newer commits. Unreadable commits are not missing
@@ -116,8 +117,9 @@ def find_missing_commits(job_store: Store, events: Sequence[Event]) -> MissingCo
 
 
 def check_rollback(job_store: Store, events: Sequence[Event]) -> MissingCommits | None:
-    """Return missing commits if a permit covers them, so that the caller can report them; None if
-    nothing is missing.
+    """Check that a permit covers the missing commits, if there are any, and return them.
+
+    Return None if no commit is missing.
 
     Raises RolledBack if commits are missing without a permit, and the errors of `newest_commits`.
     """
@@ -136,7 +138,7 @@ def newest_generation_in_events(events: Sequence[Event]) -> int:
 
 
 def _newest_known(events: Sequence[Event]) -> lineage.CommitRef | None:
-    """Return the last commit of the newest generation in `events`.
+    """Return the last commit of the newest generation that the events record.
 
     If it made no commit, return the one it restored.
     """

@@ -1,5 +1,4 @@
-"""Name the tensors of model and optimizer, and the random states of a rank, as a commit stores
-them.
+"""The names under which a commit stores the tensors of model and optimizer, and random states.
 
     model.<fqn>                parameters and persistent buffers (DTensors where FSDP2 shards them)
     optimizer.<fqn>.<state>    optimizer states that are tensors, such as exp_avg, exp_avg_sq and step
@@ -45,7 +44,7 @@ _ALL_GROUPS = (
 
 @dataclass(frozen=True)
 class FurtherState:
-    """The tensors of a commit that belong neither to model and optimizer nor to the random states."""
+    """Tensors of a commit that belong neither to model or optimizer nor to the random states."""
 
     # tensors of one rank, by name. A restore with another world size skips them.
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -74,8 +73,9 @@ def named_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tens
 
 
 def optimizer_settings(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the class, the param groups, with parameters by name, and the optimizer states that are
-    not tensors, as JSON.
+    """Return the optimizer's class, param groups and non-tensor states as JSON data.
+
+    Param groups list their parameters by name.
     """
     names = {id(parameter): fqn for fqn, parameter in _optimized(model, optimizer)}
     groups = []
@@ -328,7 +328,8 @@ def _plain(value: Any) -> Any:
 
 
 def _class_name(optimizer: Optimizer) -> str:
-    """Return the name of the optimizer's class, or of the class of torch that it is derived from.
+    """Return the name of the torch class that the optimizer is or extends; without one, its own
+    class.
 
     Wrappers do not count, and neither does the number of bits in which a class keeps its state, as
     in PagedAdamW8bit of bitsandbytes.
@@ -345,8 +346,9 @@ def _class_name(optimizer: Optimizer) -> str:
 
 
 def _refuse_other_class(stored: str | None, optimizer: Optimizer) -> None:
-    """Raise CommitMismatch if the commit has the state of another class of optimizer, such as Adam's
-    for AdamW: the settings would make one compute as the other.
+    """Raise CommitMismatch if the commit's optimizer state was saved by another optimizer class.
+
+    With its settings, for example, AdamW would compute as Adam.
 
     `stored` is None in an imported commit and in one of an older Ebbflow.
     """
@@ -359,8 +361,10 @@ def _refuse_other_class(stored: str | None, optimizer: Optimizer) -> None:
 
 
 def _refuse_other_optimizer(stored: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise CommitMismatch if the settings are those of another class of optimizer, whose state would
-    be carried along and have no effect. This finds some classes in commits that do not name them.
+    """Raise CommitMismatch if the settings in a commit belong to another optimizer class.
+
+    The state of that class would be loaded and have no effect. This finds some classes in commits
+    that do not name them.
 
     One setting more or less can come from another release of torch, and some from a scheduler.
     """

@@ -1,4 +1,4 @@
-"""Messages between a rank and its uploader's process, as lines of JSON."""
+"""Messages between a rank and its uploader process, as lines of JSON."""
 
 from typing import Any, Literal, TypedDict
 
@@ -6,7 +6,9 @@ from ebbflow.core.json_values import Json, JsonObject
 
 
 class SaveName(TypedDict):
-    """Save (`ebbflow.training.checkpoint.manifest.CheckpointId`)."""
+    """Identity of a checkpoint, with the fields of
+    `ebbflow.training.checkpoint.manifest.CheckpointId`.
+    """
 
     job: str
     generation: str
@@ -15,7 +17,7 @@ class SaveName(TypedDict):
 
 
 class UploadLimits(TypedDict):
-    """Limits of an upload. bytes_per_second: None without a limit."""
+    """Limits of an upload. `bytes_per_second` is None if the speed is not limited."""
 
     bytes_per_second: float | None
     deadline_seconds: float
@@ -51,7 +53,7 @@ class SaveCommand(TypedDict):
 
 
 class HurryCommand(TypedDict):
-    """Upload without a limit of the speed from now on."""
+    """Upload without a speed limit from now on."""
 
     command: Literal["hurry"]
 
@@ -64,13 +66,13 @@ class AbandonCommand(TypedDict):
 
 
 class FinishCommand(TypedDict):
-    """End the process after the commands before."""
+    """End the process after all earlier commands."""
 
     command: Literal["finish"]
 
 
 class UploadedAnswer(TypedDict):
-    """The rank's part is durable."""
+    """The rank's part of the checkpoint is durable in the store."""
 
     event: Literal["uploaded"]
     step: int
@@ -89,7 +91,7 @@ class CommittedAnswer(TypedDict):
 
 
 class FailedAnswer(TypedDict):
-    """The command failed. cause: name of the error's class."""
+    """The command failed. `cause` is the name of the error's class."""
 
     event: Literal["failed"]
     step: int
@@ -98,7 +100,7 @@ class FailedAnswer(TypedDict):
 
 
 class RemarkAnswer(TypedDict):
-    """A newer generation runs, or a warning."""
+    """A warning, or the message that a newer generation is running."""
 
     event: Literal["superseded", "warning"]
     step: int
@@ -106,7 +108,7 @@ class RemarkAnswer(TypedDict):
 
 
 class EndedAnswer(TypedDict):
-    """The process has ended."""
+    """The uploader process has ended."""
 
     event: Literal["ended"]
     exit_code: int

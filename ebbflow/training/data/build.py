@@ -407,7 +407,7 @@ def _build(side: list[_Hashed], tokenizer: Tokenizer, shards: Store, key: str) -
 
 
 def _find_cut_shard(shards: Store, tokens: Tokens) -> str:
-    """Return which shard lacks bytes, or ""."""
+    """Describe the first shard that is missing or truncated; return "" if there is none."""
     counts = {"train": tokens.train_tokens, "held_out": tokens.held_out_tokens}
     for name, count in counts.items():
         key = SHARDS[name]

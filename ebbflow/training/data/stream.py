@@ -1,5 +1,6 @@
-"""Read the rows of a token shard that is larger than the volume from a remote store, some steps
-ahead.
+"""Read single rows of a token shard from a remote store, ahead of the steps that need them.
+
+This serves shards that are too large for the local cache.
 """
 
 import os
@@ -20,11 +21,11 @@ _CHECKSUM_BYTES = 4
 
 
 class TokenStream:
-    """A shard in a remote store, indexed as its file would be, by offsets of shape [rows, window +
-    1].
+    """Array-like reader of a token shard that stays in a remote store.
 
-    Each row is one request. Its last token is the first one of the next window, as the target of
-    the token before it.
+    The index is an array of token offsets with shape [rows, window + 1], as for a memory-mapped
+    shard. Each row is one request. Its last token, the target of the token before it, is the first
+    token of the next window.
 
     As many windows as fit into `kept_bytes` are kept in the file `kept`, for later epochs and for
     the other ranks of the machine. These are the first ones: samples are drawn in a random order,
@@ -55,9 +56,9 @@ class TokenStream:
         self._ahead: dict[int, Future[np.ndarray]] = {}
 
     def read_ahead(self, windows: Iterable[int]) -> None:
-        """Begin to read these windows, in this order.
+        """Begin to read the windows with these numbers, in this order.
 
-        Windows of the last call that are not among them are dropped.
+        Drop the windows of the last call that are not among them.
         """
         self._ahead = {number: self._begin(number) for number in windows}
 

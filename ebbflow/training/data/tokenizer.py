@@ -187,7 +187,7 @@ def _find_unknown_id(content: bytes) -> int | None:
 
 
 def _whole_characters(text: bytes) -> int:
-    """Return the number of bytes of `text` up to its last complete character.
+    """Return the number of bytes of `text` up to the end of its last complete character.
 
     Its last character may be cut off.
     """

@@ -281,8 +281,9 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Return whether this process got the lock, which is released when the file is closed or the
-    process ends.
+    """Try to lock a file, and return whether this process has the lock.
+
+    Closing the file or ending the process releases it.
 
     Where files cannot be locked, as on some network file systems, each process goes on: all write
     the same bytes.

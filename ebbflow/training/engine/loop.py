@@ -93,7 +93,7 @@ def train(trainer: Trainer) -> LoopResult:
 
 
 def evaluate_if_due(trainer: Trainer, at: Position, stop: Stop, *, due: bool) -> Stop:
-    """Evaluate if `due`, and after the last step, unless the loop is to stop. Collective.
+    """Evaluate if `due` or after the last step, but not if the loop already stops. Collective.
 
     Returns:
         Why the loop stops, which can be a notice that came during the last evaluation.

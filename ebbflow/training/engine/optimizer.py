@@ -116,10 +116,9 @@ def make_optimizer(
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices that Muon trains: weights of linear layers, without the last of them, the
-    output layer.
+    """Return the matrices that Muon trains: the weights of all linear layers but the output layer.
 
-    A weight that is also an embedding table is not among them.
+    The output layer is the last linear layer. A weight that is also an embedding table is left out.
     """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.Linear)]
@@ -132,7 +131,8 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """Return about U·Vᵀ of the singular value decomposition U·S·Vᵀ, by Newton-Schulz iterations.
+    """Approximate U·Vᵀ by Newton-Schulz iterations, where U·S·Vᵀ is the singular value
+    decomposition.
 
     The singular values of the result are between about 0.7 and 1.2, apart from those that were
     almost zero.
@@ -227,15 +227,17 @@ def scale_and_clip(
 
 
 def can_skip_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `skip_if_non_finite` works with the optimizer, as with torch's fused ones."""
+    """Return whether `skip_if_non_finite` works with this optimizer; it does with torch's fused
+    ones.
+    """
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def skip_if_non_finite(optimizer: torch.optim.Optimizer, norm: float | Tensor) -> None:
-    """Make the next optimizer step change nothing if `norm`, a tensor on the device, is not finite,
-    where the optimizer can (`can_skip_step`).
+    """Make the next optimizer step change nothing if the gradient norm is not finite.
 
-    No host sync.
+    `norm` is a tensor on the device, for which the host does not wait. Do nothing if it is a
+    number, or if the optimizer cannot skip a step (`can_skip_step`).
     """
     if can_skip_step(optimizer) and isinstance(norm, Tensor):
         optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
@@ -268,8 +270,9 @@ def learning_rate(training: TrainingConfig, step: int) -> float:
 
 
 def _gather(shard: Tensor, parameter: Tensor) -> Tensor:
-    """Return the whole matrix on the device that computes, which is not the shard's with CPU
-    offload. Collective.
+    """Return the whole matrix, on the device that computes. Collective.
+
+    With CPU offload, this is not the device of the shard.
     """
     if not isinstance(parameter, DTensor):
         return shard

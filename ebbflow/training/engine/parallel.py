@@ -155,8 +155,8 @@ class Spread:
 
 
 def report_compilation(begun: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    """Call `begun` when torch begins a compilation, and the function it returned when the
-    compilation ends.
+    """Call `begun` whenever torch begins a compilation, and call its result when the compilation
+    ends.
 
     Return a function that removes these hooks. If the compiler is not loaded, or if this torch
     release lacks the private hooks, nothing is reported.
@@ -367,8 +367,9 @@ def _square_sum(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _find_use(model: nn.Module, owner: str) -> str:
-    """Return where the forward pass of a submodule's parent uses the submodule; "" if that is not
-    found.
+    """Return the code line where the forward pass of a submodule's parent uses the submodule.
+
+    Return "" if it is not found.
     """
     parent, _, name = owner.rpartition(".")
     forward = type(model.get_submodule(parent)).forward

@@ -266,7 +266,10 @@ class StepMemory:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _find_reason(self) -> str:
-        """Return why the job has no snapshot; "" if another start has made it or can make it."""
+        """Return why the job has no snapshot of the step.
+
+        Return "" if another start of the job has made the snapshot or can still make it.
+        """
         import torch
 
         if self._reached < self._step:
@@ -294,8 +297,9 @@ def make_step_watches(
     *,
     is_over: Callable[[], bool] | None = None,
 ) -> list[Callable[[int], None]]:
-    """Return functions to call before each step with its number: they profile the configured steps
-    and record the memory of one.
+    """Return functions that profile the configured steps and record the memory of one step.
+
+    Call each of them with the step's number before the step.
 
     Args:
         is_over: whether a script has taken its last step; None: `training.max_steps` is the last.
@@ -306,11 +310,12 @@ def make_step_watches(
 
 @contextmanager
 def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterator[None]:
-    """Profile the configured steps of a script in this context, and record the memory of one,
-    unless it attaches: then its job does.
+    """Profile the configured steps of a script, and record the memory of one step, within this
+    context.
 
-    A step of a script that does not attach ends when the optimizer that stepped first has stepped.
-    The memory of its first step is recorded from the start of the script.
+    If the script attaches, do nothing more, because its job does both. In a script that does not
+    attach, a step ends when the optimizer that stepped first has stepped. The memory of its first
+    step is recorded from the start of the script.
 
     Args:
         is_attached: whether the script has attached.
@@ -369,8 +374,9 @@ def profile_script(spec: WorkerSpec, is_attached: Callable[[], bool]) -> Iterato
 def record_memory(
     spec: WorkerSpec, config: RunConfig, gang: Gang, reporter: Reporter
 ) -> Callable[[int], None]:
-    """Return a function for out-of-memory errors: it gets the step and stores a snapshot of the
-    GPU's memory, for pytorch.org/memory_viz.
+    """Return a function that stores a snapshot of the GPU's memory after an out-of-memory error.
+
+    The function gets the number of the step. The snapshot can be opened in pytorch.org/memory_viz.
 
     After the job's first out-of-memory error, the next starts also record the newest
     `guards.memory_history` allocations with their Python stacks, which the snapshot then has. Before
@@ -395,8 +401,10 @@ def record_memory(
 
 
 def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]:
-    """Return seconds by kernel class, a row for each kind of collective, and the share of its time
-    that is overlapped.
+    """Return a summary of a trace: seconds per kernel class, a row per kind of collective, and
+    overlap.
+
+    The overlap is the share of the collectives' time in which other kernels run too.
 
     A row has the bytes of the whole buffers, and the bus bandwidth as nccl-tests defines it: it is
     comparable with the speed of a link, whatever the number of ranks. While a rank waits for others
@@ -448,9 +456,7 @@ def summarize_trace(events: Iterable[Span], ranks: int | None) -> dict[str, Any]
 
 
 def format_lines(tables: Mapping[str, Any], steps: int) -> dict[str, str]:
-    """Return a line for each kind of kernel and each collective, with means per step, as reports
-    show them.
-    """
+    """Format a report line for each kind of kernel and each collective, with means per step."""
     whole = sum(tables["classes"].values())
     lines = {
         f"· {name}": f"{1000 * seconds / steps:,.2f} ms per step, {100 * seconds / whole:.1f} %"
@@ -503,7 +509,9 @@ def _open_profiles(spec: WorkerSpec) -> Store:
 
 
 def _records_after_out_of_memory(spec: WorkerSpec, config: RunConfig) -> bool:
-    """Return whether allocations are recorded in all steps, since memory has run out before."""
+    """Return whether all steps' allocations are recorded because the job has run out of memory
+    before.
+    """
     split = Overrides.from_json(spec.overrides).gradient_accumulation_steps is not None
     return split and bool(config.guards.memory_history)
 
@@ -522,8 +530,9 @@ def _snapshot_suffix(step: int) -> str:
 
 
 def _keep_snapshot(spec: WorkerSpec, rank: int, step: int, reporter: Reporter) -> str:
-    """Put a snapshot of the GPU's memory into the store, and return how to open it, or why it is
-    lost.
+    """Store a snapshot of the GPU's memory, and return a text that says how to open it.
+
+    If it cannot be stored, the text says why.
     """
     import torch
 
@@ -551,8 +560,9 @@ def _class_of(name: str) -> str:
 
 
 def _own_seconds(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Yield each span with its seconds, without those of the spans inside it in the same thread or
-    stream.
+    """Yield each span with its seconds, minus the seconds of the spans nested in it.
+
+    Spans are nested only within the same thread or stream.
     """
     seconds_of: dict[int, float] = {}
     stack: list[Span] = []
@@ -597,8 +607,9 @@ def _item_bytes(kind: str | None) -> int:
 
 
 def _bus_share(name: str, ranks: int | None) -> float | None:
-    """Return the bytes that a link carries per byte of the buffer (nccl-tests, PERFORMANCE.md);
-    None if unknown.
+    """Return how many bytes a link carries per byte of a collective's buffer; None if unknown.
+
+    The formulas are those of nccl-tests (PERFORMANCE.md).
     """
     if not ranks:
         return None
@@ -613,7 +624,7 @@ def _bus_share(name: str, ranks: int | None) -> float | None:
 
 
 def _merge(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Return the times, in seconds, in which at least one span is open."""
+    """Return the intervals, as start and end in seconds, in which at least one span is open."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(
         (span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6) for span in spans

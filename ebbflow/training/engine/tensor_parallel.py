@@ -112,8 +112,9 @@ def split_weights(
 
 
 def choose_sharded_dimension(parameter: nn.Parameter) -> Shard:
-    """Return the dimension that FSDP2 shards: the columns of a weight whose rows the tensor group
-    has split.
+    """Return the dimension along which FSDP2 shards a weight.
+
+    This is dimension 1 (columns) if the tensor group has split the rows, otherwise dimension 0.
     """
     if isinstance(parameter, DTensor):
         placements = parameter.placements
@@ -139,14 +140,17 @@ def split_computation(layers: Mapping[nn.Module, SplitLayer], group: DeviceMesh)
 
 
 def local_part(weight: Tensor) -> Tensor:
-    """Return a weight as a plain tensor: in a tensor group, the part of this rank."""
+    """Return a weight as a plain tensor; in a tensor group, only the part that this rank holds."""
     if isinstance(weight, DTensor):
         return weight.to_local()
     return weight
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Return whether each rank of a tensor group has all of a parameter, apart from FSDP2's shards."""
+    """Return whether a parameter is replicated, and not split, across the ranks of a tensor group.
+
+    Its sharding by FSDP2 does not matter.
+    """
     return isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
 
 

@@ -70,9 +70,10 @@ class Trainer:
 
     @cached_property
     def device_exchange(self) -> DeviceExchange | None:
-        """The step sync on GPUs, which is read one step late; None if each step reads its own sync.
+        """The step sync on GPUs, which is read one step late; None if each sync is read in its own
+        step.
 
-        Each step reads its own sync on a CPU, with CPU offload or float16 loss scaling, and if a
+        A sync is read in its own step on a CPU, with CPU offload or float16 loss scaling, and if a
         guard may skip steps.
         """
         guards = self.config.guards
@@ -91,7 +92,7 @@ class Trainer:
 
     @cached_property
     def resting_state(self) -> RestingState | None:
-        """The watch on bits that flip between two updates; None if it is not configured."""
+        """Detector of bits that flip between two optimizer steps; None if it is not configured."""
         if not self.config.guards.check_at_rest:
             return None
         return RestingState(self.spread.module, self.optimizer)
@@ -196,9 +197,10 @@ class Trainer:
         return session.with_save_request(row)
 
     def read_step(self, sync: StepSync) -> StepSync:
-        """Return this step's sync, with the requests of the previous step's `sync` added.
+        """Read this step's sync, and return it with the requests of the previous step's `sync`
+        added.
 
-        It has no rows if this step's sync was already read, as on a CPU.
+        If this step's sync was already read, as on a CPU, return a sync without rows.
         """
         late = self.device_exchange
         if late is not None and late.unread:
@@ -367,8 +369,10 @@ class Trainer:
         )
 
     def _number_of_first_non_finite_module(self, at: Position) -> int:
-        """Return the module's number in the order of `modules()`; 0, the whole model's, if no part
-        of the model made such an output on this rank.
+        """Return the number of the first module with a non-finite output on this rank; 0 if there
+        is none.
+
+        Modules are numbered in the order of `modules()`, in which 0 is the whole model.
         """
         numbers = list[int]()
 
@@ -392,7 +396,7 @@ class Trainer:
         return numbers[0] if numbers else 0
 
     def _record_notice(self, message: str) -> None:
-        """Print a line, and record it as an event, if this is rank 0."""
+        """On rank 0, print a message and record it as an event."""
         if self.session.gang.rank == 0:
             print(message, flush=True)
             self.session.reporter.emit(NOTICE, message=message)

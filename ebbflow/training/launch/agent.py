@@ -263,7 +263,7 @@ def _wait_out_notice(
 
 @contextmanager
 def _handle_signals(asked_to_leave: Callable[[], object]) -> Iterator[None]:
-    """Call `asked_to_leave` on SIGTERM, Ctrl-C, and under Slurm on SIGUSR1.
+    """Call `asked_to_leave` on SIGTERM, on Ctrl-C and, under Slurm, on SIGUSR1.
 
     Raise KeyboardInterrupt if Ctrl-C follows such a signal.
     """

@@ -67,7 +67,7 @@ class StoreWait:
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class FailureReport:
-    """Failure or position of one of the follower's ranks."""
+    """Failure of one of the follower's ranks, or the position of a rank that has not failed."""
 
     generation: int
     failure: WorkerFailure

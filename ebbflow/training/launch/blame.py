@@ -54,7 +54,7 @@ _KILL_SECONDS = 1.0
 
 
 class BlameRule(StrEnum):
-    """Rule that named the culprit, as a text for people."""
+    """Rule that found the culprit, as text for people."""
 
     GPU_FAULT = "a GPU of its node has a hardware fault"
     DIED_FIRST = "it ended first"
@@ -124,7 +124,7 @@ class Culprit:
 
 
 def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Return the culprit.
+    """Find the rank that caused the failure.
 
     `evidence` has the failures, and the positions of ranks that have not failed.
     """
@@ -162,10 +162,10 @@ def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
 
 
 def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:
-    """Return the rank that uses no CPU time outside of any collective while all others wait; None
-    if there is none.
+    """Return an idle rank for which all other ranks wait; None if there is none.
 
-    It is no proof: the rank may wait for a lock, a download or another process.
+    The rank is in no collective and uses no CPU time. It is no proof: the rank may wait for a lock,
+    a download or another process.
     """
     culprit = blame(evidence)
     others = [failure for failure in evidence if failure.rank != culprit.rank]
@@ -176,10 +176,11 @@ def detect_stall(evidence: Sequence[WorkerFailure]) -> Culprit | None:
 
 
 def find_shared_cause(evidence: Sequence[WorkerFailure], ranks: int) -> NcclCause | None:
-    """Return the cause that NCCL names on every node, and that lies on these machines alone, as no
-    network interface; None if there is none.
+    """Return the cause on their own machines that NCCL names for ranks of every node; None if there
+    is none.
 
-    On each node at least one rank names it. All other ranks followed or wait for a peer.
+    The cause does not lie between the machines, as a fault of the network would. At least one rank
+    of each node must name it. All other ranks must have failed as a result or wait for a peer.
 
     Args:
         ranks: number of ranks of the generation. Without evidence from all of them, nothing is
@@ -273,8 +274,10 @@ def _device_behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
 
 
 def _recorder_silent(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
-    """Return the only living rank whose recorder, which C++ threads serve, does not answer while
-    those of all other living ranks do: its process or its driver is stuck.
+    """Return the only living rank whose flight recorder does not answer; None if there is none.
+
+    C++ threads serve the recorder, so the rank's process or driver is stuck. The recorders of all
+    other living ranks must have answered.
     """
     alive = [failure for failure in _latest(evidence) if not failure.cascade and not failure.left]
     silent = [failure for failure in alive if failure.recorder_silent]
@@ -352,8 +355,8 @@ def _behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
 
 
 def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
-    """Blame the network if the first failed rank waits for other ranks or lost a peer; otherwise
-    blame this rank.
+    """Blame the network if the first failed rank waited for others or lost a peer; else blame that
+    rank.
     """
     failures = [failure for failure in evidence if not failure.witness] or list(evidence)
     first = min(failures, key=_by_time)
@@ -382,8 +385,9 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
 
 
 def _explain_device_error(failure: WorkerFailure) -> str:
-    """Return the failure's message with the cause and fix that `ebbflow diagnose` finds in it; ""
-    if it is no error of NCCL or CUDA, or has no known cause.
+    """Add to an NCCL or CUDA error the cause and fix that `ebbflow diagnose` finds in its message.
+
+    Return "" for another error, or if the cause is unknown.
     """
     known = find_message_cause(failure.message) is not None
     if not known and not _CUDA_ERROR.search(failure.message):
@@ -395,7 +399,7 @@ def _explain_device_error(failure: WorkerFailure) -> str:
 
 
 def _local_cause(failure: WorkerFailure) -> NcclCause | None:
-    """Return the cause on its own machine that NCCL names in a rank's failure; None for another."""
+    """Return the cause on the rank's own machine that its NCCL error names; None if it names none."""
     if failure.killed or failure.hung or failure.witness or failure.gpu_fault:
         return None
     cause = find_message_cause(failure.message)
@@ -403,7 +407,7 @@ def _local_cause(failure: WorkerFailure) -> NcclCause | None:
 
 
 def _add_cause(message: str, cause: Finding) -> str:
-    """Return a message with the title, the cause and the fix of its diagnosis."""
+    """Append a diagnosis to a message: its title, cause and fix."""
     words = find_message_cause(message)
     about = f" ({words.cause})" if words is not None and words.cause else ""
     return f"{message}; {cause.rule.title}{about}; fix: {cause.rule.fix[0]}"
@@ -420,7 +424,10 @@ def _mismatch_culprit(mismatch: Mismatch, evidence: Sequence[WorkerFailure]) -> 
 
 
 def _certainty_of(rule: BlameRule, evidence: Sequence[WorkerFailure]) -> str:
-    """Return PROVEN or SLOW, or "" if the evidence from the culprit itself decides."""
+    """Return how certain the culprit is: PROVEN or SLOW.
+
+    Return "" if the evidence from the culprit itself decides.
+    """
     if rule is BlameRule.CALLED_ELSEWHERE:
         if any(has_other_size(failure.message) for failure in evidence):
             return PROVEN

@@ -1,4 +1,4 @@
-"""Watch over the reservation of a job in its team's budget, on node 0 of a gang."""
+"""Watch whether a job keeps its reservation in its team's budget, on node 0 of a gang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOK_SECONDS = 20.0
 
 
 class BudgetLease:
-    """Thread that asks whether the job still has its reservation, and drains the gang if not."""
+    """Thread that drains the gang as soon as the job has no reservation in the budget any more."""
 
     def __init__(
         self,

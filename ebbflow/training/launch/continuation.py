@@ -1,6 +1,4 @@
-"""Rules by which node 0 decides whether a gang continues after a generation, and without which
-nodes.
-"""
+"""Rules for whether a gang continues after a generation, and without which nodes; used on node 0."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -11,8 +9,7 @@ from ebbflow.training.launch.messages import RETURNED, SIGTERM, GenerationEnd, R
 
 
 class Continuation:
-    """Rules that decide whether a gang starts another generation, with the counts of the attempt
-    that they need.
+    """Rules that decide whether a gang starts another generation in this attempt.
 
     Nodes have the numbers of `GangSpec.node`. A gang with enough nodes left continues without the
     others. A gang with too few waits for replacements if the scheduler replaces lost nodes.
@@ -37,7 +34,7 @@ class Continuation:
         return ""
 
     def add_order(self, order: RankOrder) -> None:
-        """Remember an order if the gang must exit for it."""
+        """Store an order if the gang must exit because of it."""
         if order.leave and order.node not in self.left_out and order.cause != RETURNED:
             self._leave_orders.append(order)
 
@@ -45,14 +42,14 @@ class Continuation:
         return self._min_nodes is not None and len(nodes) >= self._min_nodes
 
     def is_replaced(self, lost: Collection[int]) -> bool:
-        """Return whether the scheduler replaces all of these lost nodes."""
+        """Return whether the scheduler will replace all of the lost nodes."""
         return 0 < len(lost) <= self.replacements and 0 not in lost
 
     def after_results(
         self, end: GenerationEnd, connected: Collection[int], *, growing: bool
     ) -> GenerationEnd:
-        """Return the end of a generation whose ranks have all finished, with the decision whether
-        another one follows.
+        """Return the result of a generation whose ranks have all finished, and whether another one
+        follows.
 
         Args:
             end: end of the generation, as the ranks' results show it.
@@ -68,7 +65,7 @@ class Continuation:
     def after_failure(
         self, end: GenerationEnd, started: Collection[int], connected: Collection[int]
     ) -> GenerationEnd:
-        """Return the end of a failed generation, with the decision whether another one follows.
+        """Return the result of a failed generation, and whether another generation follows.
 
         `started` are the nodes of the failed generation.
         """
@@ -84,7 +81,7 @@ class Continuation:
     def leave_out_reader(
         self, end: GenerationEnd, reader: int, connected: Collection[int]
     ) -> GenerationEnd:
-        """Return the end of a generation in which the node `reader` read damaged data from a commit.
+        """Return the result of a generation in which node `reader` read damaged data from a commit.
 
         The gang continues without this node, unless it is node 0 or too few other nodes remain.
         """
@@ -94,7 +91,7 @@ class Continuation:
         return replace(end, left_out=[reader], fingerprint="")
 
     def _leave_out_noticed(self, end: GenerationEnd, connected: Collection[int]) -> GenerationEnd:
-        """Return an end after which the gang continues without the nodes that received a notice.
+        """Return a result after which the gang continues without the nodes that received a notice.
 
         Return `end` unchanged if the gang cannot continue or if too few other nodes remain. SIGTERM
         does not count as a notice, since its sender may be about to signal all nodes.

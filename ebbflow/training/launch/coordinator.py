@@ -246,7 +246,9 @@ class Coordinator:
         return end
 
     def _take_new_terms(self) -> Terms | None:
-        """Return the terms at a price that was not known at the last call, else None."""
+        """Return the cost terms at the current price if the price has changed since the last call,
+        else None.
+        """
         price = None if self._prices is None else self._prices.take_new()
         if price is None:
             return None
@@ -389,7 +391,7 @@ class GenerationPlanner:
         hosts: Sequence[str],
         joined: Mapping[int, float] | None = None,
     ) -> messages.GenerationStart:
-        """Return the start of a generation, with the money that is left.
+        """Return what the nodes need to start a generation, including the money that is left.
 
         Args:
             joined: time at which each follower of the first generation joined, on the clock `now`:
@@ -438,8 +440,10 @@ class GenerationPlanner:
     def check_crash_loop(
         self, ended: messages.GenerationEnd, generation: int, rank_seconds: float
     ) -> messages.GenerationEnd | None:
-        """Return the gang's result if this generation completes a crash loop, or if the job spent
-        too much without a new commit; else None.
+        """Return the gang's result if it must not start again for lack of progress, else None.
+
+        Either this generation completes a crash loop, or the job spent too much without a new
+        commit.
         """
         seconds = rank_seconds / self._world_size
         lost = self.measure_lost_work(time.monotonic() - seconds, self._world_size)
@@ -554,7 +558,7 @@ def end_from_open_error(error: TrainingError | InfraError) -> messages.Generatio
 
 @dataclass(frozen=True, kw_only=True)
 class _PaidRanks:
-    """Number of ranks that are paid for since a time on the planner's clock."""
+    """The number of ranks that are paid for from a time on, on the planner's clock."""
 
     since: float
     ranks: int
@@ -563,7 +567,7 @@ class _PaidRanks:
 def _paid_while_joining(
     born: float, joined: Mapping[int, float], processes_per_node: int
 ) -> list[_PaidRanks]:
-    """Return the paid ranks of a gang that grows from node 0 alone."""
+    """Return how the number of paid ranks grows while followers join node 0."""
     paid = [_PaidRanks(since=born, ranks=processes_per_node)]
     for at in sorted(joined.values()):
         ranks = paid[-1].ranks + processes_per_node

@@ -1,4 +1,4 @@
-"""The bound on a job that starts again and again without a new commit.
+"""The limit for a job that starts again and again without a new commit.
 
 Each start of the gang that ended since the newest commit is one of three kinds. A failure of the
 program has a fingerprint. An end of which nothing is known, such as a node that vanished with all
@@ -39,7 +39,7 @@ _SHOWN_CHARACTERS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class FailedGeneration:
-    """A start of the gang that ended, with the time since its last commit."""
+    """A start of the gang that has ended, and the time since its last commit."""
 
     generation: int
     fingerprint: str  # "" for an end without a known reason
@@ -54,7 +54,7 @@ class FailedGeneration:
 
 @dataclass(frozen=True)
 class ProgressBound:
-    """The most that a job may spend without a new commit; None: no bound."""
+    """The maximum that a job may spend without a new commit; None means no limit."""
 
     hours: float | None = None
     usd: float | None = None
@@ -66,9 +66,9 @@ class ProgressBound:
 
 
 def read_failed_generations(events: Sequence[Event]) -> list[FailedGeneration]:
-    """Return all starts whose end is known or over, oldest first.
+    """Return the starts of the gang that the events record, oldest first.
 
-    Pass no events of a running gang.
+    All of them must have ended, so pass no events of a running gang.
     """
     by_generation = group_by_key((event.generation, event) for event in events if event.generation)
     begun = {event.generation for event in events if event.name in _BEGUN}
@@ -139,9 +139,9 @@ def exceeded_bound(
     *,
     usd_per_rank_second: float | None,
 ) -> str:
-    """Return why the job must not start again: it spent more than `bound` since its newest commit.
+    """Return why the job must not start again, or "" if it may.
 
-    Return "" if it may start.
+    It must not if it spent more than `bound` since its newest commit.
     """
     since = [failure for failure in failures if failure.generation >= newest_commit_generation]
     hours = sum(failure.idle_seconds for failure in since) / 3600
@@ -164,8 +164,9 @@ def exceeded_bound(
 
 
 def since_last_verdict(events: Sequence[Event]) -> list[Event]:
-    """Return the events after the last crash loop that ended the job: whoever starts it again
-    counts anew.
+    """Return the events after the last time that a crash loop ended the job.
+
+    A user who starts the job again afterwards begins a new count.
     """
     verdicts = [
         event.t_wall
@@ -193,8 +194,9 @@ def newest_commit_in_events(events: Sequence[Event]) -> int:
 
 @dataclass(frozen=True)
 class _SchedulerEnds:
-    """What the scheduler says of its jobs' ends: (cause, text) by job id, and the jobs' ids by run
-    and attempt.
+    """The ends of jobs as the scheduler reports them.
+
+    `by_job` has a cause and a text by job id; `jobs` has the ids of jobs by run and attempt.
     """
 
     by_job: dict[str, tuple[str, str]]
@@ -252,8 +254,9 @@ def _read_generation(
 
 
 def _counts(events: Sequence[Event], end: GenerationEndedPayload, causes: Sequence[str]) -> bool:
-    """Return whether a start counts: its program failed, or nothing proves that something else
-    ended it.
+    """Return whether an ended start counts towards a crash loop.
+
+    It counts if its program failed, or if nothing proves that something else ended it.
     """
     if end.fingerprint:
         return True

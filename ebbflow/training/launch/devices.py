@@ -89,8 +89,8 @@ class NodeGpuCheck:
 
     @property
     def refusal(self) -> DeviceUnavailable | None:
-        """Error because the GPUs do not work and no rank can start; None if they work or are still
-        being checked.
+        """Error if the check has shown that the GPUs do not work, so that no rank can start;
+        otherwise None.
         """
         finding = self._finding
         if finding is None or finding.status != "failed":

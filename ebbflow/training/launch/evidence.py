@@ -342,8 +342,9 @@ def recorder_variables(torch_version: str) -> dict[str, str]:
 
 
 def is_engine_location(where: str) -> bool:
-    """Return whether `where` (see `StackTrace.where`) is in a collective of the training loop that
-    all ranks call.
+    """Return whether a code location (see `StackTrace.where`) is in the engine's own collectives.
+
+    All ranks call these in the training loop.
     """
     return where.startswith(_ENGINE_PLACES)
 
@@ -421,10 +422,10 @@ def parse_records(raw: bytes) -> list[list]:
 
 
 def fetch_records(socket_path: Path) -> tuple[bytes, bool]:
-    """Return NCCL's flight recorder of a rank as JSON, or gloo's if NCCL's is empty, and whether the
-    recorder accepted a request and let its time limit pass.
+    """Return a rank's flight recorder as JSON, and whether the recorder failed to answer in time.
 
-    A C++ thread of the rank answers, even while Python code is blocked. The limit is 0.5 s.
+    The recorder is NCCL's, or gloo's if NCCL's is empty. A C++ thread of the rank answers, even
+    while Python code is blocked. The limit is 0.5 s.
     """
     raw = b""
     is_silent = False
@@ -446,8 +447,8 @@ def fetch_records(socket_path: Path) -> tuple[bytes, bool]:
 def find_mismatch(
     calls: Mapping[int, Calls], places: Mapping[int, str] | None = None
 ) -> Mismatch | None:
-    """Return the first collective of a group for which ranks called different operations; None if
-    all ranks agree.
+    """Return the first collective of a group for which the ranks called different operations, or
+    None.
 
     The ranks in the minority are at fault. In a tie, the ranks with the less usual operation are at
     fault. This is the operation that followed the preceding operation less often before. If that is
@@ -480,8 +481,9 @@ def find_mismatch(
 
 
 def is_unusual_call(calls: Calls) -> bool | None:
-    """Return whether a rank's last call has never before followed the call before it; None if fewer
-    than 8 calls.
+    """Return whether a rank's last two calls in a group have never followed each other before.
+
+    None if it has fewer than 8 calls in the group.
     """
     if calls:
         group = calls[-1][0]
@@ -565,8 +567,10 @@ def is_peer_loss_error(message: str) -> bool:
 
 
 def has_other_size(message: str) -> bool:
-    """Return whether `message` shows that ranks called different collectives: a peer sent other
-    data than expected.
+    """Return whether a peer sent data of another size than expected, according to an error
+    `message`.
+
+    Then ranks have called different collectives.
     """
     return _OTHER_SIZE in message
 

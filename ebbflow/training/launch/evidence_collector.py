@@ -1,4 +1,4 @@
-"""Evidence about one generation's failure, which node 0 collects from all nodes."""
+"""Collect the evidence of all nodes about a generation's failure, on node 0."""
 
 from ebbflow.training.launch.blame import (
     Culprit,
@@ -12,7 +12,7 @@ _POSITION_SECONDS = 10.0  # older positions of ranks say nothing about the failu
 
 
 class EvidenceCollector:
-    """Failures of ranks, and positions of ranks that have not failed.
+    """Collector of failures of ranks, and of the positions of ranks that have not failed.
 
     The first failure, or positions that prove one, begin a short time in which the reports of other
     nodes can still arrive. Methods take the time as `now`, in seconds of `time.monotonic()`.
@@ -54,7 +54,7 @@ class EvidenceCollector:
         return detect_stall(self.evidence(now))
 
     def is_settled(self, now: float) -> bool:
-        """Return whether the generation has failed, and no better evidence is to be expected."""
+        """Return whether the generation has failed and no better evidence can be expected."""
         if self._failed_at is None:
             return False
         wait_seconds = settle_seconds(self._failures, all_heard=self._is_complete(now))

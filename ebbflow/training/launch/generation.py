@@ -154,7 +154,7 @@ class NodeGeneration:
         return self._after_ranks(end, stuck)
 
     def _after_ranks(self, end: GenerationEnd, stuck: Mapping[int, str]) -> GenerationEnd:
-        """Wait until the GPUs' memory is free.
+        """After the ranks have ended, wait until the memory of the GPUs is free.
 
         Return `end`, or a NODE_LOST result if this node's GPUs are unusable.
         """
@@ -251,8 +251,10 @@ class NodeGeneration:
         )
 
     def _make_keys_path(self) -> str | None:
-        """Make the folder of the gang's key-value store, which only this user can enter, and return
-        the store's file; None for a gang on several machines.
+        """Make a private folder for the file of the gang's key-value store, and return the file's
+        path.
+
+        Only this user can enter the folder. Return None for a gang on several machines.
         """
         if not self._start.keys_path:
             return None
@@ -311,7 +313,7 @@ class NodeGeneration:
         return end
 
     def _hand_over_terms(self) -> None:
-        """Hand new terms to the ranks, and print a price that has changed."""
+        """Pass changed cost terms on to the ranks, and print a changed price."""
         terms = self._take_new_terms()
         if terms is None:
             return
@@ -328,9 +330,9 @@ class NodeGeneration:
     def _report_failures(
         self, reports: Sequence[WorkerFailure], reported: dict[int, WorkerFailure]
     ) -> None:
-        """Report positions and new failures of ranks to node 0.
+        """Report the positions of ranks, and failures that were not reported before, to node 0.
 
-        `reported` has each rank's failure that was reported before; new ones are added.
+        `reported` has the failures reported so far, by rank; new ones are added.
         """
         for report in reports:
             if report.witness:
@@ -353,8 +355,9 @@ class NodeGeneration:
             self._log.emit(STALL, **stall.details() | {"culprit": text})
 
     def _add_gpu_fault(self, failure: WorkerFailure) -> WorkerFailure:
-        """Add to a failure the GPU fault that explains it, so that the user's program is not
-        blamed.
+        """If a GPU fault explains a failure, add the fault to it.
+
+        So the user's program is not blamed.
         """
         if self._gpus is None or failure.stopped:
             return failure
@@ -405,8 +408,8 @@ class NodeLog:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the node's current generation began; before the first one, seconds since
-        the agent started.
+        """Seconds since the node's current generation began, or since the agent started if there is
+        none yet.
         """
         return time.monotonic() - self._since[1]
 

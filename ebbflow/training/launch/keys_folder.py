@@ -1,4 +1,4 @@
-"""The folder of the key-value store of a gang on one machine: torch's FileStore.
+"""The folder for the key-value store of a gang on one machine, which is torch's FileStore.
 
 The store is a file that its ranks lock with flock(2). Some network file systems refuse this call,
 and some answer it never, so the folder is tried before ranks are started.
@@ -20,14 +20,16 @@ _TRY_SECONDS = 3.0
 
 
 class KeysFolder:
-    """Maker of one private folder for each generation, where flock(2) works."""
+    """Maker of private folders, one for each generation, in which files can be locked with
+    flock(2).
+    """
 
     def __init__(self, log_folder: str) -> None:
         self._logs = Path(log_folder).absolute()
         self._temporary = ExitStack()
 
     def make(self, generation: str) -> Path:
-        """Return a new folder of mode 0700 for the generation of this name.
+        """Make and return a folder with mode 0700 for this generation.
 
         It is below the logs, since nothing that cleans temporary files looks there; else, where a
         file cannot be locked, in TMPDIR or /dev/shm, until the next generation or this process's
@@ -59,7 +61,10 @@ class KeysFolder:
 
 
 def why_no_lock(folder: Path) -> str:
-    """Make the folder with mode 0700, and return why no file in it can be locked; "" if one can."""
+    """Make the folder with mode 0700, and test whether a file in it can be locked.
+
+    Return why it cannot, or "" if it can.
+    """
     problems = [f"locking a file took longer than {_TRY_SECONDS:g} s"]
 
     def try_lock() -> None:

@@ -122,10 +122,10 @@ class TerminalEcho:
             )
 
     def _skip_backlog(self, log: BinaryIO) -> int:
-        """If far more is unread than one look shows, pass over all but the newest lines.
+        """If too many bytes of the log are unread, skip all but the newest lines.
 
         Returns:
-            The number of bytes passed over.
+            The number of skipped bytes.
         """
         size = os.fstat(log.fileno()).st_size
         if size - self._passed <= _ECHO_BACKLOG_BYTES:
@@ -230,8 +230,8 @@ class RankLog:
         self._torn = False  # the last write failed, perhaps within a line
 
     def follow(self, beat: HeartbeatReading) -> list[bytes]:
-        """Write records for the log's new complete lines, as far as its size limit allows, and
-        return them.
+        """Write a record for each new complete line of the log, within the size limit, and return
+        the records.
         """
         room = min(_BYTES_PER_LOOK, self._head - self._read, self._left())
         if room > 0 and not self._full:
@@ -566,8 +566,8 @@ class RankOutput:
 def show_failed_logs(
     group: WorkerGroup, failures: Sequence[WorkerFailure], *, job: str, generation: int
 ) -> None:
-    """Print the last log lines of the rank that failed first on this node, and how to see more of
-    the log.
+    """Print the last log lines of the rank that failed first on this node, and the command for
+    more.
 
     Ranks that failed only because of a peer are skipped. A failure that this process has shown is
     named in one line.

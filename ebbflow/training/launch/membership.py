@@ -76,7 +76,7 @@ class _Peers:
         return self._store_wait.holds
 
     def _forget_return_orders(self) -> None:
-        """Forget orders to leave for a node that is back: it takes part in the next generation."""
+        """Drop the orders to exit that made room for a returned node, which now takes part."""
         self._orders = [order for order in self._orders if order.cause != messages.RETURNED]
 
 
@@ -554,9 +554,9 @@ class FollowerPeers(_Peers):
         self._connection.close()
 
     def _receive(self, until: tuple[type[AgentMessage], ...]) -> AgentMessage | None:
-        """Act on received messages in their order, up to the first one of a type in `until`.
+        """Act on received messages in order, and stop at the first message of a type in `until`.
 
-        Return that message; None if there is none.
+        Return that message, or None if none arrived.
         """
         self._connection.keep_alive()
         for document in self._connection.receive():

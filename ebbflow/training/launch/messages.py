@@ -226,7 +226,10 @@ class RankOrder:
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=WIRE)
 class NewTerms:
-    """Terms at a new price, with the spending until `at` (time.monotonic())."""
+    """Cost terms at a new price.
+
+    Their spending includes all costs until the time `at` (time.monotonic()).
+    """
 
     terms: Terms
     at: float
@@ -275,11 +278,11 @@ class OrderRecord:
 
     @property
     def terms_version(self) -> int:
-        """Number of new terms so far."""
+        """How many times new cost terms have been written to the record."""
         return self._record[_TERMS]
 
     def read_terms(self) -> NewTerms:
-        """Read the newest terms. Only valid if there are any."""
+        """Read the newest cost terms. Call this only if `terms_version` is not 0."""
         return TypeAdapter(NewTerms).validate_json(self._terms_path.read_bytes())
 
     def announce_end(self) -> None:
@@ -362,8 +365,8 @@ class GenerationEnd:
 
 
 def describe_node(spec: GangSpec) -> dict[str, dict]:
-    """Return what all nodes should have alike: the versions of their packages, and the settings of
-    a step.
+    """Return what must be equal on all nodes: versions of packages, and settings that affect a
+    step.
     """
     settings: JsonObject = {}
     config = spec.config.model_dump(mode="json", include=set(_ALIKE))
@@ -377,7 +380,9 @@ def describe_node(spec: GangSpec) -> dict[str, dict]:
 
 
 def find_differences(spec: GangSpec, node_0: Mapping[str, dict]) -> tuple[list[str], bool]:
-    """Return how this node differs from node 0, as texts, and whether its ranks may not start."""
+    """Describe how this node differs from node 0, and return whether that forbids its ranks to
+    start.
+    """
     this_node = describe_node(spec)
     texts = list[str]()
     fatal = False
@@ -538,7 +543,11 @@ def end_if_unaffordable(
 
 
 def _end_from_shared_cause(end: GenerationEnd, cause: NcclCause) -> GenerationEnd:
-    """Return the end after a failure whose cause lies on each node: new ranks meet it again."""
+    """Add to a failed generation's result that its cause affects every node, and what to do.
+
+    If new ranks would always meet the cause again, the gang does not start again; otherwise it
+    starts once more.
+    """
     if cause.recurs:
         action = f"no restart helps, since every node has this cause: {cause.fix}"
         return replace(
@@ -581,7 +590,7 @@ def _end_reason(culprit: Culprit) -> EndReason:
 
 
 def _recurs(culprit: Culprit) -> bool:
-    """Return whether the same failure would come in each start."""
+    """Return whether another start would fail in the same way."""
     failure = culprit.failure
     same_collectives = culprit.called_differently and culprit.certainty == PROVEN
     same_number_of_steps = failure.left and failure.completed

@@ -172,7 +172,8 @@ class NodeRuntime:
     ) -> GenerationEnd:
         """Run this node's ranks in one generation.
 
-        `take_new_terms` returns new terms for the running ranks, or None.
+        `take_new_terms` returns new cost terms for the running ranks, or None if they have not
+        changed.
         """
         self._node_numbers.add(spec.node)
         if self._keeper is not None and self._keeper.lost:
@@ -212,7 +213,7 @@ class NodeRuntime:
         return self.drain.leaving
 
     def end_if_stopped(self) -> GenerationEnd:
-        """Return the result that the agent records if it is stopped before the coordinator sends a
+        """Return the agent's result for the case that it is stopped before the coordinator sends a
         result.
         """
         culprit = f"node {self.spec.node} ({self.host}): the agent was stopped"

@@ -246,7 +246,7 @@ class Drain:
         return path
 
     def hand_over_terms(self, new: NewTerms) -> None:
-        """Hand new terms to this node's running ranks."""
+        """Pass new cost terms on to this node's running ranks."""
         if self._record is not None:
             self._record.write_terms(new)
 

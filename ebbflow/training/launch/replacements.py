@@ -62,7 +62,7 @@ def in_jobset() -> bool:
 
 
 def replacements_of(config: KubernetesConfig) -> int:
-    """Return how many lost nodes the cluster's scheduler replaces within an attempt: 0 outside of a
+    """Return how many lost nodes a JobSet on Kubernetes replaces in one attempt; 0 without a
     JobSet.
     """
     if in_jobset():

@@ -70,7 +70,9 @@ class NodeResult(BaseModel):
 
 
 def order_key(run: str, number: int) -> str:
-    """Return the key of a Slurm job's order in the job's part of the store."""
+    """Return the key under which the order for a Slurm job is stored in the job's folder of the
+    store.
+    """
     return f"orders/{run}-slurm-{number}.json"
 
 
@@ -79,8 +81,9 @@ def result_key(order: str, node: int) -> str:
 
 
 def make_reservation_check(spec: GangSpec) -> Callable[[], bool] | None:
-    """Return a function that tells whether the team's budget has the job's reservation; None for
-    other nodes than 0, and for a job without a team.
+    """Return a function that checks whether the team's budget has a reservation for this job.
+
+    Return None on nodes other than node 0, and for a job without a team.
     """
     if spec.node != 0 or spec.config.cost.team_file is None:
         return None

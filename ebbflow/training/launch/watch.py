@@ -190,8 +190,10 @@ class RankWatch:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return a process's resident bytes without mapped files, which the kernel can drop; 0 if the
-    process has ended.
+    """Return a process's resident memory in bytes, except for mapped files; 0 if the process has
+    ended.
+
+    The kernel can drop mapped files.
     """
     lines = (line.split() for line in read_system_file(f"/proc/{pid}/status").splitlines())
     return sum(

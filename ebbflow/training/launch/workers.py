@@ -348,7 +348,10 @@ def start_process(
 
 
 def threads_per_rank(colocated_ranks: int) -> str:
-    """Return the value of `THREADS_VARIABLE` for ranks that share a machine, unless the user set it."""
+    """Return the number of CPU threads for each of the ranks that share this machine.
+
+    It is the value of `THREADS_VARIABLE`, unless the user has set that variable.
+    """
     return str(max(1, len(os.sched_getaffinity(0)) // max(1, colocated_ranks)))
 
 

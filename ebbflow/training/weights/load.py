@@ -93,7 +93,7 @@ def initialise(
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Map the further names of each tied parameter to its main name.
+    """Map every other name of a tied parameter to its main name.
 
     The main name is the one that `named_parameters` lists first.
     """
@@ -226,8 +226,9 @@ class _NotByRows(Exception):
 
 
 class _Rows(Tensor):
-    """A parameter on the CPU of which only the rows of one rank have memory: `own`, from row
-    `first` on.
+    """A parameter on the CPU that has memory only for the rows of one rank.
+
+    These rows are `own`; the first of them is row `first` of the whole parameter.
     """
 
     own: Tensor
@@ -244,7 +245,7 @@ class _Rows(Tensor):
         pass
 
     def cut(self, value: Any) -> Any:
-        """Return the same rows of `value`, if it is a tensor of this shape."""
+        """Return this rank's rows of `value` if it is a tensor of this shape."""
         if isinstance(value, _Rows):
             return value.own
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -347,8 +348,9 @@ def _reset(part: nn.Module, text: str, held: Mapping[str, tuple[int, int] | None
 
 
 def _find_own_rows(target: Tensor) -> tuple[int, int] | None:
-    """Return the first row and the number of rows of which this rank holds parts; None if the
-    tensor is not sharded.
+    """Return the rows of which this rank holds parts, as first row and number of rows.
+
+    Return None if the tensor is not sharded.
     """
     if not isinstance(target, DTensor) or target.dim() == 0:
         return None
@@ -358,8 +360,9 @@ def _find_own_rows(target: Tensor) -> tuple[int, int] | None:
 
 
 def _copy_own_part(target: Tensor, value: Tensor) -> None:
-    """Copy the part of a tensor that this rank holds from the whole value, or from the rows that it
-    needs.
+    """Copy the part of a tensor that this rank holds from `value`.
+
+    `value` is the whole tensor, or a `_Rows` with the rows that this rank needs.
     """
     if isinstance(value, _Rows):
         rows = value.own
@@ -385,7 +388,7 @@ def _targets(model: nn.Module) -> tuple[dict[str, Tensor], list[list[str]]]:
 
 
 def _fill(target: Tensor, file: Any, name: str) -> None:
-    """Copy the part of a tensor that this rank holds from the file, reading only that part."""
+    """Fill the part of a tensor that this rank holds from a file, and read no other part."""
     if not isinstance(target, DTensor):
         target.copy_(file.get_tensor(name))
     for box in own_boxes(target) if isinstance(target, DTensor) else ():

@@ -52,8 +52,9 @@ _SMALLEST_SHARE = 1e-3
 
 
 class RobustWindow:
-    """Window of the last `size` values, which gives a robust z-score (0 until the window is half
-    full).
+    """Window of the last `size` values, from which a robust z-score is computed.
+
+    The score is 0 until the window is half full.
     """
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
@@ -291,7 +292,8 @@ class Guards:
             self._compare(at, [checksum for (checksum,) in sums], seen_at=at.step)
 
     def judge(self, at: Position, sync: StepSync, settle: Callable[[], object]) -> Judgement:
-        """Decide whether to take the next step after position `at`, the same on all ranks.
+        """Decide whether to take or skip the step after position `at`, or to end the job; all ranks
+        agree.
 
         `settle` waits for the in-flight save. Raises Rewind or TooManyRewinds if the job must go
         back to an older commit, and DivergenceError if the weights of replicas differ.
@@ -526,9 +528,9 @@ def find_divergent_ranks(sums: Sequence[float], copies: int) -> tuple[list[int],
 
 
 def apply_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
-    """Return the configuration with the number of micro-batches of `overrides`, if that is larger.
+    """Return the configuration with the number of micro-batches that `overrides` has.
 
-    If `overrides` has a larger number of micro-batches, the result has that number.
+    If the configured number is at least as large, return the configuration unchanged.
     """
     accumulation = overrides.gradient_accumulation_steps
     if accumulation is None or accumulation <= config.training.gradient_accumulation_steps:

@@ -118,8 +118,8 @@ class GpuPeaks:
         self._known = (0, 0)
 
     def take(self) -> dict[str, int] | None:
-        """Return the peaks, in bytes, if one has grown by more than 1 % since they were returned
-        last, else None.
+        """Return the peaks in bytes; None if no peak has grown by more than 1 % since the last
+        result.
         """
         peaks = (
             torch.cuda.max_memory_allocated(self._device),
@@ -249,7 +249,9 @@ def try_micro_batch(
 
 
 def _name_memory_keys(config: RunConfig) -> str:
-    """Return the keys, with values, that would save memory of a GPU, as the begin of a list."""
+    """Return the configuration keys, with values, that would save GPU memory, each followed by a
+    comma.
+    """
     keys = []
     if config.user_code is None and config.training.loss_chunk is None:
         keys.append(f"training.loss_chunk_tokens {choose_loss_chunk(config.model.vocab_size)}")

@@ -33,8 +33,9 @@ class Differences(NamedTuple):
 
 
 class RestingState:
-    """Watch on a rank's weights and optimizer state between two updates, when nothing may change
-    them.
+    """Detector of changes in a rank's weights and optimizer state between two optimizer steps.
+
+    In that time nothing may change them.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -43,11 +44,11 @@ class RestingState:
         self._checksum: int | None = None  # None before the first step
 
     def remember(self) -> None:
-        """Take the checksum after an update."""
+        """Store the checksum of weights and optimizer state after an optimizer step."""
         self._checksum = self._compute()
 
     def has_changed(self) -> bool:
-        """Return whether a bit differs from that of the last update."""
+        """Return whether any bit has changed since the last optimizer step."""
         return self._checksum is not None and self._checksum != self._compute()
 
     def _compute(self) -> int:
@@ -107,12 +108,14 @@ class RepeatedStep:
                 handle.remove()
 
     def end_pass(self, loss: Loss) -> None:
-        """Note the result of one computation, after its update."""
+        """Record the result of one of the computations, after its optimizer step."""
         tensors = [*self._module.parameters(), *_state_tensors(self._optimizer)]
         self._passes.append(_Pass(self._gradients, checksum([loss.sum]), checksum(tensors)))
 
     def restore(self) -> None:
-        """Put weights, buffers, optimizer state and random numbers back to where they were."""
+        """Restore weights, buffers, optimizer state and random numbers to their values before the
+        step.
+        """
         with torch.no_grad():
             for tensor, before in self._weights:
                 tensor.copy_(before)
@@ -170,7 +173,7 @@ class _Pass:
 
 
 def _read(sums: list[Tensor]) -> list[int]:
-    """Return the numbers, with one copy to the host if they are on one device."""
+    """Copy the numbers to the host, in a single copy if they are all on one device."""
     if len({value.device for value in sums}) == 1:
         return torch.stack(sums).tolist()
     return [int(value) for value in sums]
