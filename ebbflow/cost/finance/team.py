@@ -71,8 +71,9 @@ class Team:
         return self.budgets.get((project, month), self.budgets.get((project, EVERY_MONTH)))
 
     def months(self, job: JobMoney, now_utc: float) -> list[str]:
-        """Return the months in which the job can run and the project's budget differs from that of
-        the month before.
+        """Return the months in which the job may run and that need a check of the project's budget.
+
+        They are those in which the budget differs from that of the month before.
 
         The months between them have the same budget, and no less of it is left, so they need no
         check.
@@ -263,8 +264,9 @@ def parse_team(text: str, path: str) -> Team:
 
 
 def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verdict, str]:
-    """Decide whether the job's unspent budget fits into `left`: the project's dollars left in each
-    month of the job.
+    """Decide whether the job's unspent budget fits into `left`.
+
+    `left` has the project's remaining dollars in each month of the job.
     """
     needed = job.may_spend_usd
     for month, usd in left.items():

@@ -115,8 +115,9 @@ class PlanInputs:
     evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
 
     def held(self, pool: Pool) -> list[Reservation]:
-        """Return the account's reservations of the pool's instance type and, if set, region; none
-        for a Spot pool.
+        """Return the account's reservations that the pool could use; none for a Spot pool.
+
+        They have the pool's instance type and, if it is set, its region.
         """
         if pool.market != "on_demand":
             return []
@@ -610,7 +611,7 @@ def _judge_offer(job: _SizedJob, pool: Pool, offer: _Offer) -> Candidate | Rejec
 
 
 def _why_late(job: _SizedJob, pool: Pool, expected: ExpectedRun) -> _Flaw | None:
-    """Check that the pool can meet the deadline: on Spot, if nothing interrupts the job.
+    """Check that the pool can meet the deadline. On Spot, assume that nothing interrupts the job.
 
     How likely a Spot pool meets it, with its interruptions and waits, and with on-demand capacity
     after it, is simulated later.

@@ -77,9 +77,10 @@ class PlanRefusal:
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
-    """Return the dollars kept for the last checkpoint, the price of all nodes for
-    `checkpoint.deadline_seconds`, for a rise of a watched price that is not known yet, and for the
-    time for which AWS Batch keeps machines.
+    """Return the dollars that the budget keeps in reserve for the end of the job.
+
+    They pay for all nodes during the last checkpoint (`checkpoint.deadline_seconds`), for a rise of
+    a watched price that is not known yet, and for the time for which AWS Batch keeps machines.
     """
     return pool.reserve_usd(
         PriceWatch.of(config),
@@ -299,8 +300,9 @@ def find_refusal(
 def refuse_unlikely(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> PlanRefusal | None:
-    """Refuse a new job that has Spot alone, and meets the deadline with a probability below
-    `cost.confidence`; None if it may start.
+    """Refuse a new job that has only Spot pools and is unlikely to meet its deadline.
+
+    It is unlikely below a probability of `cost.confidence`. Return None if the job may start.
 
     With an on-demand pool to fall back to, the guarantee of that pool decides (`guarantee`), and
     `warn_unlikely` says what the probability is. A job that has started, or that runs on this
@@ -335,8 +337,9 @@ def refuse_unlikely(
 def warn_unlikely(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> str | None:
-    """Return a warning if a job that may fall back to on-demand meets its deadline with a
-    probability below `cost.confidence`; None if it does not.
+    """Return a warning if a job with a fallback to on-demand is unlikely to meet its deadline.
+
+    It is unlikely below a probability of `cost.confidence`. Return None if there is no warning.
     """
     if not _is_unlikely(config, ranked) or not _falls_back(ranked):
         return None
@@ -366,8 +369,9 @@ def _falls_back(ranked: Sequence[Candidate]) -> bool:
 
 
 def _likely_hours(config: RunConfig, sources: PlanInputs) -> float | None:
-    """Return a `cost.deadline_hours` that the job meets with a probability of `cost.confidence`;
-    None if none of those tried is enough.
+    """Find a `cost.deadline_hours` that the job meets with a probability of `cost.confidence`.
+
+    Return None if none of the values that are tried is enough.
     """
     for factor in _LONGER:
         hours = math.ceil((config.cost.deadline_hours or 0.0) * factor * 100) / 100
@@ -500,8 +504,9 @@ def _recomputation(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _memory_changes_together(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield more and more of the changes that save memory of a GPU, with smaller micro-batches, and
-    at last with offloading, which is slow.
+    """Yield growing combinations of the changes that save GPU memory.
+
+    Smaller micro-batches follow, and at last offloading, which is slow.
     """
     changes = [*_loss_chunk(config), *_precision_and_mode(config), *_recomputation(config)]
     smaller = _smaller_micro_batches(config)
