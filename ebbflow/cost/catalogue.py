@@ -307,7 +307,7 @@ def on_demand_recorded() -> Mapping[str, str]:
 
 @cache
 def load_rates() -> Rates:
-    """Read the tables of list prices and of prices of data transfer.
+    """Read the tables of list prices and of transfer prices.
 
     Raises CatalogueError with file:line:column for an invalid price.
     """

@@ -444,7 +444,7 @@ def _stated_gbps(network: NetworkDetail) -> float:
 
 
 def _hourly(product: Product) -> Iterator[Decimal]:
-    """Yield the hourly prices of a product in USD. That of a capacity block is 0."""
+    """Yield the hourly prices of a product in USD. The price of a capacity block is 0."""
     for offer in (product.get("terms", {}).get("OnDemand") or {}).values():
         for dimension in offer["priceDimensions"].values():
             if dimension.get("unit") in ("Hrs", "Hours"):

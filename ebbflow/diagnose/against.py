@@ -37,7 +37,7 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class SlowerPart:
-    """A part of a step, or an operation such as a commit, that is slower in this job."""
+    """A part of a step, or an operation, that is slower than in the reference job."""
 
     part: str  # ledger class of a step, "commit", or the class of a phase such as startup
     rank: int | None  # None: every rank is slower

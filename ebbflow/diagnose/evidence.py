@@ -34,7 +34,7 @@ _ATTEMPT_FOLDER = re.compile(
 
 
 class Evidence:
-    """Evidence in the last episode of each log, and matches in the earlier episodes."""
+    """Evidence from each log since the last start of its job, and rule matches from before it."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Seen] = {}  # matches by rule id
@@ -88,7 +88,7 @@ class Evidence:
         found.add(line, self._order)
 
     def facts(self) -> list[Fact]:
-        """Return the facts in the last episodes."""
+        """Return the facts in the current episodes of the logs."""
         return self._facts.facts()
 
     def silences(self) -> dict[str, Seen]:

@@ -233,7 +233,7 @@ class ReducedScale(Fact):
 
 @dataclass(frozen=True)
 class Timeouts(Fact):
-    """Summary of the first timed-out collectives of the ranks of one process group."""
+    """Summary of the first timed-out collective of each rank in one process group."""
 
     kind: ClassVar[str] = "timeouts"
     ranks: int

@@ -280,7 +280,7 @@ def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
 
 
 def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
-    """Add the symptoms that the facts prove to a copy of `seen`.
+    """Copy `seen`, and add the symptoms that the facts prove.
 
     Symptoms that a proven symptom replaces (`FactTest.instead_of`) are removed.
     """
@@ -303,7 +303,7 @@ def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen
 
 
 def _judge_nccl_errors(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
-    """Add the symptoms that NCCL's error messages prove to a copy of `seen`.
+    """Copy `seen`, and add the symptoms that NCCL's error messages prove.
 
     Symptoms that a proven symptom replaces are removed.
     """

@@ -137,9 +137,9 @@ class Seen:
         return part
 
     def without(self, cleared: str) -> "Seen | None":
-        """Remove the matches that concern the task, job or pod `cleared`, or none that is known.
+        """Return the matches that concern another known task, job or pod than `cleared`.
 
-        Return the other matches, or None if there are none.
+        Return None if there are none.
         """
         left = [(line, order) for line, order, name in self.kept if name not in ("", cleared)]
         new = Seen(self.rule, hints=self.hints, strong=self.strong, needed=self.needed)

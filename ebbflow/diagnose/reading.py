@@ -107,7 +107,7 @@ class DiagnoseError(InfraError, outcome=Outcome.CONFIG):
 
 @dataclass(frozen=True, slots=True)
 class LogText:
-    """One line of a log."""
+    """One line of a log, with its position, rank and time."""
 
     file: str  # the path as given; "-" is standard input
     number: int  # line number, counted from 1
@@ -122,7 +122,7 @@ class LogText:
 
 @dataclass
 class FileScan:
-    """Result of reading one file: its number of lines, its gaps, and why it was refused, if so."""
+    """Result of reading one file: its number of lines, its gaps, or why it was refused."""
 
     file: str
     lines: int = 0

@@ -458,10 +458,10 @@ def _with_end(
 
 
 def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
-    """Return the causes, by job id, that made AWS Batch jobs end and that only agents recorded.
+    """Read from the agents' events why AWS Batch jobs ended, by job id.
 
-    Such a cause is a reclaim notice, or an error of the user's code that ended the job's last
-    generation.
+    A cause is, for example, a reclaim notice, or an error of the user's code that ended the job's
+    last generation.
     """
     jobs: dict[int, set[str]] = {}
     for event in select_events(events, NodeStartedPayload):

@@ -125,7 +125,9 @@ def read_daily_costs(path: Path) -> DailyCosts:
 def compare_days(
     events: Sequence[Event], costs: DailyCosts, *, job_tag: str
 ) -> list[DayComparison]:
-    """Compare each day on which the job was metered with the groups of the bill that can hold it.
+    """Compare the metered and the billed dollars of each day on which the job was metered.
+
+    Only those groups of the bill count that can hold the job's instances.
 
     Raises:
         BillError: No group can hold the job's instances, or the file covers none of the job's days.

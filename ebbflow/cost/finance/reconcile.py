@@ -458,7 +458,7 @@ def _note_absent_tags(found: Reconciliation) -> Iterator[str]:
 
 
 def _note_neighbours(found: Reconciliation) -> Iterator[str]:
-    """Yield a note on the instances of the job's compute environments that ran while it did."""
+    """Yield a note about other instances of the job's compute environments that ran meanwhile."""
     beside = {
         name: neighbour.usd
         for name, neighbour in sorted(found.neighbours.items())

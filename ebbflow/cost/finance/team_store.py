@@ -1,15 +1,15 @@
-"""Reservations of a team's budget in the store: each job that starts holds what it may still spend.
+"""Reserve a team's budget in the store: each job that starts holds the dollars that it may spend.
 
 The reservations of all jobs are one document, team/reservations/<number>.json. A launcher reads the
 highest number, judges whether its job fits beside the others, and creates the next number, which
 succeeds for one launcher only; the other one judges again. So two launchers never get the same
 dollars, unless the store ignores the condition that an object must not exist (OpenStack Swift).
 
-A reservation holds while the job's launcher renews its claim (60 s), or node 0's agent writes events
-(`AGENT_SECONDS`), both by the store's clock. After that, and after an outcome, the job spends nothing
-more, and the next launcher drops it. A job that AWS Batch may still start without its launcher keeps
-its reservation until the time limit of its attempt; one that Slurm may start, until the end of its
-Slurm job or an outcome is recorded.
+A reservation holds while the job's launcher renews its claim (60 s), or node 0's agent writes
+events (`AGENT_SECONDS`), both by the store's clock. After that, and after an outcome, the job
+spends nothing more, and the next launcher drops it. A job that AWS Batch may still start without
+its launcher keeps its reservation until the time limit of its attempt; one that Slurm may start,
+until the end of its Slurm job or an outcome is recorded.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def load_team(name: str, root: Store, folder: Path) -> Team:
 
 
 def read_state(root: Store, team: Team) -> TeamState:
-    """Read the reservations that hold, and the spending of all jobs.
+    """Read the active reservations, and the spending of all jobs.
 
     The jobs are those of the store, of the team file and of this machine. Raises StoreError.
     """

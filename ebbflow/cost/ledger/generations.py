@@ -31,7 +31,7 @@ _REFUSED = frozenset({Outcome.PREFLIGHT, Outcome.CONFIG})
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGeneration:
-    """One start of the gang, as its events record it."""
+    """One start of the gang (all ranks of the job), as its events record it."""
 
     number: int
     parent_step: int  # step of the commit that the generation started from
@@ -237,12 +237,11 @@ def _find_parent_step(events: list[Event]) -> int:
 
 
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
-    """Return the number of the generation that wrote a generation's parent commit.
+    """Find the generation that wrote the parent commit of the generation `number`.
 
-    Return None if there is no such commit or its generation is unknown.
-
-    The commit's key contains the number. If no key is recorded, use the newest earlier generation
-    that executed the commit's step.
+    Return its number, or None if it is unknown or there is no such commit. The commit's key
+    contains the number. If no key is recorded, use the newest earlier generation that executed the
+    commit's step.
     """
     events = by_number[number]
     restored = find_last_event(events, RestorePayload)

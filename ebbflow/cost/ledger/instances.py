@@ -495,8 +495,9 @@ def _find_job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | Non
 def _find_node_extras(
     job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, RecordedGeneration]
 ) -> list[ExtraTime]:
-    """Divide the unrecorded part of a node's paid time into lead, pauses and tail (see the module),
-    exact to 1 µs.
+    """Divide the unrecorded part of a node's paid time into lead, pauses and tail.
+
+    The module's docstring defines these parts. They are exact to 1 µs.
     """
 
     def extra(node: NodeTime, kind: LedgerClass, start: float, micros: int) -> ExtraTime:

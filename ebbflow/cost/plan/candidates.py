@@ -361,7 +361,7 @@ def _explain_missing_price(job: _SizedJob, pool: Pool) -> _Flaw:
 
 
 def _judge_reservation(job: _SizedJob, pool: Pool, held: Reservation) -> Candidate | Rejection:
-    """Check a capacity reservation, or a Capacity Block, which costs its fee."""
+    """Check a capacity reservation or a Capacity Block. A block costs its fee."""
     sources = job.sources
     now = sources.now_utc
     unusable = held.why_unusable(pool.nodes, now)

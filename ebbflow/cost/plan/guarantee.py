@@ -197,13 +197,11 @@ def make_fallback(
 def usd_saved_by_moving(
     config: RunConfig, spot: Candidate, held: Reservation, now_utc: float
 ) -> float:
-    """Return the dollars that a job saves if it moves from Spot to a reservation at its begin.
+    """Return the dollars that a job saves by moving from Spot to a reservation when that begins.
 
-    The reservation has the same machines.
-
-    The attempt is assumed to start now and to lose no machine until then, so that the least work is
-    left. The result is 0 if the reservation has begun, costs the on-demand price, or ends before
-    the work.
+    The reservation has the same machines. The attempt is assumed to start now and to lose no
+    machine until then, so that the least work is left. The result is 0 if the reservation has
+    begun, costs the on-demand price, or ends before the work.
     """
     begins = held.wait_hours(now_utc)
     price = spot.gang_usd_per_hour

@@ -1,4 +1,4 @@
-"""Find configuration keys of which another value would make a plan much cheaper."""
+"""Find configuration keys whose values, if changed, would make a plan much cheaper."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _ACCUMULATIONS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class KeySaving:
-    """Another value of a key, with which the plan's best pool costs less."""
+    """Another value of a configuration key, with the dollars that it would save."""
 
     key: str
     value: str  # as it is written in YAML

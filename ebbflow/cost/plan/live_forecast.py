@@ -69,7 +69,7 @@ class Forecaster:
         ]
 
     def simulate(self, pool: Candidate) -> Candidate:
-        """Return the pool with the forecast of a job that begins in it.
+        """Simulate a job that begins in a pool, and return the pool with the forecast.
 
         Its hours become the median of the forecast, since waits for Spot have a long tail, and its
         dollars and interruptions the means.

@@ -353,7 +353,7 @@ def _ranked(plan: Plan) -> list[str]:
 
 
 def _key_savings(plan: Plan) -> list[str]:
-    """Return one line for each key of which another value would save more than 5 %."""
+    """Return one line for each key whose value, if changed, would save more than 5 %."""
     lines = []
     for saving in plan.key_savings:
         dollars = f"{format_usd(saving.usd)}, {format_usd(saving.saved_usd)} less (e)"

@@ -56,8 +56,9 @@ class PlanRefusal:
     enough: float | None = None
 
     def with_sources(self, sources: Mapping[str, str]) -> PlanRefusal:
-        """Return the refusal with the source of each key that it names and the user wrote, such as
-        "cost.budget_usd (job.yaml:3)".
+        """Return the refusal with the places where the user set the keys that it names.
+
+        A key is then shown as, for example, "cost.budget_usd (job.yaml:3)".
 
         Args:
             sources: the source of each key, as `LoadedConfig.sources` has them.
@@ -113,8 +114,9 @@ def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float
 def split_by_budget(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Divide ranked pools into pools within the budget, in unchanged order, and rejections of all
-    other pools.
+    """Divide ranked pools into pools within the budget and rejections of all other pools.
+
+    The order of the pools is unchanged.
 
     If no pool is within the budget, return all pools and no rejections. The pool that needs the
     smallest budget then comes first, so that the refusal can name it.
@@ -382,8 +384,10 @@ def _likely_hours(config: RunConfig, sources: PlanInputs) -> float | None:
 
 
 def _best_chance(config: RunConfig, sources: PlanInputs) -> float:
-    """Return the highest simulated probability to meet the deadline among the cheapest and the
-    fastest pools; 0 if no pool can run the job or guarantee the deadline.
+    """Return the highest simulated probability to meet the deadline in any of several pools.
+
+    These are the cheapest and the fastest pools. Return 0 if no pool can run the job or guarantee
+    the deadline.
     """
     pools = sorted(feasible_pools(config, sources), key=lambda pool: pool.expected_usd)
     pools = split_by_budget(config, sources, pools)[0]

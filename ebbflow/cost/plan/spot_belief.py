@@ -105,7 +105,9 @@ NOTHING_SEEN = SpotEvidence()
 
 @dataclass(frozen=True)
 class SpotBelief:
-    """Distribution of the spells of one Spot pool, as weighted particles.
+    """Distribution of the spells (periods with and without capacity) of one Spot pool.
+
+    It consists of weighted particles.
 
     Attributes:
         spells: Hours of the spells of each particle, [particles, 2, groups], first without
@@ -126,7 +128,7 @@ class SpotBelief:
 def believe(
     evidence: SpotEvidence = NOTHING_SEEN, zones: Mapping[str, ZoneSpells] = ZONE_SPELLS
 ) -> SpotBelief:
-    """Return the distribution of a pool's spells, given `evidence` and recorded `zones`."""
+    """Estimate the spells of a Spot pool from recorded `zones` and the `evidence` of own jobs."""
     return _believe(evidence, tuple(zones.values()))
 
 

@@ -497,8 +497,6 @@ def _freed_logits_bytes(
 ) -> int:
     """Return the bytes of the half-precision logits that are freed after conversion to float32.
 
-    They are converted to float32.
-
     No float32 tensor of the loss, twice their size, fits into the block that they leave in the
     allocator. Chunks of a loss use it again, and selective recomputation keeps these logits.
     """

@@ -547,7 +547,7 @@ def _marks(
 
 
 def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[Lane]:
-    """Return one lane per node and generation.
+    """Return one lane (a bar over time) per node and generation.
 
     Its segments show how the node's first rank spent the paid time.
     """
@@ -583,7 +583,7 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
 
 
 def _segments(spans: Sequence[Span], start: float) -> list[list[float | str]]:
-    """Convert spans to [start, end, class with the most time].
+    """Convert spans to segments [start, end, ledger class with the most time].
 
     Join equal neighbours; above 40, merge short ones.
     """

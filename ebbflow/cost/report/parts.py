@@ -164,7 +164,7 @@ class RefusedRun(TypedDict):
 
 
 class PromiseRow(TypedDict, total=False):
-    """How exactly a job resumes (`ebbflow.core.event_payloads.PromisePayload`)."""
+    """Promise how exactly a job resumes (`ebbflow.core.event_payloads.PromisePayload`)."""
 
     level: str | None
     same_data: str | None
@@ -225,7 +225,7 @@ class CauseRow(TypedDict):
 
 
 class Hindsight(TypedDict, total=False):
-    """Lowest possible cost, and the regret."""
+    """Lowest possible cost of a job in hindsight, and the regret (its cost above that)."""
 
     usd: Required[float]
     regret_usd: Required[float]
@@ -237,7 +237,7 @@ class Hindsight(TypedDict, total=False):
 
 
 class PriceRow(TypedDict):
-    """Nodes and dollars of one pool and kind of price."""
+    """Number of nodes and dollars for one pool and kind of price."""
 
     pool: str
     kind: str
@@ -326,7 +326,7 @@ class ProgressFigures(TypedDict, total=False):
 
 
 class ChartPlace(TypedDict):
-    """Moment of a job, as the last step before it, its time, and the dollars spent until then."""
+    """Moment of a job: its time, the last step before it, and the dollars spent until then."""
 
     step: float
     seconds: float
