@@ -199,7 +199,7 @@ class Catalogue:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionRates:
-    """List prices of one region in USD."""
+    """List prices of storage and requests in one region, in USD."""
 
     # storage_usd, volume_usd: S3 storage and disk volumes, per GB (2^30 bytes) and month
     storage_usd: float
@@ -211,7 +211,7 @@ class RegionRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """List prices. A missing key means that a price is not on record."""
+    """List prices of storage, requests and transfer. A missing key means an unrecorded price."""
 
     regions: Mapping[str, RegionRates]  # prices of storage and requests by region
     # Price of transfer by (from region, to region), in USD per GB
@@ -273,8 +273,9 @@ def load_catalogue(
 
 
 def efa_interfaces(instance_type: str, most: int) -> int:
-    """Return how many EFA interfaces a node of a gang asks for: `most`, or fewer if its type is
-    known to have fewer.
+    """Return the number of EFA interfaces that a node of the job requests.
+
+    It is `most`, or fewer if the instance type is known to have fewer.
     """
     return min([most, *(kind.efa for kind in load_catalogue().types if kind.name == instance_type)])
 
@@ -306,7 +307,7 @@ def on_demand_recorded() -> Mapping[str, str]:
 
 @cache
 def load_rates() -> Rates:
-    """Read the tables of list prices and of prices of data transfer.
+    """Read the tables of list prices and of transfer prices.
 
     Raises CatalogueError with file:line:column for an invalid price.
     """

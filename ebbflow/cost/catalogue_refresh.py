@@ -82,13 +82,13 @@ class Hardware:
 
 
 class ProductAttributes(TypedDict):
-    """Attributes of a product of AWS's price list."""
+    """Attributes of a product in AWS's price list."""
 
     instanceType: str
 
 
 class ProductDetail(TypedDict):
-    """Description of a product."""
+    """Description of a product in AWS's price list."""
 
     attributes: ProductAttributes
 
@@ -101,19 +101,19 @@ class PriceDimension(TypedDict, total=False):
 
 
 class ProductOffer(TypedDict):
-    """Offer of a product."""
+    """One offer for a product in AWS's price list."""
 
     priceDimensions: dict[str, PriceDimension]
 
 
 class ProductTerms(TypedDict, total=False):
-    """Offers of a product, by the terms of payment; only those on demand are read."""
+    """Offers for a product by terms of payment. Only the on-demand offers are read."""
 
     OnDemand: dict[str, ProductOffer] | None
 
 
 class Product(TypedDict, total=False):
-    """Product of AWS's price list."""
+    """Entry for a product in AWS's price list."""
 
     product: Required[ProductDetail]
     terms: ProductTerms
@@ -430,10 +430,11 @@ def parse_hardware(entry: InstanceTypeDetail) -> Hardware | None:
 
 
 def _stated_gbps(network: NetworkDetail) -> float:
-    """Return the bandwidth of the whole instance that EC2 states in words, such as "400 Gigabit" or
-    "Up to 10 Gigabit"; infinite if it states none.
+    """Return the bandwidth of the whole instance in Gbit/s, as EC2 states it in words.
 
-    Where cards share one limit, their baselines sum to more: those of g6e.48xlarge to 1,600.
+    The words are, for example, "400 Gigabit" or "Up to 10 Gigabit". The result is infinite if there
+    are none. Where cards share one limit, their baselines sum to more: those of g6e.48xlarge to
+    1,600.
     """
     stated = _GIGABIT.search(str(network.get("NetworkPerformance") or ""))
     if stated is None:
@@ -443,7 +444,7 @@ def _stated_gbps(network: NetworkDetail) -> float:
 
 
 def _hourly(product: Product) -> Iterator[Decimal]:
-    """Yield the hourly prices of a product in USD. That of a capacity block is 0."""
+    """Yield the hourly prices of a product in USD. The price of a capacity block is 0."""
     for offer in (product.get("terms", {}).get("OnDemand") or {}).values():
         for dimension in offer["priceDimensions"].values():
             if dimension.get("unit") in ("Hrs", "Hours"):

@@ -430,8 +430,9 @@ def _goes_on(context: PreflightContext) -> bool:
 
 
 def _waits_for_prices(context: PreflightContext, plan: Plan) -> CheckFinding | None:
-    """Return a skipped finding if the plan was refused at static prices but may be accepted at live
-    prices, else None.
+    """Return a skipped finding if live prices may lift a refusal of the plan at static prices.
+
+    Else return None.
 
     The run makes a new plan at live prices, and that plan decides.
     """

@@ -67,7 +67,10 @@ NEWEST_JOBS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStay:
-    """Duration and end of one generation of a job (one start of all its ranks) in one pool."""
+    """Duration and end of one generation of a job in one pool.
+
+    A generation is one start of all ranks of the job.
+    """
 
     instance_type: str
     nodes: int
@@ -381,7 +384,7 @@ def _type_of(chosen: PlannedPool, events: Sequence[Event]) -> str:
 
 
 def _find_start(events: Sequence[Event]) -> GenerationStartedPayload:
-    """Return the first recorded start of a generation; an empty one if none was recorded."""
+    """Return the first recorded start of a generation, or an empty payload if there is none."""
     starts = select_events(events, GenerationStartedPayload)
     if starts:
         return starts[0].payload

@@ -66,7 +66,7 @@ _HEADER = ("job", "project", "owner", "state", "spent", "forecast", "limit")
 
 @dataclass(frozen=True, kw_only=True)
 class TeamJob:
-    """A job of a team."""
+    """A job of a team, with its state, dollars and forecast."""
 
     money: JobMoney
     # "running", "waiting", "done", "interrupted", or the outcome with which the job stopped
@@ -86,7 +86,7 @@ class TeamJob:
 
     @property
     def simulated_usd(self) -> Decimal:
-        """Dollars that a run here was priced at as if on a planned pool; nobody is billed for them."""
+        """Simulated dollars of the job, which are not billed because it ran on this machine."""
         return sum((Decimal(row.get("x_SimulatedCost") or 0) for row in self.rows), Decimal(0))
 
     def to_json(self) -> JsonObject:
@@ -164,7 +164,7 @@ def config_money(job: str, config: RunConfig, now_utc: float) -> JobMoney:
 
 
 def admit_waiting(team: Team, now_utc: float, records: Sequence[TeamJob]) -> list[Admission]:
-    """Decide which waiting jobs may start (`cost.team.admit`).
+    """Decide which waiting jobs may start (`cost.finance.team.admit`).
 
     Omit jobs whose configuration or plan is refused.
     """
@@ -289,8 +289,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _forecast_usd(events: Sequence[Event], settings: JsonObject, money: JobMoney) -> float | None:
-    """Return the spent dollars plus remaining steps × dollars per step of the newest plan; None
-    without a plan.
+    """Forecast the dollars of the whole job; None without a plan.
+
+    They are the spent dollars plus remaining steps × the newest plan's dollars per step.
     """
     plans = select_plans(events)
     if not plans:
@@ -357,7 +358,7 @@ def _waiting_record(waiting: WaitingJob, folder: Path, before: TeamJob | None) -
 
 
 def _find_slurm_job(events: Sequence[Event]) -> str:
-    """Return the id of the newest Slurm job; "" if its end is recorded, or without one."""
+    """Return the id of the newest Slurm job; "" if there is none or its end is recorded."""
     jobs = select_events(events, SlurmJobPayload)
     if not jobs or jobs[-1].payload.does == "ended":
         return ""

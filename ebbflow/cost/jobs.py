@@ -50,7 +50,8 @@ _REQUEST_SECONDS = 10.0
 class SuitableInstance(TypedDict):
     """Pool that can run a job, with its expected total cost.
 
-    Prices are those of one node. savings_percent: against the on-demand price; None without one.
+    Prices are those of one node. `savings_percent` is against the on-demand price; None if that is
+    unknown.
     """
 
     instance_type: str

@@ -1,5 +1,6 @@
-"""Pools of a Kubernetes cluster (`kubernetes.pools`) as instance types with prices of their own, so
-that a plan judges them as it judges Amazon's types.
+"""Represent the pools of a Kubernetes cluster (`kubernetes.pools`) as instance types with prices.
+
+A plan then judges them like the types of Amazon.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _SOURCE = "kubernetes.pools"
 
 @dataclass(frozen=True, kw_only=True)
 class StatedPoolPrices:
-    """Price source of the pools: each has the price of the configuration, in one market."""
+    """Price source for Kubernetes pools, with the prices that the configuration states.
+
+    Each pool has a price in one market only.
+    """
 
     pools: Sequence[KubernetesPoolConfig]
     region: str  # the first of cost.regions, whose storage and transfer prices apply
@@ -76,7 +80,10 @@ def uses_pools(config: RunConfig) -> bool:
 
 
 def default_prices(config: RunConfig, now_utc: float) -> PriceSource:
-    """Return the prices that need neither a file nor a request: the pools', or the static table."""
+    """Return the prices that need neither a file nor a request.
+
+    They are those of `kubernetes.pools`, or else the static table.
+    """
     if not uses_pools(config):
         return StaticPrices()
     return StatedPoolPrices(
@@ -85,9 +92,9 @@ def default_prices(config: RunConfig, now_utc: float) -> PriceSource:
 
 
 def catalogue_of(config: RunConfig) -> Catalogue:
-    """Return the types that a plan of this configuration may choose.
+    """Return the instance types that a plan of this configuration may choose.
 
-    Raises CatalogueError for a pool of an unknown GPU, or two pools of one name.
+    Raises CatalogueError if a pool has an unknown GPU, or if two pools have the same name.
     """
     shipped = load_catalogue()
     if not uses_pools(config):
@@ -102,7 +109,7 @@ def catalogue_of(config: RunConfig) -> Catalogue:
 
 
 def find_pool(config: RunConfig, instance_type: str) -> KubernetesPoolConfig | None:
-    """Return the pool of a placement; None if it is a type of Amazon's."""
+    """Return the Kubernetes pool with the name of an instance type; None for a type of Amazon's."""
     if not uses_pools(config):
         return None
     return next((pool for pool in config.kubernetes.pools if pool.name == instance_type), None)

@@ -17,7 +17,7 @@ class CaseJson(TypedDict, total=False):
 
 
 class OutlookJson(TypedDict, total=False):
-    """Quantiles or mean of a forecast."""
+    """Mean and quantiles of the dollars of a forecast."""
 
     mean_usd: float | None
     p50_usd: float | None

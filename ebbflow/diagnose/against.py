@@ -37,9 +37,7 @@ _DIGITS = re.compile(r"0x[0-9a-f]+|[0-9]+(?:[.:,][0-9]+)*", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class SlowerPart:
-    """A part of the steps, or a kind of operation such as a commit, that takes longer than in the
-    reference job.
-    """
+    """A part of a step, or an operation, that is slower than in the reference job."""
 
     part: str  # ledger class of a step, "commit", or the class of a phase such as startup
     rank: int | None  # None: every rank is slower
@@ -254,7 +252,7 @@ def _slower(events: Sequence[Event], sound: Sequence[Event]) -> Iterator[SlowerP
 def _part(
     part: str, rank: int | None, values: Sequence[_Timed], found: tuple[float, float]
 ) -> Iterator[SlowerPart]:
-    """Yield a slower part. If it is a part of steps, enough of these in a row must be slow."""
+    """Yield a `SlowerPart`, unless it is a part of steps and too few steps in a row are slow."""
     steps = sorted(
         (step, second > sum(found) / 2) for step, _, second in values if step is not None
     )
@@ -275,9 +273,9 @@ def _part(
 
 
 def _compare(values: Sequence[_Timed], sound: list[float]) -> tuple[float, float] | None:
-    """Return the medians of both jobs if this one is slower.
+    """Return the median seconds of both jobs if this job is clearly slower, else None.
 
-    Its median is that of all steps or of the last third.
+    For this job, the median of its last third of values is used if it is higher than that of all.
     """
     if not values or not sound:
         return None
@@ -294,11 +292,11 @@ def _compare(values: Sequence[_Timed], sound: list[float]) -> tuple[float, float
 
 
 def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
-    """Return the times that steps took, by (ledger class, rank).
+    """Collect the seconds of each part of the steps, by (part, rank).
 
-    A step is divided into the rank's own computation and its wait for other ranks, if the rank
-    recorded its own time. The first three steps of each rank in each generation are left out as
-    warm-up.
+    The parts are ledger classes. If the rank recorded its own time, a step is also divided into the
+    rank's own computation and its wait for other ranks. The first three steps of each rank in each
+    generation are left out as warm-up.
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     taken: Counter[tuple[int, int]] = Counter()
@@ -321,9 +319,9 @@ def _step_parts(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
-    """Return how long commits and phases took, by (ledger class, rank).
+    """Collect the seconds of commits and phases, by (operation, rank).
 
-    The event's name replaces a missing ledger class.
+    A phase is named by its ledger class, a commit by its event.
     """
     found: dict[tuple[str, int], list[_Timed]] = defaultdict(list)
     for event in events:
@@ -338,8 +336,9 @@ def _operations(events: Sequence[Event]) -> dict[tuple[str, int], list[_Timed]]:
 
 
 def _since(steps: Sequence[tuple[int, bool]]) -> int | None:
-    """Return the first step of the longest stretch of which two thirds are slow; None if it has too
-    few slow steps.
+    """Find the longest stretch in which at least two thirds of the steps are slow.
+
+    Return its first step, or None if it has too few slow steps.
 
     steps: (step, whether the step was slow).
     """

@@ -295,8 +295,10 @@ def pack(files: list[BundleFile], largest_bytes: int) -> tuple[bytes, list[Bundl
 
 
 def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
-    """Replace the values in Kubernetes manifests of the kind Secret, in YAML or JSON, also behind
-    prefixes of lines.
+    """Redact the values in Kubernetes manifests of the kind Secret.
+
+    Manifests may be in YAML or JSON, also behind prefixes of the lines. Return the new text, and
+    the number of redacted values.
     """
     count = 0
     if "Secret" in text:
@@ -319,9 +321,9 @@ def _redact_manifests(text: str, ends: str = _ENDS[0]) -> tuple[str, int]:
 
 
 def _redact_flat(lines: list[str], at: int, quotes: set[str]) -> int:
-    """Redact manifests in one line of JSON, which a program may have wrapped.
+    """Redact manifests that are one line of JSON, in and around line `at`.
 
-    Return the number of redacted values.
+    A program may have wrapped the JSON. Return the number of redacted values.
     """
     near = slice(max(at - 2, 0), at + 3)
     count = 0
@@ -339,9 +341,9 @@ def _redact_flat(lines: list[str], at: int, quotes: set[str]) -> int:
 
 
 def _redact_object(lines: list[str], at: int, column: int) -> int:  # noqa: C901 - one branch for each kind of value
-    """Redact the object that has its kind in line `at`.
+    """Redact the object whose `kind` is in line `at`. Return the number of redacted values.
 
-    Its keys begin at `column`, behind equal prefixes.
+    The keys of the object begin at `column`, behind equal prefixes.
     """
 
     def level(line: str) -> str:
@@ -430,8 +432,9 @@ def _stored_files(store: Store) -> dict[str, tuple[bytes, int]]:
 
 
 def _machine_files() -> tuple[dict[str, str], list[str]]:
-    """Return files that describe this machine (versions, devices, harmless variables), and problems
-    in reading them.
+    """Return files that describe this machine, and the problems in reading them.
+
+    The files list versions, devices and harmless environment variables.
 
     The job may have run on other machines.
     """

@@ -1,8 +1,7 @@
-"""Evidence in the lines of logs: matches of the rules, series of figures, and what belongs to
-earlier episodes.
+"""Collect evidence from log lines: matches of the rules, typed facts, and series of numbers.
 
-A log is cut where its job starts again. Only the last episode of a file is judged; matches of the
-earlier ones are history.
+A log is divided into episodes, one for each start of its job. Only the last episode of a file is
+judged; matches of the earlier ones are history.
 """
 
 import re
@@ -35,7 +34,7 @@ _ATTEMPT_FOLDER = re.compile(
 
 
 class Evidence:
-    """Matches of the rules and series of figures in the last episodes of logs."""
+    """Evidence from each log since the last start of its job, and rule matches from before it."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Seen] = {}  # matches by rule id
@@ -49,7 +48,7 @@ class Evidence:
         self._progress: dict[str, _Progress] = {}  # by file
 
     def read(self, lines: Iterable[LogText]) -> None:
-        """Add the evidence in lines, which come in the order of their files."""
+        """Add the evidence in log lines. The lines of each file must be in order."""
         watched = self.series.watch(self._divide(lines))
         self._order = load_matcher().collect(watched, self.seen, self._order)
 
@@ -89,12 +88,14 @@ class Evidence:
         found.add(line, self._order)
 
     def facts(self) -> list[Fact]:
-        """Return the facts in the last episodes."""
+        """Return the facts in the current episodes of the logs."""
         return self._facts.facts()
 
     def silences(self) -> dict[str, Seen]:
-        """Return symptoms of logs that end with a normal line which is followed by others in
-        health, such as the start of a rendezvous.
+        """Return the symptoms of logs that end too early.
+
+        The last line of such a log is normal, such as the start of a rendezvous, but a healthy job
+        would log more lines after it.
         """
         silent: dict[str, Seen] = {}
         rules = [rule for rule in load_rules().rules if rule.last]
@@ -118,7 +119,7 @@ class Evidence:
             yield line
 
     def _close(self, file: str) -> None:
-        """Make history of the evidence that a file has shown so far."""
+        """Move a file's matches to the history, and drop its series and facts."""
         self._progress[file] = _Progress()
         self.series.forget(file)
         self._facts.forget(file)
@@ -135,7 +136,7 @@ class Evidence:
 
 @dataclass
 class _Progress:
-    """What the current episode of one file has shown."""
+    """State of the current episode of one file, by which the next episode is recognized."""
 
     step: int | None = None
     may_begin: bool = False  # whether a line that often follows a restart came after the last step
@@ -144,7 +145,7 @@ class _Progress:
 
 
 def _attempt_of(path: Path | None) -> int:
-    """Return the number of the attempt whose folder holds a file, or 0 if there is none."""
+    """Return 1 plus the number of the attempt in a file's path, or 0 if the path names none."""
     parts = () if path is None else path.parts[-4:]
     for part in reversed(parts):
         match = _ATTEMPT_FOLDER.search(part)
@@ -154,11 +155,11 @@ def _attempt_of(path: Path | None) -> int:
 
 
 def _begins_episode(line: LogText, lower: str, progress: _Progress) -> bool:
-    """Return whether the job starts again with this line, and record what the line shows.
+    """Return whether the job starts again with this line, and update `progress`.
 
-    A launcher's banner alone may be that of another node. It counts if the episode before it made
-    steps or reported its end. A step counter that falls back is a witness only after a line that
-    often follows a restart, because counters of an epoch fall back in each epoch.
+    A launcher's banner alone may come from another node. It counts only if the current episode has
+    logged steps or the end of a rank. A falling step counter counts only after a line that often
+    follows a restart, because counters within an epoch fall at each new epoch.
     """
     text = line.text
     step = None
@@ -185,7 +186,7 @@ def _begins_episode(line: LogText, lower: str, progress: _Progress) -> bool:
 
 
 def _changes_process(text: str, progress: _Progress) -> bool:
-    """Return whether another process than before writes for a task or a GPU."""
+    """Return whether the process that writes for a task or a GPU has changed."""
     match = _PROCESS.search(text)
     if match is None:
         return False

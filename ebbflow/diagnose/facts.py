@@ -1,8 +1,8 @@
-"""Typed facts in logs: memory sizes, error numbers with their frame and path, ends of processes,
-versions that do not fit, keys of state dicts, collectives and NCCL's last errors.
+"""Typed facts in log lines, such as memory sizes, error numbers and exit codes.
 
-A rule speaks about them with `facts`: an expression over the fields of one kind of fact. So it can
-combine lines and ranks, and calculate, which an expression of one line cannot.
+A rule tests them in its field `facts`, with an expression over the fields of one kind of fact. Such
+an expression can combine lines and ranks, and calculate, which a regular expression for one line
+cannot.
 """
 
 import ast
@@ -125,7 +125,7 @@ _FUNCTIONS = {"abs": abs, "round": round}
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that a line says, in numbers or names."""
+    """A typed fact that a log line states, such as a size or an exit code."""
 
     kind: ClassVar[str] = ""
     line: LogText
@@ -139,14 +139,14 @@ class Fact:
         return self.line.text.lower()
 
     def fits(self, expression: str) -> bool:
-        """Return whether an expression over the fields is true of the fact."""
+        """Return whether an expression over the fact's fields is true."""
         names = {name: getattr(self, name) for name in _names_of(type(self))}
         return bool(eval(compile_expression(expression, self.kind), _FUNCTIONS.copy(), names))
 
 
 @dataclass(frozen=True)
 class MemoryShortage(Fact):
-    """A request for GPU memory that failed; sizes in bytes."""
+    """Failed request for GPU memory. All sizes are in bytes."""
 
     kind: ClassVar[str] = "memory"
     requested: float
@@ -158,7 +158,7 @@ class MemoryShortage(Fact):
 
 @dataclass(frozen=True)
 class OsFailure(Fact):
-    """An error of the operating system."""
+    """Error of the operating system, with its number and the path that the line names."""
 
     kind: ClassVar[str] = "os"
     errno: int
@@ -176,7 +176,7 @@ class ProcessEnd(Fact):
 
 @dataclass(frozen=True)
 class PackageVersion(Fact):
-    """A version that is installed, beside the one that another package needs."""
+    """Installed version of a package, and the version that another package requires."""
 
     kind: ClassVar[str] = "version"
     package: str
@@ -187,7 +187,7 @@ class PackageVersion(Fact):
 
 @dataclass(frozen=True)
 class StateKeys(Fact):
-    """Keys of a state dict that a model lacks or has in addition."""
+    """Numbers of unexpected and missing keys when a model loads a state dict."""
 
     kind: ClassVar[str] = "keys"
     unexpected: int
@@ -207,7 +207,7 @@ class SizeMismatch(Fact):
 
 @dataclass(frozen=True)
 class NcclError(Fact):
-    """NCCL's last error, in lower case, which follows the exception of torch."""
+    """NCCL's own message, in lower case, which follows a torch exception as "Last error:"."""
 
     kind: ClassVar[str] = "nccl"
     detail: str
@@ -225,7 +225,7 @@ class Address(Fact):
 
 @dataclass(frozen=True)
 class ReducedScale(Fact):
-    """A loss scale that mixed precision has reduced."""
+    """Value to which mixed-precision training reduced its loss scale."""
 
     kind: ClassVar[str] = "scale"
     value: float
@@ -233,7 +233,7 @@ class ReducedScale(Fact):
 
 @dataclass(frozen=True)
 class Timeouts(Fact):
-    """The first timed-out collective of each rank of one process group."""
+    """Summary of the first timed-out collective of each rank in one process group."""
 
     kind: ClassVar[str] = "timeouts"
     ranks: int
@@ -259,7 +259,10 @@ KINDS: dict[str, type[Fact]] = {
 
 @functools.cache
 def compile_expression(expression: str, kind: str) -> CodeType:
-    """Compile an expression over the fields of a kind of fact. Raises ValueError."""
+    """Compile an expression over the fields of one kind of fact.
+
+    Raises ValueError if the kind or the expression is invalid.
+    """
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of fact: {', '.join(KINDS)}")
     try:
@@ -281,15 +284,15 @@ def has_fact(lower: str) -> bool:
 
 
 class FrameSource(Protocol):
-    """What knows the frames of tracebacks."""
+    """Source of traceback frames, such as `Series`."""
 
     def frames_before(self, line: LogText) -> list[str]:
-        """Return path and function of the inner frames before a line, the innermost last."""
+        """Return path and function of the inner traceback frames before a line, innermost last."""
         ...
 
 
 class FactReader:
-    """Facts in lines, read in one pass."""
+    """Reader that collects facts from log lines in one pass."""
 
     def __init__(self) -> None:
         self._facts: list[Fact] = []
@@ -306,7 +309,7 @@ class FactReader:
         return self._awaited is not None or self._wrapped is not None
 
     def read(self, line: LogText, order: int, places: FrameSource) -> None:
-        """Read one line. `places` gives the frames of the traceback before it."""
+        """Collect the facts in one line. `places` provides the traceback frames before the line."""
         lower = line.text.lower()
         if line.rank is not None:
             self._world = max(self._world, line.rank + 1)
@@ -317,7 +320,7 @@ class FactReader:
                 self._facts.append(replace(fact, order=order, frame=frame, place=" ".join(frames)))
 
     def facts(self) -> list[Fact]:
-        """Return all facts, including those that follow from several ranks together."""
+        """Return all facts, including those that combine lines of several ranks."""
         known = []
         for fact in self._facts:
             known.append(replace(fact, world=self._world) if isinstance(fact, Address) else fact)

@@ -57,7 +57,7 @@ def diagnose_job(events: Sequence[Event], lines: Iterable[LogLine]) -> Diagnosis
 
 
 def _with_keys(diagnosis: Diagnosis, events: Sequence[Event]) -> Diagnosis:
-    """Return the diagnosis with fixes that name the job's keys, with the values to set."""
+    """Add fixes that name the job's configuration keys and the values to set."""
     configured = find_last_event(events, ConfiguredPayload)
     if configured is None:
         return diagnosis
@@ -111,8 +111,9 @@ def _evidence_words(
 
 
 def _price_straggler(guard: Event, events: Sequence[Event]) -> str:
-    """Return the time and dollars that a straggler cost in its generation, as text; "" for any
-    other event.
+    """Describe the time and dollars that a straggler cost in its generation.
+
+    Return "" for an event that reports no straggler.
     """
     if not is_event(guard, GuardPayload) or guard.payload.action is not GuardAction.SLOW_RANK:
         return ""

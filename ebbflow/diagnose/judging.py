@@ -72,8 +72,9 @@ _AFTERMATH_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A symptom found in the logs: its rule, its role (root, cascade, advice, or history if the
-    job has survived it), the confidence and the evidence.
+    """A symptom found in the logs, with its evidence and the confidence in it.
+
+    Its role is root, cascade, advice or history (a failure that the job has survived).
     """
 
     rule: SymptomRule
@@ -118,8 +119,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class PossibleCause:
-    """A possible cause, its calibrated probability, and the test that separates it from the first
-    candidate ("" for the first one).
+    """A possible cause of the failure, with its calibrated probability.
+
+    `separate` is the test that separates it from the first candidate; it is empty for the first
+    one.
     """
 
     rule: SymptomRule
@@ -137,8 +140,9 @@ class PossibleCause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings in a set of logs, whether the diagnosis abstained from naming a root, and which
-    files were read.
+    """Result of a diagnosis: the findings and the files that were read.
+
+    `abstained` is whether no finding is named as the root.
     """
 
     findings: tuple[Finding, ...]
@@ -180,10 +184,10 @@ def diagnose_files(files: Sequence[Path | None]) -> Diagnosis:
 
 
 def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
-    """Choose at most three findings: the root failure, then failures that followed from it, then
-    advice or the failures of earlier episodes.
+    """Choose at most three findings: the root failure, then its consequences, advice, and failures
+    of earlier episodes.
 
-    ended_well: whether the job is known to have ended well, so that nothing is a root.
+    ended_well: whether the job is known to have ended well, so that no finding is a root.
     """
     series = evidence.series
     seen = evidence.silences() | evidence.seen
@@ -240,7 +244,10 @@ def judge(evidence: Evidence, *, ended_well: bool = False) -> Diagnosis:
 
 
 def evidence_class(root: Finding) -> str:
-    """Return the class of a root's evidence, on which its probability depends."""
+    """Classify a root's evidence as "vague", "clear" or "contested".
+
+    The root's calibrated probability depends on this class.
+    """
     rule = root.rule
     is_guess = rule.id == load_rules().other(rule.family)
     vague_rank = _VAGUE_RANK if rule.family == "program" else _GENERIC_RANK
@@ -253,10 +260,10 @@ def evidence_class(root: Finding) -> str:
 
 
 def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
-    """Diagnose the error messages of failed ranks. Return the root failure if it is a cause, not an
-    effect of another failure; else None.
+    """Diagnose the error messages of failed ranks while the job still runs.
 
-    It is the judgement of `diagnose`, on what is known while the job still runs.
+    Return the root failure if it is a specific cause, and None if it is only an effect of another
+    failure.
 
     Args:
         messages: rank and message of each failure, which may have several lines
@@ -273,8 +280,9 @@ def find_reported_cause(messages: Iterable[tuple[int, str]]) -> Finding | None:
 
 
 def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
-    """Return the symptoms, with those added that the facts prove, and without those that such a
-    symptom replaces.
+    """Copy `seen`, and add the symptoms that the facts prove.
+
+    Symptoms that a proven symptom replaces (`FactTest.instead_of`) are removed.
     """
     judged = dict(seen)
     for rule in load_rules().rules:
@@ -295,7 +303,10 @@ def _judge_facts(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen
 
 
 def _judge_nccl_errors(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str, Seen]:
-    """Return the symptoms, with those added that the causes in NCCL's error messages prove."""
+    """Copy `seen`, and add the symptoms that NCCL's error messages prove.
+
+    Symptoms that a proven symptom replaces are removed.
+    """
     judged = dict(seen)
     named = dict[str, Seen]()
     for fact in facts:
@@ -318,7 +329,10 @@ def _judge_nccl_errors(facts: Sequence[Fact], seen: dict[str, Seen]) -> dict[str
 
 
 def _are_near(found: Seen, facts: Sequence[Fact]) -> bool:
-    """Return whether facts are about the lines of a symptom."""
+    """Return whether any of the facts was logged near a symptom's lines.
+
+    Timed-out collectives count as near, wherever they were logged.
+    """
     for fact in facts:
         is_near = found.first is not None and found.first.file == fact.line.file
         if fact.kind == Timeouts.kind or (is_near and abs(found.order - fact.order) <= _NEAR_FACT):
@@ -327,7 +341,7 @@ def _are_near(found: Seen, facts: Sequence[Fact]) -> bool:
 
 
 def _add_detail(finding: Finding, facts: Sequence[Fact]) -> Finding:
-    """Return a finding with the cause and fix that a fact in its lines adds."""
+    """Add a more specific cause and fix to a finding, if a fact in its lines provides them."""
     numbers = {(line.file, line.number) for line in finding.evidence}
     for fact in facts:
         if isinstance(fact, NcclError) and (fact.line.file, fact.line.number) in numbers:
@@ -346,8 +360,10 @@ def _add_detail(finding: Finding, facts: Sequence[Fact]) -> Finding:
 
 
 def _list_candidates(root: Finding, suspects: Sequence[Seen]) -> tuple[PossibleCause, ...]:
-    """Return the root and up to two other causes: those that the logs show beside it, then those
-    that its rule is confused with. They share what the root's probability leaves.
+    """List the root and up to two other possible causes.
+
+    Causes that the logs also show come first, then those that the root's rule lists under
+    `confused`. They share what the root's probability leaves.
     """
     probability = root.probability or 0.0
     others: dict[str, str] = {}
@@ -384,15 +400,16 @@ def _choose_root(known: dict[str, Seen], suspects: list[Seen], series: Series) -
 
 
 def _past(found: Iterable[Seen]) -> tuple[Finding, ...]:
-    """Return findings of failures that the job has survived, the most telling ones first."""
+    """Return up to two findings for failures that the job has survived, causes before effects."""
     likely = [matches for matches in found if _confidence(matches) >= THIN]
     likely.sort(key=lambda matches: (-_level(matches), matches.order))
     return tuple(_finding(matches, "history", likely) for matches in likely[: _MOST_FINDINGS - 1])
 
 
 def _confidence(found: Seen) -> float:
-    """Return the confidence in one symptom, regardless of other symptoms; 0 if no line matches its
-    rule's `need`.
+    """Return the confidence in one symptom, regardless of other symptoms.
+
+    It is 0 if no line matches the rule's `need`, or too few lines match the rule.
     """
     rule = found.rule
     if (rule.need and not found.needed) or (found.count < rule.least and not found.verdict):
@@ -412,8 +429,9 @@ def _level(found: Seen) -> int:
 
 
 def _root(suspects: list[Seen], series: Series) -> Seen | None:
-    """Return the first failure, or a nearby symptom that its rule lists under `follows`, as one
-    that causes it.
+    """Return the first failure, or a nearby symptom that may have caused it.
+
+    The rule of the first failure lists such symptoms under `follows`.
     """
     first = _first_failure(suspects, series)
     if first is None:
@@ -467,15 +485,16 @@ def _first_failure(suspects: list[Seen], series: Series) -> Seen | None:
 
 
 def _follows_late(failure: Seen, effect: Seen) -> bool:
-    """Return whether a failure was logged so long after an effect that it did not lead to it."""
+    """Return whether a failure was logged too long after an effect to have caused it."""
     before = effect.lines[0].time
     after = failure.lines[0].time
     return before is not None and after is not None and after - before > _AFTERMATH_SECONDS
 
 
 def _by_words(root: Seen | None, suspects: list[Seen], series: Series) -> Seen | None:
-    """Return `root`, or a symptom whose family fits the stack frames or the words of the error
-    lines better.
+    """Compare the family of `root` with the stack frames and the words of the error lines.
+
+    Return a symptom of another family if that family fits them better, else `root`.
     """
     if root is None:
         return _by_words_alone(series)
@@ -506,7 +525,10 @@ def _is_just_before(line: LogText, at: LogText) -> bool:
 
 
 def _may_overrule(suspect: Seen, root: Seen, family: str, series: Series) -> bool:
-    """Return whether a suspect of the family may be the root in place of `root`."""
+    """Return whether `suspect` may replace `root`, because `family` fits the error lines better.
+
+    The suspect must be of that family and of the same level as `root`, and not be its consequence.
+    """
     return (
         suspect.rule.family == family
         and _level(suspect) == _level(root)
@@ -517,8 +539,9 @@ def _may_overrule(suspect: Seen, root: Seen, family: str, series: Series) -> boo
 
 
 def _by_words_alone(series: Series) -> Seen | None:
-    """Return the failure of logs in which no rule names a root, from the words of severe lines or
-    from stack frames.
+    """Name a failure if no rule names a root.
+
+    The words of severe lines or the stack frames decide its family.
     """
     lines = list(series.severe.values())
     guess = guess_family(line.text for line in lines)
@@ -535,8 +558,9 @@ def _by_words_alone(series: Series) -> Seen | None:
 
 
 def _unknown_failure(family: str, margin: float, line: LogText, series: Series) -> Seen | None:
-    """Return a failure of a family that none of its rules describes, or None if the run completed
-    or trained on.
+    """Make a failure of a family that none of its specific rules describes.
+
+    Return None if the run completed, or if training continued after `line`.
     """
     book = load_rules()
     rule = book.find(book.other(family))
@@ -548,7 +572,7 @@ def _unknown_failure(family: str, margin: float, line: LogText, series: Series) 
 
 
 def _symptom_of_code(family: str, text: str) -> str:
-    """Return the id of the symptom of an exception that code of a family raised."""
+    """Return the symptom id for an exception that was raised in a family's code."""
     if family == "data" and _WORKER_GONE.search(text):
         return "E01"
     if family == "data" and _UNEQUAL_SAMPLES.search(text):
@@ -559,8 +583,9 @@ def _symptom_of_code(family: str, text: str) -> str:
 
 
 def _lasted(found: Seen, series: Series) -> bool:
-    """Return whether a failure may have ended or harmed the run, because normal training did not
-    follow.
+    """Return whether a failure may have ended or harmed the run.
+
+    This is excluded for most families if normal training follows the failure.
     """
     if found.verdict:
         return True
@@ -570,13 +595,14 @@ def _lasted(found: Seen, series: Series) -> bool:
 
 
 def _went_on_after(found: Seen, series: Series) -> bool:
-    """Return whether training went on after a message about capacity or money."""
+    """Return whether training continued after a message about capacity or money."""
     return found.rule.family == "cost" and not found.verdict and series.survived(found.last)
 
 
 def _only_advice(known: Iterable[Seen]) -> Seen | None:
-    """Return the best advice if the logs show no failure, for example if a run is only slow;
-    otherwise return None.
+    """Return the best advice if the logs show no failure, for example if a run is only slow.
+
+    Return None if they show a failure.
     """
     found = list(known)
     if any(
@@ -596,8 +622,9 @@ def _is_summary(found: Seen) -> bool:
 
 
 def _tells_of_the_run(found: Seen) -> bool:
-    """Return whether advice matters although losses are sound: monitoring or speed, or clocks, in
-    several lines.
+    """Return whether advice matters even if the losses are normal.
+
+    This is advice about monitoring, speed or clocks, found in several lines.
     """
     return found.count > 1 and (
         found.rule.family in ("monitoring", "throughput") or found.rule.id == "A32"
@@ -605,8 +632,9 @@ def _tells_of_the_run(found: Seen) -> bool:
 
 
 def _earliest(found: list[Seen]) -> Seen:
-    """Return the symptom with the smallest time of its first line, or the first in the logs if a
-    time is unknown.
+    """Return the symptom whose first line has the earliest time.
+
+    If any of the times is unknown, return the symptom that comes first in the logs.
     """
     in_order = sorted(found, key=lambda each: (each.order, -each.rule.rank))
     if any(each.lines[0].time is None for each in found):
@@ -615,8 +643,10 @@ def _earliest(found: list[Seen]) -> Seen:
 
 
 def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
-    """Return the ranks that the symptom's lines accuse or, if their writers only wait, the other
-    ranks of the logs.
+    """Return the `suspects` and the `note` of a symptom's finding.
+
+    Suspects are the ranks that the symptom's lines accuse. If the ranks that wrote the lines only
+    wait, the suspects are all other ranks of the logs.
     """
     lines = [*found.lines, *found.ranks.values()]
     rule = found.rule
@@ -641,9 +671,7 @@ def _accuse(found: Seen, known: set[int]) -> dict[str, Any]:
 
 
 def _are_alike(found: Seen, known: set[int]) -> bool:
-    """Return whether every one of several ranks has the cause, none of them clearly before the
-    others.
-    """
+    """Return whether all of several ranks logged the cause at about the same time."""
     if found.rule.kind != "cause" or len(found.ranks) < max(2, len(known)):
         return False
     # At a start, the time tells only which rank was started first.

@@ -59,7 +59,7 @@ _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled expression of a rule.
+    """A compiled regular expression of a rule.
 
     `rule` is the rule's index, `role` the rule's field (look, hint, …).
     """
@@ -110,8 +110,9 @@ class Seen:
             self.ranks[line.rank] = line
 
     def split(self, file: str) -> "tuple[Seen | None, Seen | None]":
-        """Split the matches into those of `file` and those of all other files; None for a side
-        without a match.
+        """Split the matches into those in `file` and those in all other files.
+
+        A part without matches is None.
         """
         mine = self.counts[file]
         if not mine:
@@ -121,7 +122,7 @@ class Seen:
         return self._part({file}), self._part(self.counts.keys() - {file})
 
     def _part(self, files: Set[str]) -> "Seen":
-        """Return the matches of some files; of each, the lines that are kept."""
+        """Return the matches in some of the files, as far as their lines were kept."""
         part = replace(self, first=None, verdict=False)
         part.lines = [line for line in self.lines if line.file in files]
         part.ranks = {rank: line for rank, line in self.ranks.items() if line.file in files}
@@ -136,8 +137,9 @@ class Seen:
         return part
 
     def without(self, cleared: str) -> "Seen | None":
-        """Return the matches that are about another task, job or pod than `cleared`, or None if
-        there are none.
+        """Return the matches that concern another known task, job or pod than `cleared`.
+
+        Return None if there are none.
         """
         left = [(line, order) for line, order, name in self.kept if name not in ("", cleared)]
         new = Seen(self.rule, hints=self.hints, strong=self.strong, needed=self.needed)
@@ -149,7 +151,7 @@ class Seen:
 
 
 class Matcher:
-    """Index of all rules' expressions, which finds the rules that match a line."""
+    """Index of the rules' regular expressions, which finds those that match a line."""
 
     def __init__(self, rules: Sequence[SymptomRule]) -> None:
         self.rules = rules
@@ -261,14 +263,18 @@ class Matcher:
 
 
 def strip_prefix(text: str) -> str:
-    """Return a line without what launchers, schedulers and log shippers write before it."""
+    """Remove the prefix that launchers, schedulers and log shippers add to a line."""
     if _PREFIX.match(text):
         return _PREFIX.sub("", text, count=1)
     return text
 
 
 def is_no_evidence(text: str) -> bool:
-    """Return whether a line quotes code, settings or a help text, or is one of our own."""
+    """Return whether a line cannot be evidence of a failure.
+
+    Such a line quotes code, settings or a help text, denies a fault, or was written by Ebbflow
+    itself.
+    """
     stripped = strip_prefix(text)
     return _is_noise(stripped) or _is_denial(stripped)
 
@@ -279,10 +285,10 @@ def load_matcher() -> Matcher:
 
 
 def required_literals(expression: str) -> tuple[str, ...]:
-    """Return lower-case texts such that every line that matches the expression contains at least
-    one of them.
+    """Find texts for a quick check: each line that matches contains at least one of them.
 
-    Raises ValueError if the expression requires no text of at least 3 characters.
+    The texts are in lower case. Raises ValueError if the expression requires no text of at least 3
+    characters.
     """
     from re import _parser  # type: ignore[attr-defined]
 
@@ -293,8 +299,9 @@ def required_literals(expression: str) -> tuple[str, ...]:
 
 
 def choose_triggers(literals: Iterable[str]) -> list[str]:
-    """Choose a small set of short texts such that each literal contains at least one of them
-    (greedy set cover).
+    """Choose a small set of short texts so that each literal contains at least one of them.
+
+    The algorithm is greedy set cover.
     """
     uncovered = set(literals)
     holders: dict[str, set[str]] = defaultdict(set)
@@ -327,7 +334,7 @@ def _is_noise(text: str) -> bool:
 
 
 def _is_denial(text: str) -> bool:
-    """Return whether a line denies a fault, prepares for one or is about an optional library."""
+    """Return whether a line denies a fault, prepares for one, or is about an optional library."""
     if ".so" in text and _OPTIONAL_LIBRARY.search(text):
         return True
     return _DENIAL.search(text) is not None
@@ -341,8 +348,9 @@ def _object_of(line: LogText) -> str:
 
 
 def _is_told(regex: re.Pattern[str], text: str) -> bool:
-    """Return whether an expression matches words that report a fault. A line may also mention one
-    without having it ("on CUDA out of memory the batch is halved").
+    """Return whether an expression matches a report of a fault, not only a mention.
+
+    For example, "on CUDA out of memory the batch is halved" only mentions a fault.
     """
     match = regex.search(text)
     if match is None:
@@ -358,8 +366,7 @@ def _compile_all(texts: Iterable[str]) -> list[re.Pattern[str]]:
 
 
 def _best(sequence: Any) -> set[str]:
-    """Return a set of texts such that every match of a parsed regular expression contains at least
-    one of them.
+    """Find texts such that each match of a parsed regular expression contains at least one.
 
     If there are several such sets, return the one with the longest texts.
     """
@@ -386,8 +393,8 @@ def _best(sequence: Any) -> set[str]:
 
 
 def _shortest(literals: set[str]) -> int:
-    """Return the smallest length of a literal.
+    """Return the length of the shortest literal.
 
-    Its length is that of its longest run without digits and dots.
+    The length of a literal is that of its longest part without digits and dots.
     """
     return min(max(map(len, _DIGIT.split(literal))) for literal in literals)

@@ -1,4 +1,4 @@
-"""NCCL's words for its failures, with the cause and the fix of each.
+"""Table of NCCL's error messages, with the cause and the fix of each.
 
 torch's exception names only a class, such as ncclSystemError; the words after "Last error:" name
 the cause. They are those of NCCL's sources (WARN lines of 2.18 to 2.28 and of aws-ofi-nccl).
@@ -13,7 +13,7 @@ _GENERIC = ("A16", "D01", "D06", "D13", "D19")
 
 @dataclass(frozen=True)
 class NcclCause:
-    """Words of an NCCL message, and the failure that they stand for."""
+    """A pattern for error messages of NCCL, and the failure that they report."""
 
     words: str  # regular expression over the last error, in lower case
     symptom: str  # rule of `ebbflow diagnose`
@@ -220,14 +220,15 @@ _IS_NCCL = re.compile(
 
 
 def find_nccl_cause(last_error: str) -> NcclCause | None:
-    """Return the row of NCCL's words in its last error; None for unknown words."""
+    """Find the table's entry for NCCL's last error; None if the message is unknown."""
     text = last_error.lower()
     return next((row for row in NCCL_CAUSES if re.search(row.words, text)), None)
 
 
 def find_message_cause(message: str) -> NcclCause | None:
-    """Return the row of the last error in torch's exception; None if the exception is another, or
-    has no known words.
+    """Find the table's entry for the NCCL error in the message of a torch exception.
+
+    Return None if it is another exception, or its NCCL message is unknown.
     """
     if not _IS_NCCL.search(message):
         return None

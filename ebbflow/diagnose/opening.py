@@ -1,7 +1,7 @@
-"""Opening of logs as lost machines leave them: compressed, in archives, cut, or with gaps of NUL
-bytes.
+"""Open logs that are compressed, archived, cut off or interrupted by NUL bytes, as lost machines
+leave them.
 
-What cannot be read is recorded as the reason, beside what could be read.
+If a part of a log cannot be read, the reason is recorded, and the other parts are read.
 """
 
 import bz2
@@ -25,7 +25,7 @@ _DEEPEST = 3  # archives inside archives
 
 
 class LogStream:
-    """One log, plain, that may be a member of an archive."""
+    """Stream of one decompressed log, which may be a member of an archive."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class LogStream:
 
     @property
     def damage(self) -> str | None:
-        """Reason why the log could not be read to its end; None if it was, or until then."""
+        """Reason why the log could not be read to its end; None if no damage was found so far."""
         if isinstance(self._stream, LogStream):
             return self._damage or self._stream.damage
         return self._damage
 
     def read(self, size: int) -> bytes:
-        """Read up to `size` bytes; b"" at the end, or where the log is damaged."""
+        """Read up to `size` bytes. Return b"" at the end, or where the log is damaged."""
         if self._head:
             part = self._head[:size]
             self._head = self._head[size:]
@@ -69,7 +69,7 @@ class LogStream:
 
 
 def open_logs(name: str, stream: BinaryIO) -> Iterator[LogStream]:
-    """Yield the logs in a stream: one, or one per file of an archive.
+    """Yield the one log in a stream, or each log of an archive.
 
     Read each of them before the next one. Raises OSError if an archive cannot be read at all.
     """
@@ -77,9 +77,9 @@ def open_logs(name: str, stream: BinaryIO) -> Iterator[LogStream]:
 
 
 def open_growing(path: Path) -> BinaryIO:
-    """Open a file, and read it up to the size that it has now, so that a log that grows has an end.
+    """Open a file that may still grow. Reading stops at the size that the file has now.
 
-    Holes at its start, which a log that was truncated under its writer has, are skipped.
+    A hole at its start is skipped; a log has one if it was truncated while its writer had it open.
     """
     raw = open(path, "rb")  # noqa: SIM115
     if not path.is_file():
@@ -103,7 +103,7 @@ class _Decompressor(Protocol):
 
 
 class _Limited(io.RawIOBase, BinaryIO):
-    """A file up to a size."""
+    """File object that ends at a given size, even if the file is longer."""
 
     def __init__(self, raw: BinaryIO, size: int) -> None:
         self._raw = raw
@@ -129,7 +129,10 @@ class _Limited(io.RawIOBase, BinaryIO):
 
 
 class _Decompressed(io.RawIOBase, BinaryIO):
-    """Decompressed bytes of a stream, all that a cut stream still yields."""
+    """File object with the decompressed bytes of a stream.
+
+    A stream that is cut off yields what can be decompressed before it raises EOFError.
+    """
 
     def __init__(self, source: LogStream, make: Callable[[], _Decompressor]) -> None:
         self._source = source
@@ -146,7 +149,9 @@ class _Decompressed(io.RawIOBase, BinaryIO):
         return part
 
     def _step(self) -> bool:
-        """Decompress the next bytes; return False at the end. Raises EOFError in a cut stream."""
+        """Decompress the next bytes; return False at the end. Raises EOFError if the stream is cut
+        off.
+        """
         if self._decompressor.eof:
             rest = (self._decompressor.unused_data or self._waiting).lstrip(b"\0")
             self._waiting = rest or self._source.read(_PIECE_BYTES).lstrip(b"\0")
@@ -220,7 +225,7 @@ def _open_tar(log: LogStream, depth: int) -> Iterator[LogStream]:
 
 
 def _read_tar(log: LogStream) -> tarfile.TarFile:
-    """Read the beginning of an archive. Raises OSError if it is cut within its first header."""
+    """Open a log as a tar archive. Raises OSError if it is cut off within its first header."""
     try:
         return tarfile.open(fileobj=_Readable(log), mode="r|")
     except tarfile.TarError as error:
@@ -247,7 +252,7 @@ def _open_zip(log: LogStream, raw: BinaryIO, depth: int) -> Iterator[LogStream]:
 
 
 class _Readable(io.RawIOBase, BinaryIO):
-    """A log as a file object, for libraries."""
+    """File object that wraps a `LogStream`, for libraries."""
 
     def __init__(self, log: LogStream) -> None:
         self._log = log

@@ -107,7 +107,7 @@ class DiagnoseError(InfraError, outcome=Outcome.CONFIG):
 
 @dataclass(frozen=True, slots=True)
 class LogText:
-    """One line of a log."""
+    """One line of a log, with its position, rank and time."""
 
     file: str  # the path as given; "-" is standard input
     number: int  # line number, counted from 1
@@ -122,7 +122,7 @@ class LogText:
 
 @dataclass
 class FileScan:
-    """Number of lines read from one file, what could not be read, or why the file was refused."""
+    """Result of reading one file: its number of lines, its gaps, or why it was refused."""
 
     file: str
     lines: int = 0
@@ -133,7 +133,7 @@ class FileScan:
     nul_bytes: int = 0  # NUL bytes, as a loss of power or a truncation leaves them
 
     def describe_gaps(self) -> str | None:
-        """Describe what could not be read although the file is a log, or return None."""
+        """Describe the parts of the log that could not be read; None if there are none."""
         gaps = []
         if self.unread is not None:
             gaps.append(f"read up to line {self.lines}, then: {self.unread}")
@@ -143,7 +143,7 @@ class FileScan:
 
 
 class OpenLog(NamedTuple):
-    """An open log, and the facts that were read from it so far."""
+    """An open log, and the record of what was read from it so far."""
 
     scan: FileScan
     stream: LogStream | None  # None: it is refused
@@ -178,9 +178,9 @@ def log_files(paths: Sequence[str]) -> list[Path]:
 
 
 def scan_logs(path: Path | None) -> Iterator["OpenLog"]:
-    """Yield the logs of a file, which may be compressed or an archive; None is standard input.
+    """Open the logs in a file, which may be compressed or an archive. None is standard input.
 
-    A file that cannot be opened yields one log that is refused.
+    If the file cannot be opened, yield one log that is refused.
     """
     name = "-" if path is None else str(path)
     try:
@@ -227,13 +227,16 @@ def candidates(
 
 
 def names_a_master(files: Sequence[Path | None]) -> bool:
-    """Return whether pods are named master-0 and worker-0, so that worker-0 is rank 1."""
+    """Return whether the files belong to pods such as master-0 and worker-0, so that worker-0 is
+    rank 1.
+    """
     return any(path is not None and _MASTER.search(path.name) for path in files)
 
 
 def rank_of(text: str, first_worker: int = 0) -> int | None:
-    """Return the rank in a line's prefix, as torch, Slurm, Lightning, MPI, Ray or kubectl write it,
-    or None.
+    """Parse the rank in the prefix of a line; None if there is none.
+
+    The known prefixes are those of torch, Slurm, Lightning, MPI, Ray and kubectl.
 
     first_worker: the rank of the pod "worker-0"
     """
@@ -247,7 +250,7 @@ def rank_of(text: str, first_worker: int = 0) -> int | None:
 
 
 def rank_of_path(path: Path, first_worker: int = 0) -> int | None:
-    """Return the rank in the name of a log file or of its folders, or None.
+    """Parse the rank in the path of a log file; None if there is none.
 
     The last "rank" in a path counts. first_worker: the rank of the pod "worker-0"
     """
@@ -318,7 +321,7 @@ def _encoding(head: bytes) -> str | None:
 
 
 def _blocks(head: bytes, stream: LogStream, encoding: str) -> Iterator[bytes]:
-    """Yield the file in UTF-8 blocks that end at line ends; a line longer than a block is divided."""
+    """Yield a log in UTF-8 blocks that end at line ends. A line longer than a block is divided."""
     import codecs
 
     if encoding == "utf-8":
@@ -352,11 +355,11 @@ def _blocks(head: bytes, stream: LogStream, encoding: str) -> Iterator[bytes]:
 def _find_lines(
     blocks: Iterable[bytes], triggers: Sequence[bytes], scan: FileScan, most: int
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number, line) for each line that contains a trigger, which is a text that some
-    rule looks for.
+    """Yield (line number, line) for each line that contains one of the triggers.
 
     Lines that differ only in digits count as equal. If a line is repeated more than `most` times,
-    only a sample of the rest is yielded. Triggers contain no digits, so equal lines need only one search.
+    only a sample of the rest is yielded. Triggers contain no digits, so equal lines need only one
+    search.
     """
     counts: dict[
         bytes, int
@@ -392,7 +395,7 @@ def _find_lines(
 
 
 def _text_of_bytes(match: re.Match[bytes]) -> bytes:
-    """Return a list of bytes, as journalctl writes lines with colours, as a JSON string."""
+    """Convert a list of bytes, as journalctl writes lines with colors, to a JSON string."""
     values = [int(value) for value in match[2].split(b",")]
     if not all(0 <= value < 256 for value in values):
         return match[0]
@@ -400,7 +403,7 @@ def _text_of_bytes(match: re.Match[bytes]) -> bytes:
 
 
 def _unbox(text: str) -> str:
-    """Return the text inside a box that a terminal library draws; its quoted code stays boxed."""
+    """Remove the box that a terminal library draws around a line. Quoted code stays boxed."""
     match = _BOXED.match(text)
     if match is None or _BOXED_CODE.match(match[1]):
         return text
@@ -435,8 +438,9 @@ def _parse(
 
 
 def _records(text: str) -> Iterator[tuple[str, str | None, int | None]]:
-    """Yield (message, timestamp, rank) of each record in a line of JSON, which may be a piece of a
-    longer line.
+    """Yield (message, timestamp, rank) of each JSON record in a line.
+
+    The line may be a piece of a longer one, so its first and last record may be incomplete.
     """
     for piece in [text] if len(text) < LONGEST_LINE_BYTES // 2 else _RECORDS.split(text):
         try:

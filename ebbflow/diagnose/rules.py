@@ -1,8 +1,9 @@
 """Symptom rules of `ebbflow diagnose`: loaded from `rules/*.yaml`, and rendered as text or JSON.
 
 A file contains one family of symptoms: `family` (its name), `letter`, `title`, `frames` (a pattern
-of the paths of code whose exceptions belong to the family), `other` (the rule of what only frames
-or words name), `defaults` (for fields of its rules) and `rules`. Fields of a rule:
+of the paths of code whose exceptions belong to the family), `other` (the rule for failures that
+only stack frames or words point to), `defaults` (for fields of its rules) and `rules`. Fields of a
+rule:
 
     id, title       the family's letter and two digits. A to J are symptoms from the guides that `guides` names.
     kind            cause: can explain other failures. effect: a failure that often follows a cause elsewhere. echo: a
@@ -62,7 +63,10 @@ KINDS = {"cause": 0.9, "effect": 0.75, "echo": 0.55, "summary": 0.4, "advice": 0
 
 @dataclass(frozen=True, kw_only=True)
 class FactTest:
-    """What a rule says about one kind of fact."""
+    """An expression of a rule that is tested on the facts of one kind.
+
+    A test in the rule's `facts` proves the symptom; one in its `details` adds a cause and a fix.
+    """
 
     fact: str  # the kind
     expression: str
@@ -73,13 +77,17 @@ class FactTest:
     fix: str = ""
 
     def holds(self, fact: Fact) -> bool:
-        """Return whether the expression is true of a fact."""
+        """Return whether a fact has the kind of this test and fits its expression."""
         return fact.kind == self.fact and fact.fits(self.expression)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyChange:
-    """A change of one configuration key: to a value, by a factor, or to the next of a ladder."""
+    """A recommended change of one configuration key.
+
+    The key is set to a value, multiplied by a factor, or moved to the next value of a list
+    (`ladder`).
+    """
 
     key: str
     to: Value = None
@@ -102,7 +110,7 @@ class KeyChange:
         return None if changed == now else changed
 
     def describe(self) -> str:
-        """Describe the change for a job whose value is not known."""
+        """Describe the change without the key's current value."""
         if self.ladder:
             return f"{self.key}: the next of {', '.join(self.ladder)}"
         if self.factor is not None:
@@ -110,7 +118,10 @@ class KeyChange:
         return f"{self.key}: {_yaml(self.to)}"
 
     def describe_from(self, now: Value) -> str | None:
-        """Describe the change from the job's value, as a line of its configuration."""
+        """Describe the change from the key's current value, as a line of the configuration.
+
+        Return None if the change cannot help.
+        """
         new = self.apply(now)
         if new is None:
             return None
@@ -209,8 +220,9 @@ _LISTS = tuple(each.name for each in fields(SymptomRule) if each.type == tuple[s
 class Family:
     """Group of symptoms with one subject, such as memory.
 
-    It has a name, the first letter of their ids, a title, a pattern of the paths of code that fails
-    so, and the rule for failures of this family that no other rule knows.
+    `letter` is the first letter of the symptoms' ids. `frames` is a pattern for the paths of code
+    whose exceptions belong to the family. `other` is the rule for failures of the family that no
+    other rule describes.
     """
 
     name: str
@@ -229,7 +241,7 @@ class RuleBook:
     verdicts: tuple[tuple[re.Pattern[str], str], ...]  # what a verdict of agents and guards means
 
     def read_verdict(self, text: str) -> str | None:
-        """Return the id of the symptom that a verdict of an agent or a guard describes, or None."""
+        """Return the symptom id for a failure that an agent or a guard reported, or None."""
         return next((symptom for pattern, symptom in self.verdicts if pattern.search(text)), None)
 
     def find(self, identifier: str) -> SymptomRule | None:
@@ -327,7 +339,7 @@ def _fact_test(entry: dict[str, Any]) -> FactTest:
 
 
 def _yaml(value: Value) -> str:
-    """Return a value as it stands in a configuration."""
+    """Format a value as it is written in a configuration file."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Losses and step times in a log, recorded while its lines are read, and signs of progress.
+"""Record losses, step times and signs of progress while a log's lines are read.
 
 `series_symptoms` judges them.
 """
@@ -36,7 +36,7 @@ _NO_DIGITS = {ord(digit): None for digit in "0123456789"}
 
 
 class SeriesPoint(NamedTuple):
-    """One value of a series."""
+    """A number that was read from a log line, such as a loss."""
 
     order: int  # position of its line among all lines read
     line: LogText
@@ -45,7 +45,7 @@ class SeriesPoint(NamedTuple):
 
 @dataclass
 class Track:
-    """One series of values."""
+    """Values of one quantity, such as a rank's loss, in the order in which they were logged."""
 
     points: list[SeriesPoint] = field(default_factory=list)
 
@@ -63,14 +63,14 @@ class Track:
 
 
 class LogSource(NamedTuple):
-    """A rank's lines in one file."""
+    """Key for the lines that one rank wrote to one file."""
 
     file: str
     rank: int | None
 
 
 class TrackKey(NamedTuple):
-    """A rank's values of one name in one file."""
+    """Key for the values that one rank wrote to one file under one name."""
 
     file: str
     rank: int | None
@@ -87,7 +87,7 @@ class Timing(Enum):
 
 
 class TimingKey(NamedTuple):
-    """A rank's step times of one kind and label in one file."""
+    """Key for the step times of one kind and label that one rank wrote to one file."""
 
     file: str
     rank: int | None
@@ -96,7 +96,7 @@ class TimingKey(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """A rate that was measured with a number of GPUs or nodes."""
+    """Throughput that was measured with a given number of GPUs or nodes."""
 
     order: int
     line: LogText
@@ -179,8 +179,8 @@ class Series:
         )
 
     def raised_in(self, line: LogText) -> str | None:
-        """Return the area of the code that raised an exception, such as "data" or "storage", or
-        None if it is unknown.
+        """Return the area of the code that raised an exception, such as "data"; None if it is
+        unknown.
 
         The area follows from the innermost stack frames before `line`.
         """
@@ -198,9 +198,7 @@ class Series:
         return None
 
     def frames_before(self, line: LogText) -> list[str]:
-        """Return path and function of the inner frames of the traceback before a line, the
-        innermost last.
-        """
+        """Return path and function of the inner traceback frames before a line, innermost last."""
         places = []
         for frame in self._frames.get(line.file, ())[-_TRACEBACK_LINES:]:
             is_near = line.number - _TRACEBACK_LINES <= frame.number <= line.number
@@ -217,8 +215,9 @@ class Series:
         return bool(later) and all(map(math.isfinite, later))
 
     def survived(self, line: LogText | None) -> bool:
-        """Return whether training continued after the line: at least 3 finite losses follow it in
-        the same file.
+        """Return whether training continued after the line.
+
+        At least 3 finite losses must follow it in the same file.
         """
         later = _values_after(line, self.losses)
         return sum(map(math.isfinite, later)) >= _FEWEST_LATER_LOSSES
@@ -344,7 +343,7 @@ class _Frame(NamedTuple):
 
 
 def _find_seconds(text: str, lower: str) -> tuple[Timing, str, float] | None:
-    """Return the kind, label and seconds of the step time in a line."""
+    """Find the step time in a line. Return its kind, label and seconds, or None."""
     if "time" in lower or "sec/" in lower or "s/it" in lower:
         match = _STEP_SECONDS.search(text)
         if match is not None and match[1]:
@@ -374,7 +373,7 @@ def _find_rate(text: str) -> tuple[Timing, str, float] | None:
 def _values_after(
     line: LogText | None, tracks: Mapping[TrackKey, Track] | Mapping[LogSource, Track]
 ) -> list[float]:
-    """Return the values that come after a line in the same file."""
+    """Return the values that were logged after a line in the same file."""
     if line is None:
         return []
     values = []

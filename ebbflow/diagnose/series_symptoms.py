@@ -45,8 +45,9 @@ Evidence = list[tuple[int, LogText]]
 
 
 def judge_series(series: Series) -> dict[str, Evidence]:
-    """Return the symptoms that the series show: for each rule id, the (position, line) pairs that
-    are its evidence.
+    """Find the symptoms that the series show.
+
+    Return the evidence by rule id, as pairs (position, line).
     """
     symptoms = itertools.chain(
         _find_non_finite(series),
@@ -87,7 +88,7 @@ def _find_bad_losses(series: Series) -> Iterator[_Symptom]:
 
 
 def _find_flat_scores(series: Series) -> Iterator[_Symptom]:
-    """Find accuracies that stay at one value although no loss falls."""
+    """Find accuracies that stay at one value while no loss falls."""
     if series.finished is not None:
         return
     for source, track in series.scores.items():
@@ -118,7 +119,10 @@ def _find_bad_norms(series: Series) -> Iterator[_Symptom]:
 
 
 def _find_slow_data(series: Series) -> Iterator[_Symptom]:
-    """Find steps that wait for data: a few for very long, or most of them for most of their time."""
+    """Find steps that wait for data.
+
+    Either a few steps wait for very long, or at least half of them wait for most of their time.
+    """
     for source, track in series.data_shares.items():
         totals = series.data_totals[source].points
         stalls = _stalls(totals)
@@ -144,7 +148,7 @@ def _find_slow_steps(series: Series) -> Iterator[_Symptom]:
 
 
 def _find_poor_scaling(series: Series) -> Iterator[_Symptom]:
-    """Find a rate that falls although there are more GPUs or nodes."""
+    """Find a throughput that falls although more GPUs or nodes are used."""
     if not 0 < len(series.scales) < MOST_SCALES:
         return
     scales = sorted(series.scales, key=lambda scale: scale.workers)
@@ -156,7 +160,7 @@ def _find_poor_scaling(series: Series) -> Iterator[_Symptom]:
 
 
 def _find_clocks_apart(series: Series) -> Iterator[_Symptom]:
-    """Find a rank or node that stamps all steps seconds before or after the first one does.
+    """Find a rank or node whose clock is seconds ahead of or behind the first one's.
 
     Ranks wait for each other in each step, so their times differ by less than a step, unless their
     clocks differ.
@@ -209,9 +213,7 @@ def _is_stuck(track: Track) -> bool:
 
 
 def _falls(series: Series, file: str) -> bool | None:
-    """Return whether some loss in the file falls by at least 5 %, or None if there are too few
-    losses.
-    """
+    """Return whether a loss in the file falls by more than 5 %; None if the losses are too few."""
     falls = None
     for key, track in series.losses.items():
         values = track.values
@@ -223,7 +225,7 @@ def _falls(series: Series, file: str) -> bool | None:
 
 
 def _stalls(totals: Sequence[SeriesPoint]) -> list[SeriesPoint]:
-    """Return the steps that take many times the median.
+    """Return the steps that take many times longer than the median step.
 
     The first step of an epoch does not count, since it waits for the start of the workers.
     """
@@ -248,9 +250,9 @@ def _counts_from_start(values: list[float]) -> bool:
 
 
 def _typical_halves(key: TimingKey, values: list[float]) -> tuple[float, float] | None:
-    """Return the typical seconds of a step early and late in a series, or None if it is short.
+    """Return the typical seconds of a step early and late in a series; None if it is too short.
 
-    Without a label, a short series may be one of evaluation. It is judged only if it grows.
+    A short series without a label may come from evaluation, and is judged only if it grows.
     """
     half = len(values) // 2
     if half >= 10:
@@ -281,7 +283,10 @@ def _stalls_often(values: list[float]) -> bool:
 
 
 def _compare_clocks(first: dict[str, LogText], other: dict[str, LogText]) -> list[SeriesPoint]:
-    """Return two lines of one step if the clock of the other rank is apart, else nothing."""
+    """Compare the clocks of two ranks by the times of their common steps.
+
+    Return the two lines of one step if the clocks differ, else an empty list.
+    """
     shared = [step for step in other if step in first]
     if len(shared) < max(_FEWEST_SHARED, _SAME_STEPS * max(len(first), len(other))):
         return []

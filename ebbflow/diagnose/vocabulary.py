@@ -28,8 +28,9 @@ TRIGGERS = tuple(word.encode() for word in VALUES["severe_triggers"])
 
 
 def split_terms(text: str) -> set[str]:
-    """Split a line into lower-case words, also at underscores and at the capitals of names, and
-    pairs such as "a-b".
+    """Split a line into its lower-case words and all pairs of successive words.
+
+    Names are split at underscores and capitals. A pair is written as "a-b".
     """
     words = _WORD.findall(_CAMEL.sub(" ", text[:600]).lower())
     return {*words, *(f"{first}-{second}" for first, second in itertools.pairwise(words))}
@@ -62,8 +63,9 @@ def guess_family(lines: Iterable[str]) -> tuple[str, float] | None:
 
 
 def confidence_of(margin: float) -> float:
-    """Return the confidence in a guess: 0.5 if its score exceeds the next by `MARGIN`, at most 0.7
-    for more.
+    """Convert the lead of a guessed family over the next one to a confidence.
+
+    The confidence is 0.5 for a lead of `MARGIN`, and at most 0.7.
     """
     return 0.5 + 0.2 * (1 - math.exp(-(margin - MARGIN) / 3))
 

@@ -173,8 +173,9 @@ def _apply_rule(
     history: placement.AttemptHistory,
     now_utc: float,
 ) -> _Choice:
-    """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`; else make
-    that choice.
+    """Choose a reservation if it costs no more than the choice of `_spot_or_on_demand`.
+
+    Else return that choice.
     """
     choice = _spot_or_on_demand(config, plan, found, history, now_utc)
     last = next(
@@ -221,8 +222,9 @@ def _with_move(
     queues: Mapping[str, QueueState],
     now_utc: float,
 ) -> _Choice:
-    """Let an attempt on Spot leave when a reservation of the same machines begins, if the rest
-    costs less there.
+    """Let an attempt on Spot move to a reservation of the same machines if that saves money.
+
+    The attempt leaves Spot when the reservation begins.
     """
     spot = choice.offer.candidate
     queued = {queue_state.reservation for queue_state in queues.values() if queue_state.usable}
@@ -367,7 +369,7 @@ def _fallback_offers(
 
 
 def _refused_lately(history: placement.AttemptHistory) -> set[str]:
-    """Return the pools of the attempts that got no capacity since the last attempt that started."""
+    """Return the pools that had no capacity for the attempts after the last one that started."""
     latest = itertools.takewhile(lambda attempt: attempt.refused, reversed(history.attempts))
     return {attempt.placement.pool for attempt in latest}
 

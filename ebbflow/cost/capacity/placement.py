@@ -156,7 +156,7 @@ def pool_id(queue: str, instance_type: str, nodes: int) -> str:
 
 
 def memory_mib(kind: InstanceType) -> int:
-    """Return how much of an instance's memory a job can request, in MiB."""
+    """Return the memory of an instance that a job can request, in MiB."""
     left = (1 - _KERNEL_SHARE) * (1 - _RESERVED_SHARE)
     return math.floor(kind.ram_gib * 1024 * left) - _AGENT_MIB
 
@@ -425,7 +425,7 @@ def _jobs_of_placements(ordered: Sequence[Event]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class _Try:
-    """A task of a step of the flow, for which an attempt was placed and submitted."""
+    """Task of a flow step for which an attempt was placed and submitted."""
 
     run: str
     attempt: int
@@ -458,11 +458,10 @@ def _with_end(
 
 
 def _causes_from_agents(events: Sequence[Event]) -> dict[str, str]:
-    """Return why AWS Batch jobs ended, as {job id: cause}, if only the agents' events show the
-    cause.
+    """Read from the agents' events why AWS Batch jobs ended, by job id.
 
-    Such a cause is a reclaim notice, or an error of the user's code that ended the job's last
-    generation.
+    A cause is, for example, a reclaim notice, or an error of the user's code that ended the job's
+    last generation.
     """
     jobs: dict[int, set[str]] = {}
     for event in select_events(events, NodeStartedPayload):

@@ -41,8 +41,7 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptAllocation:
-    """Comparison of one attempt: the node seconds that the cluster reported, and the allocations of
-    its pods.
+    """Comparison of the node seconds of one attempt with the allocations of its pods.
 
     `cluster_seconds` come from the cluster. `pods`, `seconds` and `usd` come from the cost monitor.
     """

@@ -171,7 +171,7 @@ class BilledInstance:
         )
 
     def values(self, name: str) -> set[str]:
-        """Return the distinct values that the bill has for a property ("zone", "type" or "market")."""
+        """Return the distinct values of a property ("zone", "type" or "market") in the bill."""
         return {
             value
             for hour in self.hours.values()

@@ -7,9 +7,9 @@ a tag) and one row per day:
     "Usage type total","12.3","12.3"
     "2026-11-20","4.1","4.1"
 
-It has no resources, so that it cannot tell the job's instances from those of others. What it can
-show is a day whose bill is too small for what the job metered, or, if it is grouped by the job's
-tag, a day that is too large.
+It has no resources, so that it cannot tell the job's instances from those of others. It can only
+show a day whose bill is smaller than the job's metered dollars or, if it is grouped by the job's
+tag, a day whose bill is too large.
 """
 
 import csv
@@ -44,7 +44,7 @@ _UNMETERED_SECONDS = 1200
 
 @dataclass(frozen=True, kw_only=True)
 class DailyCosts:
-    """A CSV of Cost Explorer: the dollars of each group on each day, days in UTC."""
+    """Daily costs from a Cost Explorer CSV: the dollars of each group on each UTC day."""
 
     path: Path
     grouped_by: str  # such as "Usage type"
@@ -67,7 +67,7 @@ class DayComparison:
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the day; None if nothing is."""
+        """Description of what is wrong with the day; None if nothing is."""
         if self.billed_usd is None:
             return None
         least = self.metered_usd * (1 - _AGREED_SHARE) - _AGREED_USD
@@ -125,7 +125,9 @@ def read_daily_costs(path: Path) -> DailyCosts:
 def compare_days(
     events: Sequence[Event], costs: DailyCosts, *, job_tag: str
 ) -> list[DayComparison]:
-    """Compare each day on which the job was metered with the groups of the bill that can hold it.
+    """Compare the metered and the billed dollars of each day on which the job was metered.
+
+    Only those groups of the bill count that can hold the job's instances.
 
     Raises:
         BillError: No group can hold the job's instances, or the file covers none of the job's days.
@@ -194,7 +196,7 @@ def _describe_period(costs: DailyCosts) -> str:
 
 
 def _groups_of(ledger: Ledger, costs: DailyCosts, job: str, job_tag: str) -> list[str]:
-    """Return the names of the groups that can hold the job's instances."""
+    """Return the names of the bill's groups that can hold the job's instances."""
     known = costs.groups
     kinds = set()
     for bill in ledger.nodes:

@@ -1,4 +1,4 @@
-"""A job's charges by month, in the columns of the billing format FOCUS 1.0
+"""Export a job's charges by month in the columns of the billing format FOCUS 1.0
 (https://focus.finops.org).
 """
 
@@ -194,11 +194,10 @@ def _months(
     usual: PriceCurve | None,
     words: str,
 ) -> Iterator[dict[str, str]]:
-    """Split the charge for an interval at the ends of calendar months (UTC), and yield one row per
-    month.
+    """Split the charge for an interval at the ends of months (UTC), and yield one row per month.
 
-    A row maps the names of FOCUS columns to their values. Nobody is billed for a run that was only
-    priced as if: its dollars are in `x_SimulatedCost`, and all other costs are 0.
+    A row maps the names of FOCUS columns to their values. A simulated run is not billed: its
+    dollars are in `x_SimulatedCost`, and all other costs are 0.
     """
     at = round(start * MICRO)
     end = round(start * MICRO) + round(seconds * MICRO)

@@ -110,8 +110,9 @@ class BillingFinding:
 
 @dataclass(kw_only=True)
 class Neighbour:
-    """An instance of a compute environment that was billed while the job ran, and that no event and
-    no tag of the job mentions.
+    """An instance that was billed while the job ran, but that no event or tag of the job mentions.
+
+    It belongs to a compute environment, possibly one of the job's.
     """
 
     usd: Decimal = Decimal(0)
@@ -328,7 +329,7 @@ def add_command(commands: Any) -> None:
 
 
 def _forecast_usd(plan: PlanPayload) -> float | None:
-    """Return the forecast dollars for machines, or of an older plan all forecast dollars."""
+    """Return the forecast dollars for machines. In older plans, these are all forecast dollars."""
     if plan.chosen is None:
         return None
     if plan.chosen.compute_usd is None:
@@ -342,7 +343,7 @@ def _add_line(
     repeats: RepeatFilter,
     unreported: Sequence[UnreportedBill],
 ) -> None:
-    """Add a line of the bill to the instance, or to the kind of cost, that it belongs to."""
+    """Add a line of the bill to the instance or the kind of cost to which it belongs."""
     found.synthetic |= line.synthetic
     found.covers_until = max(found.covers_until, line.end)
     tag = line.tags.get(normalise_tag(found.job_tag), "")
@@ -371,7 +372,9 @@ def _add_line(
 
 
 def _add_neighbour(found: Reconciliation, line: BillLine) -> None:
-    """Count an instance of a compute environment that is not the job's.
+    """Add a bill line for an instance of a compute environment that is not the job's.
+
+    The line is ignored if it is of another kind.
 
     Only the first of several files counts, since they may repeat each other.
     """
@@ -389,7 +392,7 @@ def _environments(line: BillLine) -> set[tuple[str, str]]:
 
 
 def _may_be_silent(line: BillLine, bill: UnreportedBill) -> bool:
-    """Return whether a line may be of a node of AWS Batch that recorded no event."""
+    """Return whether a line may be of the AWS Batch node of `bill`, which recorded no event."""
     pool = bill.price.pool
     stay = bill.job.stay(bill.node)
     return (
@@ -455,7 +458,7 @@ def _note_absent_tags(found: Reconciliation) -> Iterator[str]:
 
 
 def _note_neighbours(found: Reconciliation) -> Iterator[str]:
-    """Yield a note on the instances of the job's compute environments that ran while it did."""
+    """Yield a note about other instances of the job's compute environments that ran meanwhile."""
     beside = {
         name: neighbour.usd
         for name, neighbour in sorted(found.neighbours.items())
@@ -544,9 +547,7 @@ def _name_price_difference(metered: MeteredInstance, paid: BilledInstance) -> st
 def _find_contradictions(
     metered: MeteredInstance, billed: BilledInstance
 ) -> Iterator[tuple[str, str]]:
-    """Yield one (property, explanation) pair per property of the instance in which bill and events
-    differ.
-    """
+    """Yield (property, explanation) for each property in which bill and events differ."""
     machine = metered.machine
     known = {
         "zone": machine.get("zone"),
@@ -660,8 +661,9 @@ def _find_wrong_hours(
 
 
 def _check_price(metered: MeteredInstance, hours: list[HourMatch]) -> str | None:
-    """Return an explanation of the hours whose billed dollars do not match the recorded prices;
-    None if all match.
+    """Explain the hours whose billed dollars do not match the recorded prices.
+
+    Return None if all match.
     """
     wrong = []
     for hour in hours:

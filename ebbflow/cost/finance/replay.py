@@ -53,7 +53,10 @@ _STEPPING = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTimes:
-    """Paid time of one generation by use, in seconds (means over the generation's ranks)."""
+    """Paid time of one generation by use, in seconds.
+
+    The times are means over the generation's ranks.
+    """
 
     begin: float  # Unix time of the start
     seconds: float  # the whole paid time
@@ -278,13 +281,14 @@ def _measure_run(ordered: Sequence[Event], ledger: Ledger) -> RecordedRun:
 
 
 def _list_pools(ledger: Ledger) -> list[str]:
-    """Return the pools in which the run was, in their order."""
+    """Return the pools in which the job ran, in order of first use."""
     return list(dict.fromkeys(str(bill.price.pool) for bill in ledger.nodes))
 
 
 def _step_deviation(taken: Sequence[Event[StepPayload]]) -> float:
-    """Return the standard deviation of one rank's step times, measured within each generation, in
-    seconds.
+    """Return the standard deviation of one rank's step times in seconds.
+
+    It is measured within each generation.
     """
     first = min(event.rank for event in taken)
     spent = (
@@ -404,8 +408,9 @@ class _Replay:
         return begin + seconds
 
     def _remaining_seconds(self, step: float) -> float:
-        """Return the seconds for all remaining steps and checkpoints, if a step takes `step`
-        seconds.
+        """Return the seconds that all remaining steps and checkpoints take.
+
+        step: seconds of one step
         """
         left = self.run.steps - self.done
         return left * step + -(-left // self.interval_steps) * self.run.stall_seconds

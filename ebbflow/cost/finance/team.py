@@ -1,5 +1,6 @@
-"""Team budgets in dollars per project and month, which decide which waiting jobs may start, and in
-which order.
+"""Team budgets in dollars per project and month.
+
+They decide which waiting jobs may start, and in which order.
 
     # team.yaml
     budgets:
@@ -71,11 +72,11 @@ class Team:
         return self.budgets.get((project, month), self.budgets.get((project, EVERY_MONTH)))
 
     def months(self, job: JobMoney, now_utc: float) -> list[str]:
-        """Return the months in which the job can run and the project's budget differs from that of
-        the month before.
+        """Return the months whose project budget must be checked before the job starts.
 
-        The months between them have the same budget, and no less of it is left, so they need no
-        check.
+        These are the months in which the job can run and the budget differs from that of the month
+        before. The months between them have the same budget, and no less of it is left, so they
+        need no check.
         """
         now = month_of(now_utc)
         named = {
@@ -221,7 +222,7 @@ def read_team(path: Path) -> Team:
 
 
 def parse_team(text: str, path: str) -> Team:
-    """Parse the text of a team file, which messages name as `path`. Raises TeamError."""
+    """Parse the text of a team file. Error messages name the file as `path`. Raises TeamError."""
     try:
         data = yaml.load(text, Loader=_LineLoader) or {}
     except (ValueError, RecursionError, yaml.YAMLError) as error:  # a date such as 2026-02-30
@@ -263,8 +264,9 @@ def parse_team(text: str, path: str) -> Team:
 
 
 def _judge(team: Team, job: JobMoney, left: Mapping[str, Decimal]) -> tuple[Verdict, str]:
-    """Decide whether the job's unspent budget fits into `left`: the project's dollars left in each
-    month of the job.
+    """Decide whether the job's unspent budget fits into `left`.
+
+    `left` has the project's remaining dollars in each month of the job.
     """
     needed = job.may_spend_usd
     for month, usd in left.items():

@@ -1,15 +1,15 @@
-"""Reservations of a team's budget in the store: each job that starts holds what it may still spend.
+"""Reserve a team's budget in the store: each job that starts holds the dollars that it may spend.
 
 The reservations of all jobs are one document, team/reservations/<number>.json. A launcher reads the
 highest number, judges whether its job fits beside the others, and creates the next number, which
 succeeds for one launcher only; the other one judges again. So two launchers never get the same
 dollars, unless the store ignores the condition that an object must not exist (OpenStack Swift).
 
-A reservation holds while the job's launcher renews its claim (60 s), or node 0's agent writes events
-(`AGENT_SECONDS`), both by the store's clock. After that, and after an outcome, the job spends nothing
-more, and the next launcher drops it. A job that AWS Batch may still start without its launcher keeps
-its reservation until the time limit of its attempt; one that Slurm may start, until the end of its
-Slurm job or an outcome is recorded.
+A reservation holds while the job's launcher renews its claim (60 s), or node 0's agent writes
+events (`AGENT_SECONDS`), both by the store's clock. After that, and after an outcome, the job
+spends nothing more, and the next launcher drops it. A job that AWS Batch may still start without
+its launcher keeps its reservation until the time limit of its attempt; one that Slurm may start,
+until the end of its Slurm job or an outcome is recorded.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TeamState:
     spent_elsewhere: tuple[JobMoney, ...] = ()
 
     def held(self, besides: str = "") -> dict[str, JobMoney]:
-        """Return the money of each job that holds a reservation, except `besides`."""
+        """Return the dollars of each job that holds a reservation, except the job `besides`."""
         spent = {money.job: money for money in self.spent}
         return {
             reservation.job: reservation.money(spent.get(reservation.job))
@@ -122,8 +122,9 @@ class TeamState:
 
 
 def read_money(events: Sequence[Event], rows: Sequence[dict[str, str]]) -> JobMoney:
-    """Summarize a job's spending and its limits from its events (ordered by time) and their charges
-    (`focus_rows`).
+    """Summarize a job's spending and limits.
+
+    events: ordered by time; rows: the charges of these events (`focus_rows`)
     """
     settings = read_settings(events)
     limit = settings.get("cost.budget_usd")
@@ -139,7 +140,9 @@ def read_money(events: Sequence[Event], rows: Sequence[dict[str, str]]) -> JobMo
 
 
 def load_team(name: str, root: Store, folder: Path) -> Team:
-    """Read a team file, or the one in the store if `name` is "store". Raises TeamError, StoreError.
+    """Read a team file, or the team file in the store if `name` is "store".
+
+    Raises TeamError and StoreError.
 
     Args:
         folder: to which a path is relative.
@@ -159,8 +162,9 @@ def load_team(name: str, root: Store, folder: Path) -> Team:
 
 
 def read_state(root: Store, team: Team) -> TeamState:
-    """Read the reservations that hold, and the spending of all jobs: of the store, of the team file
-    and of this machine. Raises StoreError.
+    """Read the active reservations, and the spending of all jobs.
+
+    The jobs are those of the store, of the team file and of this machine. Raises StoreError.
     """
     number, written = _read_newest(root)
     team_uris = {f"{root.uri}/{job_prefix(job)}".rstrip("/") for job in list_jobs(root.uri)}
@@ -272,8 +276,10 @@ def _delete_old(root: Store, number: int) -> None:
 def _holds(
     root: Store, reservation: BudgetReservation, events: Sequence[Event], clock: StoreClock
 ) -> bool:
-    """Return whether the job may still spend: its launcher or its agents run, or AWS Batch or Slurm
-    may start its attempt.
+    """Return whether a job with a reservation may still spend money.
+
+    This is so while its launcher or its agents run, or if AWS Batch or Slurm may still start its
+    attempt.
     """
     store = root.sub(job_prefix(reservation.job))
     outcome = find_final_outcome(events)
@@ -293,15 +299,20 @@ def _holds(
 
 
 def _unended_slurm_jobs(events: Sequence[Event]) -> set[str]:
-    """Return the ids of the Slurm jobs whose end is not recorded: they may start without a launcher."""
+    """Return the ids of the Slurm jobs whose end is not recorded.
+
+    They may start without a launcher.
+    """
     jobs = [event.payload for event in select_events(events, SlurmJobPayload)]
     ended = {job.job_id for job in jobs if job.does == "ended"}
     return {job.job_id for job in jobs} - ended
 
 
 def _never_started(job: str, slurm_job: str) -> bool:
-    """Return whether this machine's Slurm proves that a Slurm job of this job ended in the queue, as
-    after `scancel` without a launcher. Another cluster may have another job with the same id.
+    """Return whether this machine's Slurm proves that the job's Slurm job ended in the queue.
+
+    This happens after `scancel` without a launcher. The name is compared, because another cluster
+    may have another job with the same id.
     """
     try:
         seen = look_up(slurm_job)
@@ -311,8 +322,9 @@ def _never_started(job: str, slurm_job: str) -> bool:
 
 
 def _last_attempt_end(store: Store, events: Sequence[Event]) -> float:
-    """Return the time (Unix, by the store's clock) until which an attempt may run of which AWS Batch
-    has told no end; 0 if there is none.
+    """Return the time until which an attempt may still run on AWS Batch.
+
+    This is a Unix time by the store's clock; 0 if the end of every attempt is recorded.
     """
     ended = {event.payload.job_id for event in select_events(events, BatchAttemptPayload)}
     submitted = [event.payload.job_id for event in select_events(events, BatchSubmittedPayload)]

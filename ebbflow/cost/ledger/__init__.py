@@ -1,1 +1,3 @@
-"""Ledger of a job: its paid time and dollars by class and by cause, computed from its events."""
+"""Ledger of a job: its paid time and dollars by ledger class and by cause, computed from its
+events.
+"""

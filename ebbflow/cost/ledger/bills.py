@@ -35,7 +35,7 @@ SharerCounts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeBill:
-    """Cost of one node of one generation.
+    """Cost of one node in one generation.
 
     Attributes:
         sharers: Number of the job's nodes on the instance over time; empty if this node was always
@@ -84,7 +84,7 @@ class NodeBill:
 
 @dataclass(frozen=True, kw_only=True)
 class UnreportedBill:
-    """Cost of a Batch job's node that recorded no event.
+    """Cost of a node that belonged to a Batch job but recorded no event.
 
     All of the node's time counts as start-up.
     """
@@ -106,8 +106,10 @@ class UnreportedBill:
 
 @dataclass(frozen=True, kw_only=True)
 class Bills:
-    """Costs of a job: `nodes` for nodes with events, `unreported` for nodes of Batch jobs without
-    events.
+    """Costs of a job's nodes.
+
+    The nodes in `nodes` recorded events; those in `unreported` belonged to Batch jobs and recorded
+    none.
     """
 
     nodes: tuple[NodeBill, ...]
@@ -162,11 +164,10 @@ def compute_bills(events: Sequence[Event], generations: Mapping[int, RecordedGen
 def merge_batch_status(
     generations: Mapping[int, RecordedGeneration], bills: Sequence[NodeBill]
 ) -> dict[int, RecordedGeneration]:
-    """Return the generations, with AWS Batch's reason for the end of those whose events give none.
+    """Return the generations, with missing end reasons taken from AWS Batch.
 
-    If no event records why a generation ended, use the reason that AWS Batch reports.
-
-    AWS Batch's reason is used only if it is "reclaimed" or "terminated".
+    A reason is missing if no event records why the generation ended. AWS Batch's reason is used
+    only if it is "reclaimed" or "terminated".
     """
     causes = {bill.node.generation: bill.job.cause for bill in bills if bill.job is not None}
     return {
@@ -178,7 +179,7 @@ def merge_batch_status(
 
 
 def count_machines(bills: Sequence[NodeBill]) -> int:
-    """Count the machines paid for the nodes of one generation.
+    """Count the machines that were paid for in one generation.
 
     Nodes that share an instance count once.
     """
@@ -193,8 +194,8 @@ def compute_rank_charges(
     All ranks of a node have the same share of the node's cost. With a constant price, a rank's
     dollars are proportional to its seconds. If the price changed, each recorded span of the rank's
     time is charged at its own mean price. Time between the recorded spans is charged at the mean
-    price of these gaps. If only time of a class without seconds has a price above zero, the dollars
-    are divided by seconds as well.
+    price of these gaps. If all these charges are zero, the rank's dollars are divided in proportion
+    to its seconds.
     """
     start = start_micros(node)
     share = curve.cost(start, start + rank.paid) / len(node.ranks)
@@ -258,8 +259,9 @@ def divide_price(curve: PriceCurve, sharers: SharerCounts) -> PriceCurve:
 
 
 def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[LedgerClass, Decimal]:
-    """Return the weight of each class in a rank's cost: its seconds at the mean price of the spans
-    that contain it.
+    """Return the weight of each ledger class in a rank's cost.
+
+    The weight is the class's time, multiplied by the mean price of the spans that contain it.
     """
     spent: dict[LedgerClass, Decimal] = {}
     micros: dict[LedgerClass, int] = {}
@@ -279,7 +281,7 @@ def _weigh_classes(rank: RankTime, curve: PriceCurve, start: int) -> dict[Ledger
 
 
 def _find_gaps(rank: RankTime) -> Iterator[Span]:
-    """Yield one span of unattributed time for each interval that none of the rank's spans covers."""
+    """Yield the gaps between a rank's spans as spans of unattributed time."""
     reached = 0
     for span in sorted(rank.spans, key=lambda span: span.start):
         yield _make_gap(reached, span.start)
@@ -288,5 +290,5 @@ def _find_gaps(rank: RankTime) -> Iterator[Span]:
 
 
 def _make_gap(start: int, end: int) -> Span:
-    """Make a span of unattributed time. It does not last if `end` is not after `start`."""
+    """Make a span of unattributed time. It has no duration if `end` is not after `start`."""
     return Span(start, end, {LedgerClass.UNATTRIBUTED: end - start})

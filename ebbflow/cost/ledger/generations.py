@@ -31,7 +31,7 @@ _REFUSED = frozenset({Outcome.PREFLIGHT, Outcome.CONFIG})
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGeneration:
-    """One start of the gang, as its events record it."""
+    """One start of the gang (all ranks of the job), as its events record it."""
 
     number: int
     parent_step: int  # step of the commit that the generation started from
@@ -82,7 +82,7 @@ def read_generations(
 
 
 def find_final_outcome(events: Sequence[Event]) -> Event[OutcomePayload] | None:
-    """Find the `outcome` event that applies to the job; None if there is none.
+    """Find the `outcome` event that decides the job's outcome, or return None if there is none.
 
     This is the last `outcome` event of the newest generation, or a later `outcome` event from a
     step of the flow. A completed job stays completed if preflight refuses a later run of it
@@ -98,8 +98,9 @@ def find_final_outcome(events: Sequence[Event]) -> Event[OutcomePayload] | None:
 
 
 def find_later_refusal(events: Sequence[Event]) -> Event[OutcomePayload] | None:
-    """Return the `outcome` event of the last run if preflight refused it after the job had
-    completed, else None.
+    """Return the `outcome` event of a run that preflight refused after the job had completed.
+
+    Return None if the last run was not refused in this way.
     """
     last = (_final_outcomes(events) or [None])[-1]
     if last is not find_final_outcome(events):
@@ -184,11 +185,11 @@ def _generation(
 def _find_kept_steps(
     by_number: dict[int, list[Event]], running: bool
 ) -> dict[int, tuple[float, float]]:
-    """Return the steps that are part of the final weights, as {generation: (after, last)}; see
-    `kept`.
+    """Find the steps of each generation that are part of the final weights.
 
-    These steps belong to the newest generation, to the generation that wrote its parent commit, and
-    so on back to the job's first start. The steps of all other generations were discarded.
+    Return a pair (after, last) by generation number, as in `RecordedGeneration.kept`. These steps
+    belong to the newest generation, to the generation that wrote its parent commit, and so on back
+    to the job's first start. The steps of all other generations were discarded.
     """
     kept: dict[int, tuple[float, float]] = {}
     if not by_number:
@@ -220,7 +221,7 @@ def _find_last_kept_step(events: list[Event], running: bool) -> float:
 
 
 def _find_parent_step(events: list[Event]) -> int:
-    """Return the step that the generation restored.
+    """Return the step of the commit from which the generation started.
 
     If newer commits were corrupt, this step is older than planned.
     """
@@ -236,11 +237,11 @@ def _find_parent_step(events: list[Event]) -> int:
 
 
 def _find_parent_generation(by_number: dict[int, list[Event]], number: int) -> int | None:
-    """Return the number of the generation that wrote the parent commit; None if there is none or it
-    is unknown.
+    """Find the generation that wrote the parent commit of the generation `number`.
 
-    The commit's key contains the number. If no key is recorded, use the newest earlier generation
-    that executed the commit's step.
+    Return its number, or None if it is unknown or there is no such commit. The commit's key
+    contains the number. If no key is recorded, use the newest earlier generation that executed the
+    commit's step.
     """
     events = by_number[number]
     restored = find_last_event(events, RestorePayload)

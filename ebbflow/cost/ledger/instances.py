@@ -13,8 +13,8 @@ pays for its boot.
 AWS Batch keeps an instance for some minutes after its job, in case that another one can use it. A
 job pays for this time after each stay on an instance (scale-down), unless the stay itself was
 reclaimed or the job's next stay follows within that time. If a later stay on the instance is
-reclaimed within that time of an earlier one, the rest stays charged although nobody bills it, so
-that totals never fall. Nodes of Kubernetes and Slurm have no scale-down.
+reclaimed within this time after an earlier stay, the rest of this time stays charged although AWS
+does not bill it, so that totals never fall. Nodes of Kubernetes and Slurm have no scale-down.
 
 A node of a Batch job costs money from the moment when Batch starts it until it stops. If Batch
 reports no times for a node, the times of the main node apply. The agents record a part of this
@@ -25,9 +25,9 @@ time, by the monotonic clock of their machine. The unrecorded part of a node's t
     tail    from the last event to Batch's stop                interruption if the node was cut off, else idle
 
 The length of this part is computed from durations. Each duration is measured by a single clock, so
-no time is counted twice even if clocks differ. A Slurm job is treated like a Batch job. The division into lead and tail compares the wall
-clocks of two machines, which may be minutes apart; lead and tail are therefore estimated. If a node
-has no event, all of its time counts as start-up.
+no time is counted twice even if clocks differ. A Slurm job is treated like a Batch job. The
+division into lead and tail compares the wall clocks of two machines, which may be minutes apart;
+lead and tail are therefore estimated. If a node has no event, all of its time counts as start-up.
 """
 
 import math
@@ -90,7 +90,7 @@ class ExtraTime:
 
 @dataclass(frozen=True, kw_only=True)
 class PaidStay:
-    """Paid time of one node of a Batch job."""
+    """Paid time of one node in a Batch job."""
 
     # started, stopped: Unix seconds by Batch's clock
     started: float
@@ -220,11 +220,12 @@ def find_instance_extras(
 def was_started_by_another_job(
     uptime_seconds: float, started_wall: float, submitted_wall: float | None
 ) -> bool:
-    """Return whether an instance that has been up for `uptime_seconds` at `started_wall` was not
-    started for the Batch job that was submitted at `submitted_wall`.
+    """Return whether another job started an instance before this job used it.
 
     Args:
-        submitted_wall: None without AWS Batch.
+        uptime_seconds: Time since the boot of the instance, at `started_wall`.
+        started_wall: Unix time at which the job's node started.
+        submitted_wall: Unix time at which the Batch job was submitted; None without AWS Batch.
     """
     if uptime_seconds > LONGEST_IDLE_SECONDS:
         return True
@@ -238,12 +239,14 @@ def find_boots(
     stays: Mapping[int, PaidStay],
     submitted: Mapping[str, float],
 ) -> list[ExtraTime]:
-    """Find the time of each instance before its first node: boot and image pull, and for AWS Batch
-    all that precedes the start of its container.
+    """Find the paid time of each instance before its first node started.
+
+    The instance boots and pulls the image during this time. With AWS Batch, it ends when the
+    container starts. Instances that another job started are left out.
 
     Args:
-        stays: As of `find_instance_extras`.
-        submitted: As of `read_submission_times`.
+        stays: As for `find_instance_extras`.
+        submitted: As from `read_submission_times`.
     """
     found = []
     for mine in group_by_instance(nodes).values():
@@ -270,8 +273,9 @@ def find_boots(
 
 
 def read_submission_times(events: Sequence[Event]) -> dict[str, float]:
-    """Read the Unix time at which each job of AWS Batch or Kubernetes was submitted, by job id: by the
-    service's clock if it is recorded, else by the launcher's.
+    """Return the Unix time at which each AWS Batch or Kubernetes job was submitted, by job id.
+
+    The time is by the service's clock if it is recorded, else by the launcher's clock.
     """
     found = _read_launcher_times(events)
     for event in select_events(events, BatchAttemptPayload):
@@ -310,10 +314,10 @@ def read_slurm_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
 
 
 def read_live_slurm_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
-    """Read the Slurm job that was submitted last, by id, if its end is not recorded.
+    """Read the newest Slurm job, by its id, unless its end is recorded.
 
-    It counts as started at its submission and without an end, so that it can be compared with the
-    time of nodes. A job has one live Slurm job at most.
+    The job counts as started at its submission and without an end, so that it can be compared with
+    the time of nodes. There is at most one live Slurm job.
 
     Args:
         events: The events of the job, ordered by time.
@@ -329,7 +333,10 @@ def read_live_slurm_jobs(events: Sequence[Event]) -> dict[str, BatchJob]:
 
 
 def make_partition_candidate(payload: SlurmJobPayload) -> CandidateJson | None:
-    """Return the partition of a Slurm job as a pool, at its stated price; None without one."""
+    """Describe a Slurm job's partition as a pool with its stated price.
+
+    Return None if no price is stated.
+    """
     if payload.usd_per_node_hour is None:
         return None
     return {
@@ -383,7 +390,8 @@ def find_unreported_nodes(
 ) -> list[tuple[BatchJob, int]]:
     """Find the nodes of Batch jobs that were paid for but recorded no event, as pairs (job, node).
 
-    A node is not paid for if Batch reports times of the job's nodes, and none of this one.
+    A node for which Batch reports no times is not paid for if Batch reports those of other nodes of
+    the job.
     """
     found = []
     for job in jobs.values():
@@ -397,7 +405,7 @@ def find_unreported_nodes(
 
 
 def _read_launcher_times(events: Sequence[Event]) -> dict[str, float]:
-    """Read the Unix time, by the launcher's clock, of each submission, by job id."""
+    """Return the launcher's Unix time at the submission of each job, by job id."""
     return {
         str(event.payload.job_id): event.t_wall
         for event in select_events(events, BatchSubmittedPayload)
@@ -442,14 +450,17 @@ def _batch_job(
 
 
 def _scale_down(node: NodeTime, start: float, end: float) -> ExtraTime:
-    """Return the assumed time of a node's instance without a job, in Unix seconds."""
+    """Return the time for which AWS Batch is assumed to keep a node's instance without a job.
+
+    `start` and `end` are Unix seconds.
+    """
     return ExtraTime(
         node=node, ledger_class=LedgerClass.SCALE_DOWN, start=start, seconds=end - start
     )
 
 
 def _make_slurm_job(payload: SlurmJobPayload, started: float, stopped: float) -> BatchJob:
-    """Make a job of Slurm.
+    """Convert the event payload of a Slurm job to a `BatchJob`.
 
     Args:
         started: Unix seconds.
@@ -484,8 +495,9 @@ def _find_job_by_time(node: NodeTime, jobs: Mapping[str, BatchJob]) -> str | Non
 def _find_node_extras(
     job: BatchJob, mine: Sequence[NodeTime], generations: Mapping[int, RecordedGeneration]
 ) -> list[ExtraTime]:
-    """Divide the unrecorded part of a node's paid time into lead, pauses and tail (see the module),
-    exact to 1 µs.
+    """Divide the unrecorded part of a node's paid time into lead, pauses and tail.
+
+    The module's docstring defines these parts. They are exact to 1 µs.
     """
 
     def extra(node: NodeTime, kind: LedgerClass, start: float, micros: int) -> ExtraTime:

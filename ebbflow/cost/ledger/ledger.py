@@ -101,8 +101,8 @@ class Ledger:
         useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes;
             None if unknown.
         same_on_demand_usd: Cost of the same machines on demand: all time at the on-demand price,
-            without what interruptions and idle pauses added; 0 without useful work, None if that
-            price is unknown.
+            except the time that interruptions and idle pauses added; 0 without useful work, None if
+            that price is unknown.
         causes: The same seconds and dollars, divided by cause.
         cells: The same seconds and dollars, divided by cause and class.
         nodes: The cost of each node of each generation.
@@ -239,7 +239,7 @@ class _Sums:
 
     @property
     def same_machines_usd(self) -> Decimal:
-        """Dollars of the same machines on demand; 0 without useful work."""
+        """Cost of the same machines on demand and without interruptions; 0 without useful work."""
         return self._undisturbed if self.useful else Decimal(0)
 
     def add(self, bill: NodeBill) -> None:
@@ -298,8 +298,7 @@ def _is_undisturbed(cause: str) -> bool:
 
 
 def _find_start_causes(generations: Mapping[int, RecordedGeneration]) -> dict[int, str]:
-    """Return one text per generation, which names the interruption that made the generation's start
-    necessary.
+    """Name the interruption that made each generation's start necessary, by generation number.
 
     The text is empty for the first generation, and after a generation that ended as planned.
     """

@@ -45,7 +45,7 @@ class MachineFacts(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PriceCurve:
-    """Dollars per hour of one node over time."""
+    """Price of one node over time, in dollars per hour."""
 
     first: Decimal  # the price before the first change
     changes: tuple[
@@ -129,7 +129,7 @@ class PoolName:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePrice:
-    """Price of one node."""
+    """Price of one node over time, with its source and its pool."""
 
     curve: PriceCurve
     on_demand_usd_per_hour: Decimal | None  # on-demand price of the instance type; None if unknown
@@ -141,7 +141,7 @@ class NodePrice:
 
 @dataclass(frozen=True)
 class Pricing:
-    """All prices in a job's events."""
+    """All prices that a job's events record."""
 
     plans: tuple[Event[PlanPayload], ...]  # the `plan` events that chose a pool, ordered by time
     # Price changes (Unix seconds, dollars per hour) by pool
@@ -196,7 +196,7 @@ class Pricing:
         return self._price(job.placed_wall, {}, job)
 
     def price_machine(self, plan: PlanJson, machine: MachineFacts) -> NodePrice:
-        """Return the price of one node of a plan, on a machine that reported these facts."""
+        """Return the price of a planned node, given the facts about the machine that it got."""
         chosen = plan["chosen"]
         planned = parse_pool(chosen)
         simulated = bool(plan.get("simulated"))
@@ -242,7 +242,11 @@ class Pricing:
         )
 
     def _is_on_slurm(self, at: float, job: BatchJob | None) -> bool:
-        """Return whether Slurm ran a node: no plan for a cloud follows the last submission."""
+        """Return whether Slurm ran a node.
+
+        If `job` is unknown, this is so if a Slurm job was submitted before `at`, and no plan for a
+        cloud was made since then.
+        """
         if job is not None:
             return job.by_slurm
         submitted = [time for time, _ in self.partitions if time <= at]
@@ -428,8 +432,9 @@ def _is_alike(candidate: CandidateJson, pool: PoolName, plan: PlanJson) -> bool:
 
 
 def _find_on_demand_usd(plan: PlanJson, instance_type: str) -> Decimal | None:
-    """Return the on-demand dollars per hour of a type in the region of the plan's pool; None if not
-    recorded.
+    """Return an instance type's on-demand dollars per hour in the region of the plan's pool.
+
+    Return None if this price is not recorded.
     """
     chosen = plan["chosen"]
     same = instance_type == chosen["instance_type"]

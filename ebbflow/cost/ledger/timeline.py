@@ -56,8 +56,9 @@ _WASTED = (
 
 @dataclass(frozen=True)
 class Span:
-    """Interval of a rank's time, in microseconds since the start of its node, divided into ledger
-    classes.
+    """Interval of a rank's time, divided into ledger classes.
+
+    `start` and `end` are microseconds since the start of the rank's node.
     """
 
     start: int
@@ -152,8 +153,9 @@ def compute_rank_times(node: NodeTime, generation: RecordedGeneration) -> list[R
 
 
 def compute_rate(event: Event, key: Literal["tokens", "flops"]) -> float | None:
-    """Return a step's tokens or FLOPs (`key`) per second of work and waits for data; None if
-    unknown.
+    """Return a step's throughput, in tokens or FLOPs (`key`) per second; None if it is unknown.
+
+    The seconds are those of useful work and of waits for data.
     """
     if not is_event(event, StepPayload):
         return None
@@ -303,14 +305,14 @@ def _rank_time(node: NodeTime, rank: int, generation: RecordedGeneration) -> Ran
 
 
 def _paid_micros_at(t_mono: float, node: NodeTime) -> int:
-    """Return the microseconds for which the node was paid until a moment of its monotonic clock."""
+    """Convert a time of a node's monotonic clock to microseconds of its paid time."""
     return min(node.paid_micros, max(0, _micros(t_mono - node.start)))
 
 
 def _classify_end(generation: RecordedGeneration, planned: LedgerClass) -> LedgerClass:
-    """Return the class of time that the generation's end wasted:
+    """Return the ledger class of the time that was lost when a generation ended.
 
-    `planned` if the end was planned.
+    Return `planned` if the generation ended as planned or is still running.
     """
     if generation.reason == EndReason.HANG:
         return LedgerClass.HANG

@@ -115,8 +115,9 @@ class PlanInputs:
     evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
 
     def held(self, pool: Pool) -> list[Reservation]:
-        """Return the account's reservations of the pool's instance type and, if set, region; none
-        for a Spot pool.
+        """Return the account's reservations that the pool could use; none for a Spot pool.
+
+        They have the pool's instance type and, if it is set, its region.
         """
         if pool.market != "on_demand":
             return []
@@ -360,7 +361,7 @@ def _explain_missing_price(job: _SizedJob, pool: Pool) -> _Flaw:
 
 
 def _judge_reservation(job: _SizedJob, pool: Pool, held: Reservation) -> Candidate | Rejection:
-    """Check a capacity reservation, or a Capacity Block, which costs its fee."""
+    """Check a capacity reservation or a Capacity Block. A block costs its fee."""
     sources = job.sources
     now = sources.now_utc
     unusable = held.why_unusable(pool.nodes, now)
@@ -610,7 +611,7 @@ def _judge_offer(job: _SizedJob, pool: Pool, offer: _Offer) -> Candidate | Rejec
 
 
 def _why_late(job: _SizedJob, pool: Pool, expected: ExpectedRun) -> _Flaw | None:
-    """Check that the pool can meet the deadline: on Spot, if nothing interrupts the job.
+    """Check that the pool can meet the deadline. On Spot, assume that nothing interrupts the job.
 
     How likely a Spot pool meets it, with its interruptions and waits, and with on-demand capacity
     after it, is simulated later.

@@ -77,7 +77,7 @@ class ForecastInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Simulated runs of a job that begins in a pool, in short.
+    """Summary of the simulated runs of a job that begins in a given pool.
 
     Dollars include storage and transfer. Hours include waits for capacity.
     """
@@ -98,7 +98,9 @@ class Outlook:
 
     @classmethod
     def from_json(cls, data: dict[str, Any] | None) -> Outlook | None:
-        """Read the result of `asdict`; None for that of an earlier version, which has less."""
+        """Read the result of `asdict`. Return None if an earlier version wrote it with fewer
+        fields.
+        """
         if data is None or not set(cls.__dataclass_fields__) <= set(data):
             return None
         return cls(**{name: data[name] for name in cls.__dataclass_fields__})

@@ -45,7 +45,7 @@ DEARER = 1.25
 
 
 class MissingGuarantee(TypedDict, total=False):
-    """Why a deadline or budget cannot be guaranteed: the fields of `PlanRefusal`."""
+    """Reason why a deadline or budget cannot be guaranteed, as fields of a `PlanRefusal`."""
 
     outcome: Required[Outcome]
     message: Required[str]
@@ -61,10 +61,10 @@ def start_hours(pool: Candidate) -> float:
 
 
 def undone_hours(config: RunConfig, spot: Candidate, last_resort: Candidate) -> float:
-    """Return the most hours that an interruption on Spot costs on demand: a checkpoint interval,
-    and hang detection.
+    """Return the most on-demand hours that an interruption on Spot may cost.
 
-    If the last resort is slower than Spot, it takes longer to redo the steps of the interval.
+    They are the work of a checkpoint interval, and hang detection. If the last resort is slower
+    than Spot, it takes longer to redo the steps of the interval.
     """
     slowdown = max(1.0, last_resort.step_seconds / spot.step_seconds)
     return spot.case.interval_hours * slowdown + config.survival.hang_floor_seconds / 3600
@@ -123,8 +123,10 @@ def _idle_hours(config: RunConfig) -> float:
 
 
 def rise_usd(config: RunConfig, pool: Candidate) -> float:
-    """Return the dollars that a rise of a watched Spot price may cost before the ranks know of it,
-    with a step, a last save and idle machines after it; 0 for other pools.
+    """Return the dollars that a rise of a watched Spot price may cost before the ranks know of it.
+
+    They include the higher price of a step, a last save and idle machines after it. The result is 0
+    for other pools.
     """
     end_hours = _save_hours(config) + _idle_hours(config)
     return pool.rise_usd(PriceWatch.of(config), 3600 * end_hours)
@@ -195,12 +197,11 @@ def make_fallback(
 def usd_saved_by_moving(
     config: RunConfig, spot: Candidate, held: Reservation, now_utc: float
 ) -> float:
-    """Return the dollars that an attempt on Spot saves by moving to a reservation of the same
-    machines when it begins.
+    """Return the dollars that a job saves by moving from Spot to a reservation when that begins.
 
-    The attempt is assumed to start now and to lose no machine until then, so that the least work is
-    left. The result is 0 if the reservation has begun, costs the on-demand price, or ends before
-    the work.
+    The reservation has the same machines. The attempt is assumed to start now and to lose no
+    machine until then, so that the least work is left. The result is 0 if the reservation has
+    begun, costs the on-demand price, or ends before the work.
     """
     begins = held.wait_hours(now_utc)
     price = spot.gang_usd_per_hour
@@ -247,8 +248,7 @@ def refuse_unguaranteed(
     hours_left: float,
     usd_left: float,
 ) -> MissingGuarantee | None:
-    """Return why on-demand capacity cannot keep a new job's deadline or budget, or
-    None.
+    """Explain why on-demand capacity cannot keep a new job's deadline or budget; None if it can.
 
     A job without on-demand pools (`cluster.market: spot`, or only Spot queues) has no guarantee and
     is not refused.
@@ -338,7 +338,10 @@ def refuse_unguaranteed(
 
 
 def _start_rise(config: RunConfig, spot: Candidate) -> float:
-    """Return the factor by which the price may rise while ranks start, when nothing stops them."""
+    """Return the factor by which the price may rise while ranks start; 1 if it is not watched.
+
+    No check of the budget stops the ranks during this time.
+    """
     if spot.market == "spot" and PriceWatch.of(config).seconds:
         return PRICE_RISE
     return 1.0

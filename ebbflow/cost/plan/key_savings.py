@@ -1,4 +1,4 @@
-"""Configuration keys whose other values would make a plan much cheaper, each with its dollars."""
+"""Find configuration keys whose values, if changed, would make a plan much cheaper."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _ACCUMULATIONS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class KeySaving:
-    """Another value of a key, with which the plan's best pool costs less."""
+    """Another value of a configuration key, with the dollars that it would save."""
 
     key: str
     value: str  # as it is written in YAML
@@ -32,8 +32,9 @@ def find_key_savings(
     planned_usd: float,
     plan_usd: Callable[[RunConfig], float | None],
 ) -> tuple[KeySaving, ...]:
-    """Return the best other value of each key that would save more than 5 %, the largest saving
-    first; none if a script ignores the keys.
+    """Find the best other value of each configuration key that would save more than 5 %.
+
+    The largest saving comes first. The result is empty if a script ignores the keys.
 
     Args:
         planned_usd: expected dollars of the plan of `config`, as it shows them.

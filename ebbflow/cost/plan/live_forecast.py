@@ -69,7 +69,7 @@ class Forecaster:
         ]
 
     def simulate(self, pool: Candidate) -> Candidate:
-        """Return the pool with the forecast of a job that begins in it.
+        """Simulate a job that begins in a pool, and return the pool with the forecast.
 
         Its hours become the median of the forecast, since waits for Spot have a long tail, and its
         dollars and interruptions the means.
@@ -102,8 +102,9 @@ class Forecaster:
         )
 
     def _last_resort(self, spot: Candidate) -> Candidate | None:
-        """Return the on-demand pool that takes over from a Spot pool: the cheapest one with which a
-        start on Spot is safe, or else the cheapest one; None if there is none.
+        """Return the on-demand pool that takes over from a Spot pool; None if there is none.
+
+        It is the cheapest pool with which a start on Spot is safe, or else the cheapest one.
         """
         for pool in self._resorts:
             left = self._hours_until(pool)
@@ -256,7 +257,7 @@ class LiveRuns:
         return up, spells[runs, up.astype(int), group] * self.chance.random(DRAWS)
 
     def _go_on(self, runs: numpy.ndarray, total: numpy.ndarray) -> None:
-        """Let the runs with these indices go on at their pace so far until their work is done."""
+        """Finish the work of the runs with these indices at the mean pace that they had so far."""
         import numpy
 
         done = numpy.maximum(total[runs] - self.work[runs], _LEAST_PACE * self.hours[runs])

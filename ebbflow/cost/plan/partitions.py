@@ -1,7 +1,7 @@
 """Partitions of a Slurm cluster as the pools of a job: order, plan, terms, and what a job has used.
 
-Slurm tells neither prices nor speeds. Dollars are those of `slurm.partitions`, hours are known once
-the job has taken steps, and node-hours are counted by Slurm's clock.
+Slurm reports neither prices nor speeds. Dollars are those of `slurm.partitions`, hours are known
+once the job has taken steps, and node-hours are counted by Slurm's clock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STATED = "stated"
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionEvidence:
-    """A partition's capacity, as Slurm tells it before a submission."""
+    """A partition's capacity, as Slurm reports it before a submission."""
 
     nodes: Mapping[str, int] = field(default_factory=dict)  # number of nodes by state
     start_utc: float | None = None  # when the job would start (Unix seconds); None: not told
@@ -65,14 +65,15 @@ def explain_ignored_budget(config: RunConfig) -> str:
 
 
 def gang_nodes(config: RunConfig) -> int:
-    """Return the number of nodes of a job on Slurm, 1 if it is not a number yet."""
+    """Return the number of nodes of a job on Slurm; 1 if `cluster.nodes` is not a number yet."""
     nodes = config.cluster.nodes
     return nodes if isinstance(nodes, int) else 1
 
 
 def measure_hours_needed(events: Sequence[Event], max_steps: int) -> float | None:
-    """Return the hours of the remaining steps at the speed of the newest generation; None before it
-    has taken two steps.
+    """Estimate the hours of the remaining steps from the speed of the newest generation.
+
+    Return None before this generation has taken two steps.
     """
     steps = [event for event in events if event.name == STEP and event.step is not None]
     if not steps:
@@ -93,7 +94,10 @@ def count_used_node_hours(events: Sequence[Event]) -> float:
 
 
 def count_spent_usd(events: Sequence[Event]) -> float:
-    """Return the dollars spent so far; 0 if the ledger cannot tell, which must not stop training."""
+    """Return the dollars spent so far.
+
+    Return 0 if the ledger has an error, so that this does not stop training.
+    """
     try:
         return compute_spent_usd(events)
     except LedgerError:
@@ -103,7 +107,7 @@ def count_spent_usd(events: Sequence[Event]) -> float:
 def read_evidence(config: RunConfig) -> dict[str, PartitionEvidence]:
     """Ask Slurm for the capacity of each partition, by name.
 
-    Partitions of which Slurm tells nothing are left out.
+    Partitions about which Slurm reports nothing are left out.
     """
     evidence = {}
     for partition in config.slurm.partitions:
@@ -290,7 +294,7 @@ def _describe_speed(hours: float | None) -> str:
 
 
 def _estimate_hazard(partition: PartitionConfig | None, events: Sequence[Event]) -> float:
-    """Return the interruptions per hour of a partition: a prior and the job's own preemptions."""
+    """Estimate the interruptions per hour of a partition from a prior and the job's preemptions."""
     prior = _SAFE_HAZARD
     name = None
     if partition is not None:
@@ -303,7 +307,7 @@ def _estimate_hazard(partition: PartitionConfig | None, events: Sequence[Event])
 
 
 def _read_ends(events: Sequence[Event]) -> list[SlurmJobPayload]:
-    """Return the ends of the job's Slurm jobs, one of each."""
+    """Return the last recorded end of each of the job's Slurm jobs."""
     newest = {
         event.payload.job_id: event.payload
         for event in select_events(events, SlurmJobPayload)

@@ -148,7 +148,7 @@ class Plan:
         return PriceWatch(self.price_seconds, self.budget_usd)
 
     def with_sources(self, sources: Mapping[str, str]) -> Plan:
-        """Return the plan with a refusal that says where the user wrote the keys that it names."""
+        """Return the plan with a refusal that shows where the user set the keys that it names."""
         if self.refusal is None:
             return self
         return replace(self, refusal=self.refusal.with_sources(sources))
@@ -166,15 +166,16 @@ class Plan:
 
     @property
     def costs_money(self) -> bool:
-        """Whether a run of the plan is paid for, as far as is known."""
+        """Whether a run of the plan costs money, as far as is known."""
         if self.backend == "slurm":
             return any(offer.usd_per_node_hour is not None for offer in self.partitions)
         return not self.simulated
 
     @property
     def live(self) -> Outlook | None:
-        """The forecast of the job, of which the plan's hours, dollars and P(in time) are; None
-        without a pool, for a job without work, or if the plan is refused for its budget.
+        """The forecast that gives the plan's hours, dollars and P(in time).
+
+        None without a pool, for a job without work, or if the plan is refused for its budget.
         """
         if self.chosen is None:
             return None

@@ -158,7 +158,10 @@ def _header(plan: Plan) -> list[str]:
 
 
 def _list_partitions(plan: Plan) -> list[str]:
-    """Return the partitions as a table, the preferred one first, and why Slurm refuses any."""
+    """Render the partitions as a table, the preferred one first.
+
+    Lines below it explain why Slurm would refuse a partition.
+    """
     rows = [("", "partition", "nodes", "$/h", "limit", "state", "start", "node-hours", "dollars")]
     for number, offer in enumerate(plan.partitions, start=1):
         price = offer.usd_per_node_hour
@@ -251,8 +254,9 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
 
 
 def _chance(plan: Plan) -> list[tuple[str, str]]:
-    """Return the plan's line on the probability to meet deadline and budget; none without a
-    deadline.
+    """Return the plan's line with the probability of meeting deadline and budget.
+
+    Return an empty list without a deadline.
     """
     ahead = plan.live
     if ahead is None or ahead.deadline_probability is None or plan.deadline_hours is None:
@@ -264,7 +268,7 @@ def _chance(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _hours(plan: Plan, best: Candidate) -> str:
-    """Return the hours from now to the end, waits for capacity included."""
+    """Format the hours from now to the end of the job, including waits for capacity."""
     hours = (
         f"{format_number(best.expected_hours)} h ({format_duration(best.expected_hours * 3600)})"
     )
@@ -349,7 +353,7 @@ def _ranked(plan: Plan) -> list[str]:
 
 
 def _key_savings(plan: Plan) -> list[str]:
-    """Return one line per key whose other value would save more than 5 %."""
+    """Return one line for each key whose value, if changed, would save more than 5 %."""
     lines = []
     for saving in plan.key_savings:
         dollars = f"{format_usd(saving.usd)}, {format_usd(saving.saved_usd)} less (e)"

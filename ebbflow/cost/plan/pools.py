@@ -121,15 +121,20 @@ class Candidate(Pool):
 
     def rise_usd(self, watch: PriceWatch, end_seconds: float) -> float:
         """Return the dollars that a rise of a watched Spot price may cost before the ranks know of
-        it, with a step and the `end_seconds` that are paid after it; 0 for other pools.
+        it.
+
+        They include the higher price of a step and of the `end_seconds` that are paid after it. The
+        result is 0 for other pools.
         """
         if self.market != "spot":
             return 0.0
         return watch.rise_usd(self.gang_usd_per_hour, self.step_seconds + end_seconds)
 
     def reserve_usd(self, watch: PriceWatch, save_seconds: float, idle_seconds: float) -> float:
-        """Return the dollars that a budget keeps: for the last save, for machines that stay idle after
-        it, and for such a rise.
+        """Return the dollars that a budget keeps in reserve for the end of the job.
+
+        They pay for the last save, for machines that stay idle after it, and for an unknown rise of
+        the price (`rise_usd`).
         """
         end_seconds = save_seconds + idle_seconds
         end_usd = self.gang_usd_per_hour * end_seconds / 3600
@@ -173,7 +178,7 @@ class Rejection(Pool):
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionOffer:
-    """A partition of a Slurm cluster that could run the job, with what Slurm tells of it."""
+    """A partition of a Slurm cluster that could run the job, with the facts that Slurm reports."""
 
     name: str
     nodes: int  # nodes of the job
@@ -189,8 +194,9 @@ class PartitionOffer:
 
 
 def get_idle_seconds(backend: str) -> float:
-    """Return the seconds for which machines are paid after a job of a back end (`cluster.plan_for`), as
-    the ledger counts them.
+    """Return the seconds for which machines are still paid after a job, as the ledger counts them.
+
+    backend: the back end of the job (`cluster.plan_for`).
     """
     if backend == "batch":
         return SCALE_DOWN_SECONDS

@@ -56,8 +56,9 @@ class PlanRefusal:
     enough: float | None = None
 
     def with_sources(self, sources: Mapping[str, str]) -> PlanRefusal:
-        """Return the refusal with the source of each key that it names and the user wrote, such as
-        "cost.budget_usd (job.yaml:3)".
+        """Return the refusal with the places where the user set the keys that it names.
+
+        A key is then shown as, for example, "cost.budget_usd (job.yaml:3)".
 
         Args:
             sources: the source of each key, as `LoadedConfig.sources` has them.
@@ -77,9 +78,10 @@ class PlanRefusal:
 
 
 def reserve_usd(config: RunConfig, pool: Candidate) -> float:
-    """Return the dollars kept for the last checkpoint, the price of all nodes for
-    `checkpoint.deadline_seconds`, for a rise of a watched price that is not known yet, and for the
-    time for which AWS Batch keeps machines.
+    """Return the dollars that the budget keeps in reserve for the end of the job.
+
+    They pay for all nodes during the last checkpoint (`checkpoint.deadline_seconds`), for a rise of
+    a watched price that is not known yet, and for the time for which AWS Batch keeps machines.
     """
     return pool.reserve_usd(
         PriceWatch.of(config),
@@ -112,8 +114,9 @@ def needed_usd(config: RunConfig, sources: PlanInputs, pool: Candidate) -> float
 def split_by_budget(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[Rejection]]:
-    """Divide ranked pools into pools within the budget, in unchanged order, and rejections of all
-    other pools.
+    """Divide ranked pools into pools within the budget and rejections of all other pools.
+
+    The order of the pools is unchanged.
 
     If no pool is within the budget, return all pools and no rejections. The pool that needs the
     smallest budget then comes first, so that the refusal can name it.
@@ -299,8 +302,9 @@ def find_refusal(
 def refuse_unlikely(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> PlanRefusal | None:
-    """Refuse a new job that has Spot alone, and meets the deadline with a probability below
-    `cost.confidence`; None if it may start.
+    """Refuse a new job that has only Spot pools and is unlikely to meet its deadline.
+
+    It is unlikely below a probability of `cost.confidence`. Return None if the job may start.
 
     With an on-demand pool to fall back to, the guarantee of that pool decides (`guarantee`), and
     `warn_unlikely` says what the probability is. A job that has started, or that runs on this
@@ -335,8 +339,9 @@ def refuse_unlikely(
 def warn_unlikely(
     config: RunConfig, sources: PlanInputs, ranked: Sequence[Candidate]
 ) -> str | None:
-    """Return a warning if a job that may fall back to on-demand meets its deadline with a
-    probability below `cost.confidence`; None if it does not.
+    """Return a warning if a job with a fallback to on-demand is unlikely to meet its deadline.
+
+    It is unlikely below a probability of `cost.confidence`. Return None if there is no warning.
     """
     if not _is_unlikely(config, ranked) or not _falls_back(ranked):
         return None
@@ -366,8 +371,9 @@ def _falls_back(ranked: Sequence[Candidate]) -> bool:
 
 
 def _likely_hours(config: RunConfig, sources: PlanInputs) -> float | None:
-    """Return a `cost.deadline_hours` that the job meets with a probability of `cost.confidence`;
-    None if none of those tried is enough.
+    """Find a `cost.deadline_hours` that the job meets with a probability of `cost.confidence`.
+
+    Return None if none of the values that are tried is enough.
     """
     for factor in _LONGER:
         hours = math.ceil((config.cost.deadline_hours or 0.0) * factor * 100) / 100
@@ -378,8 +384,10 @@ def _likely_hours(config: RunConfig, sources: PlanInputs) -> float | None:
 
 
 def _best_chance(config: RunConfig, sources: PlanInputs) -> float:
-    """Return the highest simulated probability to meet the deadline among the cheapest and the
-    fastest pools; 0 if no pool can run the job or guarantee the deadline.
+    """Return the highest simulated probability to meet the deadline in any of several pools.
+
+    These are the cheapest and the fastest pools. Return 0 if no pool can run the job or guarantee
+    the deadline.
     """
     pools = sorted(feasible_pools(config, sources), key=lambda pool: pool.expected_usd)
     pools = split_by_budget(config, sources, pools)[0]
@@ -500,8 +508,9 @@ def _recomputation(config: RunConfig) -> list[tuple[str, object]]:
 
 
 def _memory_changes_together(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield more and more of the changes that save memory of a GPU, with smaller micro-batches, and
-    at last with offloading, which is slow.
+    """Yield growing combinations of the changes that save GPU memory.
+
+    Smaller micro-batches follow, and at last offloading, which is slow.
     """
     changes = [*_loss_chunk(config), *_precision_and_mode(config), *_recomputation(config)]
     smaller = _smaller_micro_batches(config)

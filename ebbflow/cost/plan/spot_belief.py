@@ -1,10 +1,12 @@
-"""What a plan believes of Spot capacity: one distribution from which interruptions, waits, the
-checkpoint interval, hours, dollars and P(in time) all follow.
+"""Estimate the distribution of Spot capacity over time.
+
+A plan derives interruptions, waits, the checkpoint interval, hours, dollars and P(in time) from it.
 
 Capacity alternates between spells (periods) with and without it. The prior is a table of recorded
-zones. A job's zone is none of them, so a random factor makes a zone's spells longer or shorter. Each
-pair of a zone and a factor is a *particle*. Before anything was observed, all zones weigh the same.
-The losses and the waits of the user's own jobs in the pool weigh each particle by its likelihood.
+zones. A job's zone is none of them, so a random factor makes a zone's spells longer or shorter.
+Each pair of a zone and a factor is a *particle*. Before anything was observed, all zones weigh the
+same. The losses and the waits of the user's own jobs in the pool weigh each particle by its
+likelihood.
 
 The zones are those of one instance type (one V100) in one half-year. Other types, gangs and years
 may behave differently; the factor allows for as much as the recorded zones differ, doubled.
@@ -103,7 +105,9 @@ NOTHING_SEEN = SpotEvidence()
 
 @dataclass(frozen=True)
 class SpotBelief:
-    """Distribution of the spells of one Spot pool, as weighted particles.
+    """Distribution of the spells (periods with and without capacity) of one Spot pool.
+
+    It consists of weighted particles.
 
     Attributes:
         spells: Hours of the spells of each particle, [particles, 2, groups], first without
@@ -124,7 +128,7 @@ class SpotBelief:
 def believe(
     evidence: SpotEvidence = NOTHING_SEEN, zones: Mapping[str, ZoneSpells] = ZONE_SPELLS
 ) -> SpotBelief:
-    """Return the distribution of a pool's spells after `evidence`, starting from recorded `zones`."""
+    """Estimate the spells of a Spot pool from recorded `zones` and the `evidence` of own jobs."""
     return _believe(evidence, tuple(zones.values()))
 
 

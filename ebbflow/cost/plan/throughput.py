@@ -182,8 +182,9 @@ def gib_text(size: int) -> str:
 
 
 def micro_batch(config: RunConfig, world_size: int) -> int | None:
-    """Return batch_size / (ranks × accumulation steps), the samples per rank and micro-batch; None
-    if not whole.
+    """Return the samples per rank and micro-batch; None if the batch does not divide evenly.
+
+    They are batch_size / (ranks × accumulation steps).
     """
     parts = footprint.data_ranks(config, world_size) * config.training.gradient_accumulation_steps
     samples, rest = divmod(config.training.batch_size, parts)
@@ -315,7 +316,7 @@ def estimate_throughput(
 def estimate_roofline(
     config: RunConfig, shape: footprint.ModelShape, gpu: Gpu, ranks: int, ranks_per_node: int
 ) -> Roofline | None:
-    """Return the parts of a step's operations on one GPU, without communication.
+    """Estimate the parts of a step's time on one GPU, without communication.
 
     None in float32, and if peak or memory bandwidth of the GPU is unknown.
     """
@@ -345,9 +346,10 @@ def large_model_mfu(gpu: Gpu, peak: float) -> float:
 def count_moved_bytes(
     config: RunConfig, shape: footprint.ModelShape, ranks: int, ranks_per_node: int
 ) -> float:
-    """Return the bytes that a rank reads and writes in GPU memory per step in mixed precision, other
-    than operands of matrix products that a cache may hold: activations between operations, logits,
-    weights once per pass, gradients and the optimizer's state.
+    """Return the bytes that a rank reads and writes in GPU memory per step in mixed precision.
+
+    These are activations between operations, logits, weights once per pass, gradients and the
+    optimizer's state. Operands of matrix products that a cache may hold do not count.
     """
     tensor = config.parallel.tensor_size
     repeats = config.parallel.recompute == "full"
@@ -365,7 +367,7 @@ def count_moved_bytes(
 
 
 def matmul_dtype(config: RunConfig) -> str:
-    """Return the kind of number that matrix products multiply: tf32, float32 or a half precision."""
+    """Return the number format of matrix products: tf32, float32 or a half precision."""
     dtype = config.fsdp.compute_dtype
     if dtype == "float32" and config.training.tf32 and config.script is None:
         return "tf32"
@@ -466,7 +468,7 @@ def _faster(estimate: Throughput, ratio: float, kind: str, log_deviation: float)
 
 
 def _scaling_efficiency(config: RunConfig, kind: InstanceType, nodes: int) -> float:
-    """Return the speed per GPU relative to that on one node."""
+    """Return the speed per GPU on `nodes` nodes, relative to that on one node."""
     efficiency = DOUBLING_EFFICIENCY ** math.log2(nodes)
     if nodes > 1 and not _efa_interfaces(config, kind):
         return efficiency * NO_EFA_FACTOR
@@ -493,7 +495,7 @@ def _gpu_log_deviation(config: RunConfig, gpu: Gpu) -> float:
 def _freed_logits_bytes(
     config: RunConfig, shape: footprint.ModelShape, found: footprint.RankBytes
 ) -> int:
-    """Return the bytes of the logits in half precision, which are freed once they are float32.
+    """Return the bytes of the half-precision logits that are freed after conversion to float32.
 
     No float32 tensor of the loss, twice their size, fits into the block that they leave in the
     allocator. Chunks of a loss use it again, and selective recomputation keeps these logits.
@@ -506,7 +508,10 @@ def _freed_logits_bytes(
 
 
 def _efa_interfaces(config: RunConfig, kind: InstanceType) -> int:
-    """Return the EFA interfaces that a node of a gang will have: those that the job requests."""
+    """Return the number of EFA interfaces that a node of the job will have.
+
+    These are the interfaces that the job requests or, on Slurm, all of the node.
+    """
     if config.cluster.plan_for == "slurm":  # the nodes' own
         return kind.efa
     return min(kind.efa, config.batch.efa_interfaces)
@@ -533,9 +538,7 @@ def _float8_speedup(config: RunConfig, gpu: Gpu) -> float:
 
 
 def _repeated_compute_factor(config: RunConfig, shape: footprint.ModelShape, ranks: int) -> float:
-    """Return the duration of the compute relative to that without recomputation and a loss in
-    chunks.
-    """
+    """Return the factor by which recomputation and a loss in chunks lengthen the compute."""
     factor = RECOMPUTE_FACTOR[config.parallel.recompute]
     chunk = config.training.loss_chunk
     tokens = (micro_batch(config, ranks) or 1) * shape.tokens_per_sample

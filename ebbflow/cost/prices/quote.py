@@ -338,8 +338,9 @@ def describe_on_demand(now_utc: float, regions: Sequence[str]) -> str:
 
 
 def table_ages(regions: Sequence[str] = ()) -> list[tuple[str, str, float]]:
-    """Return a tuple per shipped table: its name, the day or month of its recording, and this date
-    as Unix time.
+    """Return (name, date, Unix time) of the recording of each shipped table.
+
+    The date is a day or a month.
 
     Args:
         regions: Regions whose on-demand prices are included; empty for all recorded regions.

@@ -231,8 +231,9 @@ def _described(declared: Reservation, client: BaseClient, deadline: RequestDeadl
 def _blocks(
     config: RunConfig, instance_type: str, days: int, client: BaseClient, deadline: RequestDeadline
 ) -> list[Reservation]:
-    """Return the Capacity Blocks for sale with `cluster.nodes` instances, or with one instance if
-    that is "auto".
+    """Return the Capacity Blocks for sale with `cluster.nodes` instances.
+
+    If that is "auto", return the blocks with one instance.
     """
     region = client.meta.region_name
     nodes = config.cluster.nodes

@@ -96,8 +96,9 @@ def read_price_changes(
     project_root: Path = Path(),
     client: Callable[[str], BaseClient] | None = None,
 ) -> list[PriceChanges]:
-    """Return the changes of instance types' spot prices since the plan was made, one list of changes
-    per type and zone.
+    """Return the changes of Spot prices since the plan was made.
+
+    There is one list of changes per instance type and zone.
 
     Query AWS if the plan used live prices. The result is empty if the plan has no pool or used the
     static table, which has no changes.
@@ -257,8 +258,9 @@ def _changes_by_zone(
     until: float,
     kind: str,
 ) -> list[PriceChanges]:
-    """Return, for each type and zone, the price in force at `since` and all changes up to `until` (Unix
-    times).
+    """Return the price changes of each type and zone from `since` to `until` (Unix times).
+
+    The first change is that to the price in force at `since`.
     """
     wanted = (
         record

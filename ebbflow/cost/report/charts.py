@@ -1,4 +1,6 @@
-"""Data of the plots on a job's page: series, marks (events), lanes (bars of one node over time) and
+"""Data of the plots on a job's page.
+
+The plots show series of values per step, marks for events, lanes (one bar over time per node), and
 ranks.
 
 All times are seconds since the job's first event. A series has at most 600 points, so that a
@@ -226,7 +228,10 @@ def compute_progress(
 def find_kept_steps(
     events: Sequence[Event], generations: dict[int, RecordedGeneration]
 ) -> list[Event[StepPayload]]:
-    """Return one event per step, ordered by step: the last execution, recorded by the lowest rank."""
+    """Return one event for each step, ordered by step.
+
+    It is the lowest rank's event of the step's last execution.
+    """
     latest: dict[int, Event[StepPayload]] = {}
     for event in select_events(events, StepPayload):
         if event.step is None or event.generation not in generations:
@@ -242,8 +247,9 @@ def has_values(column: Iterable[float | None]) -> bool:
 
 
 def thin_columns(columns: Columns) -> Columns:
-    """Thin columns of equal length to two or three rows per bucket, which keep each column's
-    minimum and maximum.
+    """Reduce columns of equal length to two or three rows per bucket.
+
+    The rows of a bucket keep each column's minimum and maximum.
 
     The columns step, seconds, usd and smooth keep the values of the bucket's first and last row
     instead. If any other column lacks some of its values in a bucket, the bucket gets a third row
@@ -317,7 +323,9 @@ def _newest_gang(ledger: Ledger) -> tuple[list[NodeBill], float]:
 
 
 class _SpendCurve:
-    """Dollars spent by the job over time, from the bills of all nodes, as a piecewise linear curve."""
+    """Piecewise linear curve of the dollars that a job spent over time, from the bills of all
+    nodes.
+    """
 
     def __init__(self, ledger: Ledger, origin: float) -> None:
         changes: list[tuple[float, float]] = []
@@ -395,9 +403,7 @@ def _step_columns(
 
 
 def _waited(step: StepPayload) -> float | None:
-    """Return the seconds in which a rank waited for other ranks, from its step event; None in older
-    logs.
-    """
+    """Return the seconds for which a rank waited for other ranks in a step; None in older logs."""
     own = read_number(step.own_seconds)
     parts = step.seconds or {}
     if own is None:
@@ -463,8 +469,8 @@ def _evaluations(events: Sequence[Event]) -> Evaluations:
 def _machine(
     events: Sequence[Event], origin: float, place: Callable[[float], ChartPlace]
 ) -> Columns:
-    """Average the machine figures in the heartbeats of all nodes, such as the GPU load, per bucket
-    of time.
+    """Average the machine figures of all nodes' heartbeats, such as the GPU load, per bucket of
+    time.
     """
     beats = [
         event
@@ -541,7 +547,7 @@ def _marks(
 
 
 def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: float) -> list[Lane]:
-    """Return one lane per node and generation.
+    """Return one lane (a bar over time) per node and generation.
 
     Its segments show how the node's first rank spent the paid time.
     """
@@ -577,7 +583,7 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
 
 
 def _segments(spans: Sequence[Span], start: float) -> list[list[float | str]]:
-    """Convert spans to [start, end, class with the most time].
+    """Convert spans to segments [start, end, ledger class with the most time].
 
     Join equal neighbours; above 40, merge short ones.
     """
@@ -786,7 +792,7 @@ def _find_last_kept_step(
 
 
 def _find_script_steps(events: Sequence[Event]) -> int | None:
-    """Return the number of steps that the script's loop said last."""
+    """Return the number of steps that the script's loop reported last."""
     told = (event.payload.max_steps for event in select_events(events, StepPayload))
     return next((steps for steps in reversed(list(told)) if steps is not None), None)
 

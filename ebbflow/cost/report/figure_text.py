@@ -142,7 +142,7 @@ def format_key_figures(report: RunReport) -> dict[str, str]:
 
 
 def format_gpu_memory(report: RunReport) -> str:
-    """Return the largest measured peak of a rank's GPU beside the plan's estimate."""
+    """Format the largest memory peak of a rank's GPU, beside the plan's estimate."""
     rows = report.actual.get("gpu_memory") or []
     if not rows:
         return NONE
@@ -407,8 +407,9 @@ def describe_damage(report: RunReport) -> list[str]:
 
 
 def describe_finding(report: RunReport) -> str:
-    """Describe the root cause that `ebbflow diagnose` finds in the job, with the first fix; "" if
-    it finds no cause.
+    """Describe the root cause that `ebbflow diagnose` finds in the job, with its first fix.
+
+    Return "" if it finds no cause.
     """
     found = report.events.get("finding")
     if not found:
@@ -456,8 +457,9 @@ def format_regret(report: RunReport) -> str:
 
 
 def format_budget(report: RunReport) -> str:
-    """Format the spent share of the budget, such as "62.0 % of $5.0000, notified at 50 %"; "n/a"
-    without one.
+    """Format the spent share of the budget, such as "62.0 % of $5.0000, notified at 50 %".
+
+    Return "n/a" without a budget.
     """
     limit = (report.plan or {}).get("budget_usd")
     if not limit:
@@ -476,9 +478,11 @@ def format_owner(report: RunReport) -> str:
 
 
 def format_node_prices(report: RunReport) -> list[str]:
-    """Format one line per pair of pool and kind of price, with its cost, unless there is only one
-    pair; one line per pool whose price changed while it was paid for, and how old the last price is
-    if its source stopped answering.
+    """Format the prices of the job's nodes as lines.
+
+    If the nodes had several pools or kinds of price, one line per pair of these shows its cost. One
+    line shows each pool's price that changed while it was paid. A last line shows how old the last
+    price is if its source stopped answering.
     """
     found = report.money.get("prices") or []
     nodes = sum(line["nodes"] for line in found)
@@ -618,7 +622,7 @@ def _quality(report: RunReport) -> dict[str, str]:
 
 
 def _format_rows(actual: ActualFigures) -> str:
-    """Format the number of rows that were read, and the changes made to them."""
+    """Format the number of data rows that were read, and the changes made to them."""
     parts = [f"{actual.get('rows'):,.0f}"]
     empty = actual.get("empty_rows")
     if empty:
@@ -659,8 +663,9 @@ def _promise(report: RunReport) -> dict[str, str]:
 
 
 def _saved_nothing(report: RunReport) -> bool:
-    """Return whether a job that ended by itself has no commit. The events of a killed one may lack
-    its last commits.
+    """Return whether a job that ended by itself has no commit.
+
+    Killed jobs do not count, because their events may lack the last commits.
     """
     resumed = any(generation.get("from_step") for generation in report.events["generations"])
     return report.outcome is not None and not resumed and not report.actual.get("commits")

@@ -87,8 +87,9 @@ STEP_COLUMNS = (
 def compute_actual_figures(
     events: Sequence[Event], generations: dict[int, RecordedGeneration], ledger: Ledger
 ) -> ActualFigures:
-    """Compute the `actual` part of a report: figures measured unless stated otherwise, None if
-    unknown.
+    """Compute the `actual` part of a report: the measured figures of the job.
+
+    Figures are measured unless stated otherwise. Unknown figures are None.
 
     Returns:
         A dictionary with, among others:
@@ -171,7 +172,10 @@ def compute_actual_figures(
 
 
 def list_gpu_memory(events: Sequence[Event]) -> list[GpuMemoryRow]:
-    """Return the peaks of each rank's GPU in the newest generation that has any, by rank."""
+    """Return the memory peaks of each rank's GPU, ordered by rank.
+
+    They are those of the newest generation that recorded any.
+    """
     found = select_events(events, GpuMemoryPayload)
     newest = max((event.generation for event in found), default=0)
     rows: dict[int, GpuMemoryRow] = {}
@@ -452,7 +456,10 @@ def read_price_curves(
 
 
 def _compute_goodput(useful: int, ledger: Ledger) -> float | None:
-    """Return the share of the paid time in useful steps; None if the steps of a script are unknown."""
+    """Return the share of the paid time that was spent in useful steps.
+
+    Return None if the steps of a script are unknown.
+    """
     is_unknown = not useful and any(
         line.ledger_class is LedgerClass.SCRIPT for line in ledger.lines
     )
@@ -580,8 +587,9 @@ def _sum_by_price(ledger: Ledger) -> list[PriceRow]:
 
 
 def _read_price_curve(bills: Iterable[NodeBill | UnreportedBill]) -> list[list[float]]:
-    """Return the price of one node of a pool while its nodes were paid for, as [Unix time, dollars
-    per hour from then on].
+    """Return a pool's price per node over the time for which its nodes were paid.
+
+    Each entry is [Unix time, dollars per hour from then on].
     """
     points: dict[float, float] = {}
     for bill in bills:
@@ -600,7 +608,7 @@ def _read_price_curve(bills: Iterable[NodeBill | UnreportedBill]) -> list[list[f
 
 
 def _describe_price_silence(events: Sequence[Event]) -> str:
-    """Describe a source of prices that had stopped answering when the job ended; "" otherwise."""
+    """Describe a problem of the price source at the end of the job; "" if there was none."""
     last = find_last_event(events, PricesPayload)
     if last is None or not last.payload.problem:
         return ""
@@ -617,9 +625,10 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[At
     was none.
 
     `planned` has the attempt's order: the dollars per hour of all nodes, estimates of the hours and
-    dollars to finish the job there, and its limits. `actual` has the seconds for which the attempt waited for capacity, the
-    hours for which it ran according to Batch, and its dollars in the ledger. `ended` is the cause
-    of its end, empty while unknown. `reason` is the text that Batch gave.
+    dollars to finish the job there, and its limits. `actual` has the seconds for which the attempt
+    waited for capacity, the hours for which it ran according to Batch, and its dollars in the
+    ledger. `ended` is the cause of its end, empty while unknown. `reason` is the text that Batch
+    gave.
     """
     bills = (*ledger.nodes, *ledger.unreported)
     paid = sum_by_key((bill.job.job_id, bill.usd) for bill in bills if bill.job is not None)
@@ -677,9 +686,7 @@ def _compute_attempt_figures(events: Sequence[Event], ledger: Ledger) -> list[At
 def _compute_hours(
     bills: Sequence[NodeBill], generations: dict[int, RecordedGeneration], *, ranks: int
 ) -> tuple[float, float]:
-    """Return the hours of the gang's work, and the hours of the first generation's start plus
-    shutdown.
-    """
+    """Return the hours of the gang's work, and of the first generation's start and shutdown."""
     work = 0
     start = 0
     first = bills[0].node.generation
@@ -697,8 +704,9 @@ def _compute_hours(
 
 
 def _read_quotes(plan: PlanJson) -> dict[PoolName, Decimal]:
-    """Read the plan's quotes (dollars per hour of one node) of all pools with the planned number of
-    nodes.
+    """Read the plan's quotes for all pools with the planned number of nodes.
+
+    A quote is the dollars per hour of one node.
     """
     chosen = plan["chosen"]
     same_size = [
@@ -720,7 +728,7 @@ def _read_quotes(plan: PlanJson) -> dict[PoolName, Decimal]:
 def _add_quotes(
     events: Sequence[Event], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, Sequence[tuple[float, Decimal]]]:
-    """Use the quotes of all plans as price changes of the pools without recorded changes.
+    """Add the quotes of all plans as price changes of the pools that have no recorded changes.
 
     The ledger uses the quotes of all plans too. If this function used only the newest plan's
     quotes, the higher prices of earlier plans would appear as regret.

@@ -42,7 +42,7 @@ class NetworkMedians(TypedDict, total=False):
 
 
 class NetworkFigures(TypedDict, total=False):
-    """Newest network probe, beside the earlier ones."""
+    """Figures of the newest network probe, and the medians of the earlier ones (`before`)."""
 
     before: Required[NetworkMedians]
     nodes: int
@@ -53,14 +53,14 @@ class NetworkFigures(TypedDict, total=False):
 
 
 class MfuFigures(TypedDict):
-    """Share of the measured peak, or the reason why it is not shown."""
+    """Model FLOPs utilization (MFU), or the reason why it is not shown."""
 
     mfu: float | None
     mfu_withheld: str | None
 
 
 class GpuMemoryRow(TypedDict):
-    """Peak memory of a rank's GPU in the newest generation that has one, in bytes."""
+    """Peak memory of one rank's GPU, in bytes."""
 
     rank: int
     allocated_bytes: int
@@ -100,7 +100,7 @@ class ActualFigures(TypedDict, total=False):
 
 
 class Failure(TypedDict, total=False):
-    """Failure of a job. `seconds` counts from the job's first event."""
+    """One failure of a job. `seconds` counts from the job's first event."""
 
     seconds: Required[float]
     t_wall: Required[float]
@@ -157,14 +157,14 @@ class DamageRow(TypedDict, total=False):
 
 
 class RefusedRun(TypedDict):
-    """Later run that preflight refused."""
+    """Run that preflight refused after the job had completed."""
 
     run: str
     outcome: str
 
 
 class PromiseRow(TypedDict, total=False):
-    """How exactly a job resumes (`ebbflow.core.event_payloads.PromisePayload`)."""
+    """Promise how exactly a job resumes (`ebbflow.core.event_payloads.PromisePayload`)."""
 
     level: str | None
     same_data: str | None
@@ -188,7 +188,7 @@ class CheckRow(TypedDict):
 
 
 class EventFigures(TypedDict, total=False):
-    """What a job's events say in words: failures, notable events, generations and damage."""
+    """Part of a report that describes a job's events: failures, generations, damage and others."""
 
     counts: dict[str, int]
     failures: Required[list[Failure]]
@@ -225,7 +225,7 @@ class CauseRow(TypedDict):
 
 
 class Hindsight(TypedDict, total=False):
-    """Lowest possible cost, and the regret."""
+    """Lowest possible cost of a job in hindsight, and the regret (its cost above that)."""
 
     usd: Required[float]
     regret_usd: Required[float]
@@ -237,7 +237,7 @@ class Hindsight(TypedDict, total=False):
 
 
 class PriceRow(TypedDict):
-    """Nodes and dollars of one pool and kind of price."""
+    """Number of nodes and dollars for one pool and kind of price."""
 
     pool: str
     kind: str
@@ -326,7 +326,7 @@ class ProgressFigures(TypedDict, total=False):
 
 
 class ChartPlace(TypedDict):
-    """Moment of a job: the last step before it, its time, and the dollars spent until then."""
+    """Moment of a job: its time, the last step before it, and the dollars spent until then."""
 
     step: float
     seconds: float
@@ -359,7 +359,9 @@ class Evaluations(TypedDict):
 
 
 class Lane(TypedDict):
-    """Node of a generation over time, in seconds since the job's first event.
+    """Bar that shows how a node of one generation spent its time.
+
+    Times are seconds since the job's first event.
 
     segments: [start, end, class of paid time].
     """
@@ -378,7 +380,7 @@ class Lane(TypedDict):
 
 
 class RankRow(TypedDict, total=False):
-    """Figures of a rank. None: unknown."""
+    """Row of the report's table of ranks: speed, waits and memory. None: unknown."""
 
     rank: Required[int]
     generation: int

@@ -392,8 +392,9 @@ def _failure(report: RunReport) -> str:
 
 
 def _log_path(report: RunReport, generation: int, rank: int | None) -> str:
-    """Return the path of a rank's log on its node, as a pattern, because the folder's name ends
-    with a random id.
+    """Return a glob pattern for the path of a rank's log on its node.
+
+    The folder's name ends with a random id.
     """
     return f"runs/{one_line(report.job)}/logs/{generation:06d}-*/rank-{rank}.log"
 
@@ -424,8 +425,9 @@ def _plots(drawn: Sequence[str]) -> str:
 
 
 def _evaluations(report: RunReport) -> str:
-    """Render a workload's metrics per evaluation, and its pictures as images, in which scripts do
-    not run.
+    """Render a workload's metrics per evaluation, and its pictures.
+
+    The pictures are embedded as images, in which scripts do not run.
     """
     found = report.charts.get("evaluations") or {}
     rows = found.get("rows") or []
@@ -601,7 +603,7 @@ def _plan_rows(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def _rank_memory(rank: RankRow) -> str:
-    """Return the peak of a rank's GPU, or of a rank on a CPU the memory of its node."""
+    """Format the peak memory of a rank's GPU or, without a GPU, the memory of its node."""
     allocated = rank.get("gpu_allocated_bytes")
     reserved = rank.get("gpu_reserved_bytes")
     if allocated is not None and reserved is not None:

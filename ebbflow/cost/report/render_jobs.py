@@ -37,7 +37,7 @@ def render_jobs_page(
     Args:
         rows: One row per job: name, project, owner, state, spent dollars and forecast dollars.
         reports: Reports by name of the job; a job that never started has none.
-        charges: FOCUS rows of all jobs (`cost.focus`).
+        charges: FOCUS rows of all jobs (`cost.finance.focus`).
     """
     spent = sum(row[4] for row in rows)
     states = [row[3] for row in rows]

@@ -27,8 +27,9 @@ _GIB = 2**30
 
 
 class ChartLine(NamedTuple):
-    """A line of a chart: the name of the column with its values, its label, colour (a CSS variable)
-    and style.
+    """A line of a chart, with its label and style.
+
+    `key` is the name of the column with the values, `colour` a CSS variable.
     """
 
     key: str
@@ -40,9 +41,7 @@ class ChartLine(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A line chart: its title, its lines, and the name of the table that has the values of the
-    lines.
-    """
+    """A line chart: its title, its lines, and the name of the table with their values."""
 
     id: str
     title: str
@@ -344,7 +343,7 @@ def _draw_marks(axes: _Axes, marks: Sequence[Mark]) -> list[str]:
 
 
 def _draw_piece(axes: _Axes, line: ChartLine, piece: Sequence[tuple[float, float]]) -> list[str]:
-    """Draw a piece of a line without gaps, or its single points."""
+    """Draw a piece of a line that has no gaps, or the single points of the line."""
     if line.points or len(piece) == 1:
         return [
             f'<circle class="{line.colour}" cx="{axes.x(step)}" cy="{axes.y(value)}" r="3"/>'

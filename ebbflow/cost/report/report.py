@@ -158,8 +158,9 @@ class RunReport:
     running: RunningJob | None = None
 
     def __getitem__(self, name: str) -> Json:
-        """Return a field as a JSON value, because the artifact `run_report` was a dictionary in
-        older releases.
+        """Return a field as a JSON value.
+
+        The artifact `run_report` was a dictionary in older releases.
         """
         return cast(JsonObject, self.to_json())[name]
 
@@ -345,8 +346,9 @@ def build_report(
 
 
 def find_deciding_failure(failures: Sequence[Failure]) -> Failure | None:
-    """Return the first failure of the last failed generation, because the job survived all earlier
-    ones; None if there is no failure.
+    """Return the first failure of the last failed generation; None if there is no failure.
+
+    The job survived all failures of earlier generations.
     """
     return next(
         (
@@ -452,9 +454,7 @@ def throughput_frame(events: Sequence[Event]) -> pandas.DataFrame:
 
 
 def _find_stack(failure: Failure | None, output: Sequence[LogLine]) -> LastOutput | None:
-    """Return what the failed rank printed last, as {rank, lines}: its last traceback with causes,
-    else a few lines.
-    """
+    """Return the failed rank's last traceback with its causes, else its last few lines."""
     if failure is None:
         return None
     mine = [line for line in output if line.generation == failure.get("generation")]
@@ -477,9 +477,7 @@ def _find_stack(failure: Failure | None, output: Sequence[LogLine]) -> LastOutpu
 
 
 def _find_root(events: Sequence[Event], output: Sequence[LogLine]) -> RootCause | None:
-    """Return the root cause that `ebbflow diagnose` finds: {symptom, title, family, confidence,
-    fix}, or None.
-    """
+    """Return the root cause that `ebbflow diagnose` finds, or None."""
     findings = diagnose_job(events, output).findings
     # What a job survived that ended well is history
     finding = next((finding for finding in findings if finding.role in ("root", "history")), None)

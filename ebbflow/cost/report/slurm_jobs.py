@@ -53,8 +53,9 @@ def format_slurm_rows(rows: Sequence[SlurmJobRow]) -> list[tuple[str, ...]]:
 
 
 def list_reasons(rows: Sequence[SlurmJobRow]) -> list[tuple[str, str]]:
-    """Return the id of each Slurm job, and why its partition was chosen with which time limit, where
-    that is known.
+    """Return pairs of a Slurm job's id and the reason for its partition and time limit.
+
+    Jobs without a recorded reason are left out.
     """
     reasons = []
     for row in rows:
@@ -88,7 +89,7 @@ def _count_node_hours(payload: SlurmJobPayload) -> float | None:
 
 
 def _make_row(payload: SlurmJobPayload, submitted: SlurmJobPayload | None) -> SlurmJobRow:
-    """Make a row of the newest event of a Slurm job, and of the event of its submission."""
+    """Make the row of a Slurm job from its newest event and the event of its submission."""
     hours = _count_node_hours(payload)
     price = payload.usd_per_node_hour
     return {

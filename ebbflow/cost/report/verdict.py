@@ -42,8 +42,9 @@ _ENDINGS = {
 
 
 class Tile(NamedTuple):
-    """One large number of the report: its name, text and explanation, and the filled share (0 to 1)
-    of its bar.
+    """One large number of the report, with its name and explanation.
+
+    `share` (0 to 1) is the filled share of its bar.
     """
 
     name: str
@@ -311,8 +312,9 @@ def find_changed_settings(
 
 
 def script_command(report: RunReport, *options: str) -> str | None:
-    """Return the command that runs the job's script on this machine; None if `ebbflow run SCRIPT`
-    did not start it.
+    """Return the command that runs the job's script on this machine.
+
+    Return None if the job was not started by `ebbflow run SCRIPT`.
     """
     given = {
         row["key"]: row["value"] for row in report.configuration if row["source"] == "argument"
@@ -327,8 +329,9 @@ def script_command(report: RunReport, *options: str) -> str | None:
 
 
 def reproduce_command(report: RunReport) -> str:
-    """Return the command that runs the same configuration again under a new name; "" if it was not
-    recorded.
+    """Return the command that runs the same configuration again under a new name.
+
+    Return "" if no configuration was recorded.
     """
     rows = report.configuration
     own = script_command(report)
@@ -382,8 +385,9 @@ def _ahead(report: RunReport) -> str:
 
 
 def _spent(report: RunReport) -> str:
-    """Return the dollars that the job has cost, of its budget if there is one; the time without a
-    price.
+    """Format the dollars that the job has cost, with its budget if there is one.
+
+    If the price is unknown, format the paid time instead.
     """
     if is_unpriced(report):
         return f"{format_duration(report.paid_rank_seconds)} of rank time, price unknown"
@@ -416,7 +420,7 @@ def _price(report: RunReport) -> str:
 
 
 def _useful_seconds(report: RunReport) -> float:
-    """Return the seconds of useful steps of one rank, in the mean over the ranks."""
+    """Return the mean seconds that a rank spent in useful steps."""
     ranks = max(1, len(report.charts.get("ranks") or []))
     useful = [line for line in report.ledger if line.ledger_class is LedgerClass.USEFUL_STEP]
     return sum(line.rank_seconds for line in useful) / ranks
@@ -443,8 +447,9 @@ def _interruption_cost(report: RunReport) -> str:
 
 
 def _count_endings(report: RunReport) -> str:
-    """Return a text such as "1 interruption", "3 failures" (of the code) or "1 interruption and 2
-    failures".
+    """Describe the number of interruptions and failures, such as "1 interruption and 2 failures".
+
+    A failure is an error of the code.
     """
     both = (report.interruptions - report.failures, "interruption"), (report.failures, "failure")
     return (
