@@ -1,4 +1,4 @@
-"""The end of a run, in the launcher: the job's report and the exit code."""
+"""End of a run in the launcher: write and print the job's report, and choose the exit code."""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
