@@ -65,9 +65,8 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name follows --with
-    """Step mutator for `--with local`.
-
-    It removes @batch and @kubernetes before they demand a remote datastore.
+    """Step mutator for `--with local`: it removes @batch and @kubernetes, which would demand a
+    remote datastore.
 
     The mutator prints nothing, because it also runs in the process of every task.
     """

@@ -106,7 +106,8 @@ def finish_job(
 
 
 def run_reference(job: Job, program: str, typed_words: list[str]) -> int:
-    """Run the job once more without its rehearsal, and compare the weights of both.
+    """Run the job again without its rehearsal (injected fault), and compare the weights of both
+    jobs.
 
     Return the exit code.
 

@@ -405,7 +405,7 @@ def _slurm_spec(flow: TrainArtifacts, this: CurrentTask) -> GangSpec:
 
 def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms | None:
     """Return the attempt's cost terms: price per rank-second, the job's limits, and the job's costs
-    so far. None if the plan has no pool.
+    so far. Return None if the plan has no pool.
     """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold

@@ -294,8 +294,9 @@ def _prepare_scheduler() -> None:
 
 
 def _claim_resumed_job(flow_class: type, launch: Launch) -> None:
-    """Claim the job of the run to resume, if it is unclaimed because it was unknown to this
-    machine.
+    """Claim the job of the run to resume, if this launcher has no claim yet.
+
+    It has none if this machine did not know the job by its name.
     """
     origins = option_values(launch.line.argv, "--origin-run-id")
     if launch.line.command != "resume" or not origins or launch.has_claim:

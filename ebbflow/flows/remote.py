@@ -151,7 +151,8 @@ def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] 
 
 
 def without_slurm(line: CommandLine) -> CommandLine:
-    """Return the command line without `--with slurm`, since Metaflow runs all steps here.
+    """Return the command line without `--with slurm`, because Metaflow runs all steps on this
+    machine.
 
     The extension metaflow-slurm has a decorator of that name, which would send each step away.
     """

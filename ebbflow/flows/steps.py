@@ -72,8 +72,7 @@ def is_local(flow: TrainArtifacts) -> bool:
 
 
 def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
-    """On AWS Batch, return the configuration with `cost.regions` limited to the regions of the
-    queues.
+    """On AWS Batch, return the configuration with `cost.regions` limited to the queues' regions.
 
     For other backends, return the configuration unchanged.
     """

@@ -1,5 +1,5 @@
 """Notices that this machine or process must stop soon: their sources, and the threads that poll
-these.
+them.
 
 Sources:
 
@@ -71,7 +71,7 @@ class NoticeSource(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """A notice from one source that this machine or process may have to stop.
+    """A notice that this machine or process may have to stop, from one source.
 
     A second notice with the same source and action counts as a repetition.
     """

@@ -115,7 +115,7 @@ def place_attempt(
 
 
 def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
-    """Turn a placement into an order (see `AttemptOrder.does`).
+    """Convert a placement to an order for the attempt (see `AttemptOrder.does`).
 
     The step `train_node` cannot run several nodes. If the placement has several nodes, the order is
     "next", so that the step `train` runs them. It is also "next" for the last attempt that Metaflow
@@ -334,7 +334,7 @@ def _process(request: PlacementRequest) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementInputs:
-    """Facts from which a pool is chosen."""
+    """Inputs for the choice of a pool (instance type, nodes, market and place)."""
 
     plan: Plan
     history: AttemptHistory

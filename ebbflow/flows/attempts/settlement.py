@@ -191,7 +191,7 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
 
 
 def settle_for_report(job: Job) -> None:
-    """Record the ends of all attempts for the job's report.
+    """Record how all attempts ended, for the job's report.
 
     If Batch does not answer, only print a message.
     """

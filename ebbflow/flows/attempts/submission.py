@@ -337,7 +337,7 @@ class Submission:
 
 
 def wrap_command(command: list[str]) -> list[str]:
-    """Wrap a command of the form `bash -c TEXT` in the signal-passing shell.
+    """Wrap a command of the form `bash -c TEXT` in a shell that passes SIGTERM on to the task.
 
     Return any other command unchanged.
     """
@@ -347,7 +347,7 @@ def wrap_command(command: list[str]) -> list[str]:
 
 
 def wrap_job_commands(params: SubmitRequest, **_: object) -> None:
-    """Let each command of a SubmitJob request run under the signal-passing shell.
+    """Wrap each command of a SubmitJob request in the signal-passing shell (see `wrap_command`).
 
     The AWS SDK calls this.
     """
@@ -362,8 +362,8 @@ def wrap_job_commands(params: SubmitRequest, **_: object) -> None:
 
 
 def listen_for_stop() -> None:
-    """Make SIGTERM end this task, and write the task's process id to the file that the
-    signal-passing shell reads.
+    """Make SIGTERM end this task, and write the task's process id to the file that the surrounding
+    shell reads.
 
     Do nothing if the task does not run under the signal-passing shell.
     """

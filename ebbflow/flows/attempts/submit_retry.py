@@ -189,7 +189,7 @@ class LostAnswers:
 
 
 class SubmitRetry:
-    """Retry policy of one submission.
+    """Retry policy for the SubmitJob requests of one submission.
 
     After each failed request, it decides whether and when to try again.
 

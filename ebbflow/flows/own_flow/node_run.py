@@ -51,7 +51,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRun:
-    """This node's part in one training."""
+    """One node's part in a training of the user's flow."""
 
     job: str  # name of the job
     call: int  # number of the training in its step, 1 for the first

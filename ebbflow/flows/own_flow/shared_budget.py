@@ -23,7 +23,7 @@ _TOLERANCE_USD = 1e-9  # of sums of floats
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """Dollars of one trial: what it may spend or, once it has ended, what it has spent."""
+    """Dollars of one trial: its reservation or, after its end, its cost."""
 
     usd: float
     has_ended: bool

@@ -274,8 +274,8 @@ def _choose_store(options: StepOptions, datastore: FlowDataStore, folder: Path, 
 
 
 def _check_names(graph: FlowGraph, step_name: str, options: StepOptions, where: str) -> None:
-    """Refuse a name that another step's jobs have, because the two would continue each other's
-    jobs.
+    """Raise OwnFlowError if another step's jobs have the same name, because one would continue the
+    other.
     """
     label = options.name or step_name
     for node in graph:

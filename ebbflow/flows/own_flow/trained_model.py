@@ -71,12 +71,12 @@ class TrainedModel:
 
     @property
     def uri(self) -> str | None:
-        """Address of the final commit; None without commits."""
+        """Address of the final commit, or None without commits."""
         return self._address(self.commit)
 
     @property
     def best_uri(self) -> str | None:
-        """Address of the best commit; None if no commit was evaluated."""
+        """Address of the best commit, or None if no commit was evaluated."""
         return self._address(self.best)
 
     @property

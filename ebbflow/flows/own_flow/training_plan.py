@@ -96,7 +96,7 @@ def prepare_training(
     options: StepOptions,
     shared: SharedBudget | None = None,
 ) -> tuple[Prepared, Terms | None]:
-    """Record a training's configuration, data and plan.
+    """Prepare a training's data and plan, and record them with its configuration.
 
     Returns the description of the data, and the cost terms (None if nothing can be priced).
 

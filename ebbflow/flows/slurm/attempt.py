@@ -97,7 +97,7 @@ _OF_LAUNCHER = ("EBBFLOW_PARENT_PID", CLAIM_VARIABLE, RUN_CLAIM_VARIABLE)
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedJob:
-    """A Slurm job of this training job, and the order that it follows."""
+    """A submitted Slurm job, and the order (instructions) that it follows."""
 
     job_id: str
     key: str  # of the order in the job's store
@@ -485,7 +485,7 @@ def _write_order(job: Job, attempt: NextAttempt, number: int) -> SlurmOrder:
 
 
 def _submit_order(job: Job, attempt: NextAttempt, order: SlurmOrder) -> SubmittedJob:
-    """Submit the Slurm job that follows an order."""
+    """Submit a Slurm job that carries out an order."""
     key = order_key(job.run, order.round)
     comment = f"{_PREFIX}:{_token(job)}:{job.run}:{order.round}"
     script = make_batch_script(job, attempt, key, comment).render()

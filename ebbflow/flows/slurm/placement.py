@@ -76,7 +76,7 @@ def choose_partition(
 
 
 def refused_partitions(ends: Sequence[SlurmJobPayload]) -> list[str]:
-    """Return the partitions of the latest Slurm jobs in a row that got no nodes in time."""
+    """Return the partitions in which the newest consecutive Slurm jobs got no nodes in time."""
     refused: list[str] = []
     for end in itertools.takewhile(lambda end: end.cause == Cause.REFUSED, reversed(ends)):
         refused.insert(0, str(end.partition))
@@ -84,7 +84,7 @@ def refused_partitions(ends: Sequence[SlurmJobPayload]) -> list[str]:
 
 
 def count_vain_preemptions(ends: Sequence[SlurmJobPayload]) -> int:
-    """Count the latest Slurm jobs in a row that were preempted before a new commit."""
+    """Count the newest consecutive Slurm jobs that were preempted before a new commit."""
     count = 0
     for position in range(len(ends) - 1, -1, -1):
         end = ends[position]

@@ -78,7 +78,7 @@ def check_deployment(arguments: Sequence[str], settings: Mapping[str, str]) -> N
 
 
 def supervise_job(settings: Mapping[str, str], job: str, options: str) -> str:
-    """Supervise a job in a process of its own until it is complete, and return its outcome.
+    """Supervise a job in a separate process until it is complete, and return its outcome.
 
     Args:
         settings: As `parse_settings` returned them when the job was deployed.

@@ -207,7 +207,7 @@ class Supervisor:
         return None
 
     def _find_crash_loop(self, verdict: RunVerdict, code: int, record: JobRecord) -> str:
-        """Return why the supervisor takes the job for a crash loop, or "" if it does not.
+        """Return why the job counts as a crash loop, or "" if it does not.
 
         Agents miss a crash loop if each failure ends them together with the run.
         """

@@ -333,8 +333,8 @@ class _Setup:
         return stacks.get(wanted or "", {})
 
     def _choose_queues(self) -> tuple[list[QueueState], str | None]:
-        """Return the queues for training and the name of the queue for the flow's other steps, or
-        None if no queue suits those.
+        """Return the queues for training, and the name (or None) of the queue for the flow's other
+        steps.
         """
         training = []
         light = []

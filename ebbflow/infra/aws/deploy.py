@@ -166,7 +166,7 @@ def condense_template(template: Template) -> str:
 
 
 def _given_parameters(pairs: Sequence[str], template: Template) -> dict[str, str]:
-    """Return the values given by --parameter, by name.
+    """Return the parameter values from the --parameter options, by name.
 
     Raises CloudRefused for unknown parameters and invalid values. The message has one line per
     problem.
@@ -332,7 +332,7 @@ _SECONDARY = ("cancelled", "Resource creation cancelled", "Resource update cance
 
 @dataclass(frozen=True, kw_only=True)
 class StackState:
-    """The state of an existing stack."""
+    """Status, parameters and outputs of an existing stack."""
 
     status: str  # CloudFormation's status, such as "CREATE_COMPLETE"
     reason: str  # CloudFormation's reason for the status, "" if it gives none

@@ -34,7 +34,8 @@ def choose_families(
     region: str,
     say: Callable[[str], None],
 ) -> dict[str, str]:
-    """Return `given` plus the GPU families that the region offers and the zone for multi-node jobs.
+    """Return the parameters `given`, plus the GPU families that the region offers and the zone for
+    multi-node jobs.
 
     Args:
         known: Parameters of the existing stack, which are kept; None for a new one.

@@ -133,7 +133,7 @@ class ReviewStatus(TypedDict, total=False):
 
 
 class AccessReview(TypedDict, total=False):
-    """Answer to a request whether this account has a permission (SelfSubjectAccessReview)."""
+    """Answer to the question whether this account has a permission (SelfSubjectAccessReview)."""
 
     status: ReviewStatus
 

@@ -222,7 +222,7 @@ class Cluster:
         return pods, (found.get("metadata") or {}).get("resourceVersion") or ""
 
     def removed_pods(self, job_id: str, version: str) -> list[PodState]:
-        """Return the last states of the pods that were removed since version `version` of the list
+        """Return the last states of the pods that were removed since the given version of the list
         of pods.
 
         Raises CloudError.
@@ -731,7 +731,7 @@ class AttemptWatch:
     def attempt(
         self, *, now: float, ended_by: Cause | None = None, reason: str = ""
     ) -> BatchAttempt:
-        """Return the attempt's status, times and cause of its end.
+        """Return a description of the attempt: its status, its times and the cause of its end.
 
         A node's time includes only the time in which one of its pods ran.
         """

@@ -170,7 +170,7 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def is_own_program(words: Sequence[str]) -> bool:
-    """Return whether the command line `words` starts a program of Ebbflow and not a rank.
+    """Return whether the command line `words` starts a program of Ebbflow rather than a rank.
 
     Such programs are `python -m ebbflow…`, the command `ebbflow`, and its flows.
     """

@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(task: SlurmTask, store: Store, key: str) -> None:
-    """Send this node's clock to each other node, once that has connected and sent the key.
+    """Send this node's clock to every other node that connects and sends the key.
 
     Connections that do not send the key are ignored.
 

@@ -79,7 +79,7 @@ def partition_options(
 
 
 def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str] = ()) -> str:
-    """Return the shell line that starts one process for each task of the job with srun."""
+    """Return the srun command line that starts one process for each task of the job."""
     command = ["srun", *options]
     if slurm.container_image is not None:
         command.append(f"--container-image={slurm.container_image}")
@@ -87,7 +87,8 @@ def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str
 
 
 def agent_lines(slurm: SlurmConfig, words: Sequence[str], *, may_leave: bool = False) -> list[str]:
-    """Return the lines that run one agent per node and pass Slurm's warning on to them.
+    """Return the script lines that run one agent per node and pass Slurm's warning on to the
+    agents.
 
     Args:
         words: the command line of an agent.
