@@ -46,7 +46,7 @@ _COMMANDS = frozenset(
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words of a command line, divided at Metaflow's command."""
+    """A command line, split into the words before and after Metaflow's command."""
 
     program: str  # the flow file
     options: list[str] = field(default_factory=list)  # words before the command
@@ -55,7 +55,9 @@ class CommandLine:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> CommandLine:
-        """Divide `argv`, whose first word is the program. The value of `--with` is no command."""
+        """Split `argv`, whose first word is the program. The value of `--with` does not count as
+        the command.
+        """
         for position in range(1, len(argv)):
             if argv[position] in _COMMANDS and argv[position - 1] != "--with":
                 return cls(
@@ -73,12 +75,12 @@ class CommandLine:
 
     @property
     def starts_run(self) -> bool:
-        """Whether the command is `run` or `resume`, and not only their help is asked for."""
+        """Whether the command is `run` or `resume`, without `--help`."""
         return self.command in ("run", "resume") and "--help" not in self.argv
 
     @property
     def run_id_file(self) -> str | None:
-        """Value of Metaflow's option --run-id-file."""
+        """Value of Metaflow's option --run-id-file, or None."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--run-id-file")
         return parser.parse_known_args(self.arguments)[0].run_id_file
@@ -160,7 +162,7 @@ def reorder_words(words: Sequence[str]) -> list[str]:
 
 
 def _without_value(words: Sequence[str], option: str, value: str) -> list[str]:
-    """Return the words without an option that has this value, in either of its two forms."""
+    """Remove `OPTION VALUE` and `OPTION=VALUE` from the words of a command line."""
     kept: list[str] = []
     for word in words:
         if word == value and kept[-1:] == [option]:

@@ -147,7 +147,9 @@ class RunView:
             del self._unseen[:-_MOST_UNSEEN]
 
     def observed(self, line: str) -> None:
-        """Show a line of the run's observer, whose progress has the figures of the live page."""
+        """Show a line of the run's observer process. Its progress lines have the live page's
+        figures.
+        """
         found = _PROGRESS.match(line)
         if found is None:
             self.say(line)
@@ -287,7 +289,7 @@ class RunView:
             self.require_yes()
 
     def require_yes(self, question: str = "start and pay for it?") -> None:
-        """Ask the user for permission to spend money; Metaflow's scheduler waits.
+        """Ask the user for permission to spend money, while Metaflow's scheduler waits.
 
         Any answer but yes ends the run.
         """
@@ -417,7 +419,7 @@ class RunView:
                 self._live.print(line)
 
     def close(self, *, explained: bool) -> None:
-        """Remove the bar.
+        """Close the view and remove the progress bar.
 
         If neither a report nor a task explains the run's end, print the end of Metaflow's log.
         """
@@ -548,8 +550,8 @@ class _Training:
 
 
 class _Bar:
-    """Live region (of rich) at the bottom of a terminal: the running step, the progress bar, and
-    rank 0's figures.
+    """Live display at the bottom of a terminal, drawn by rich: the running step, the progress bar,
+    and rank 0's figures.
     """
 
     def __init__(self, view: RunView) -> None:
@@ -666,8 +668,8 @@ def _short(figure: str) -> str:
 
 
 def _is_shown(key: str) -> bool:
-    """Return whether the view reads a segment of the event log: those of rank 0, the agents and the
-    submitters.
+    """Return whether the view reads a segment of the event log, which must be from rank 0, an agent
+    or a submitter.
     """
     name = key.rpartition("/")[2]
     return name.startswith("0-0-") or "-agent-" in name or "-submit" in name

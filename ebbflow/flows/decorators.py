@@ -65,9 +65,8 @@ REMOTE = ("batch", "kubernetes")
 
 
 class local(StepMutator):  # noqa: N801 - the name follows --with
-    """Step mutator for `--with local`.
-
-    It removes @batch and @kubernetes before they demand a remote datastore.
+    """Step mutator for `--with local`: it removes @batch and @kubernetes, which would demand a
+    remote datastore.
 
     The mutator prints nothing, because it also runs in the process of every task.
     """
@@ -300,7 +299,7 @@ class CapacityDecorator(StepDecorator):
         self._send(cli_args, request, answer.order)
 
     def _send(self, cli_args: CLIArgs, request: PlacementRequest, order: AttemptOrder) -> None:
-        """Change the command line of the attempt so that it runs where the order says."""
+        """Change the attempt's command line so that the attempt runs where its order says."""
         from ebbflow.flows.attempts.order import SUBMIT_VARIABLE
 
         on_kubernetes = request.backend == "kubernetes"
@@ -351,7 +350,7 @@ class CapacityDecorator(StepDecorator):
 def _submit_order(
     request: PlacementRequest, order: AttemptOrder, config: RunConfig, region: str | None
 ) -> SubmitOrder:
-    """Return the order to the process that submits the attempt to Batch or Kubernetes."""
+    """Return the order for the process that submits the attempt to Batch or Kubernetes."""
     from ebbflow.flows.attempts.order import StopOrder, SubmitOrder
 
     placement = order.placement
@@ -425,8 +424,8 @@ def apply_to_batch(cli_args: CLIArgs, placement: Placement, config: RunConfig) -
 
 
 def run_locally(cli_args: CLIArgs, step: str) -> None:
-    """Rewrite a step's command line so that an attempt that does not train runs on the scheduler's
-    machine.
+    """Rewrite a step's command line to run on the scheduler's machine, for an attempt that does not
+    train.
     """
     cli_args.commands = ["step"]
     cli_args.command_args = [step]

@@ -1,4 +1,4 @@
-"""The end of a run, in the launcher: the job's report and the exit code."""
+"""End of a run in the launcher: write and print the job's report, and choose the exit code."""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false
@@ -106,7 +106,8 @@ def finish_job(
 
 
 def run_reference(job: Job, program: str, typed_words: list[str]) -> int:
-    """Run the job once more without its rehearsal, and compare the weights of both.
+    """Run the job again without its rehearsal (injected fault), and compare the weights of both
+    jobs.
 
     Return the exit code.
 

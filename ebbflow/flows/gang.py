@@ -59,7 +59,7 @@ _STOPPED = {"step": None, "weights_sha256": None}
 
 
 class ParallelInfo(Protocol):
-    """Place of a task among the nodes of a gang, from Metaflow."""
+    """Position of a task among the nodes of a gang, as Metaflow reports it."""
 
     node_index: int
     main_ip: str  # address of node 0
@@ -111,7 +111,7 @@ def route_interface(address: str) -> str | None:
 
 
 def gang_shape(flow: TrainArtifacts, order: AttemptOrder | None = None) -> GangShape:
-    """Return the gang's shape from the attempt's order.
+    """Return the gang's numbers of nodes and of ranks per node from the attempt's order.
 
     If there is no order, take the shape from the configuration.
 
@@ -190,8 +190,9 @@ def end_stopped_tasks(
 
 
 def initial_branch(flow: TrainArtifacts) -> str:
-    """Return the flow's branch after `prepare`: "node" (`train_node`) for a single node in AWS
-    Batch and for any number of nodes on Slurm, else "gang".
+    """Return the flow's branch after `prepare`: "node" for the step `train_node`, else "gang".
+
+    `train_node` is for a single node in AWS Batch, and for any number of nodes on Slurm.
     """
     backend = training_backend(flow)
     if backend == "slurm" or (backend == "batch" and flow.num_nodes == 1):
@@ -205,7 +206,8 @@ def train_node(flow: TrainArtifacts, this: CurrentTask) -> tuple[dict, str]:
 
     Returns the outcome as JSON, and the next branch of the flow: "again", "gang" or "done". A drain
     after a Spot notice ends the round normally, and "again" repeats the step. Raises StepFailed for
-    a failure that may not occur in a new attempt.
+    a failure that may not occur in a new attempt. On Slurm, a round is one Slurm job, also with
+    several nodes.
     """
     flow.rounds += 1
     if training_backend(flow) == "slurm":
@@ -328,9 +330,9 @@ def _task_metadata(step: FlowStep) -> MetadataProvider:
 
 
 def _order(flow: TrainArtifacts, this: CurrentTask) -> AttemptOrder | None:
-    """Return the scheduler's order for this attempt: machines and number of nodes.
+    """Return the scheduler's order for this attempt, which names machines and number of nodes.
 
-    None for a run on this machine.
+    Return None for a run on this machine or on Slurm.
 
     Raises StepFailed if no placement could be chosen for the attempt, or if the store fails.
     """
@@ -390,7 +392,10 @@ def _gang_spec(
 
 
 def _slurm_spec(flow: TrainArtifacts, this: CurrentTask) -> GangSpec:
-    """Return the specification of node 0 of this round's Slurm job, which adds its address."""
+    """Return the specification of node 0 for this round's Slurm job, without its address.
+
+    The Slurm job adds the address.
+    """
     from ebbflow.training.launch.transport import control_ports
 
     spec = _gang_spec(flow, this, None, node=0, main_address="")
@@ -400,7 +405,7 @@ def _slurm_spec(flow: TrainArtifacts, this: CurrentTask) -> GangSpec:
 
 def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms | None:
     """Return the attempt's cost terms: price per rank-second, the job's limits, and the job's costs
-    so far. None if the plan has no pool.
+    so far. Return None if the plan has no pool.
     """
     from ebbflow.cost.errors import CostError
     from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
@@ -443,8 +448,10 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
 def _reservation_check(
     flow: TrainArtifacts, this: CurrentTask, node: int
 ) -> Callable[[], bool] | None:
-    """Return a function that tells whether the team's budget has the job's reservation; None for
-    other nodes, for a job without a team, and on this machine, where dollars are simulated.
+    """Return a function that checks whether the job is still reserved in its team's budget.
+
+    Return None for nodes other than node 0, for a job without a team, and on this machine, where
+    dollars are simulated.
     """
     job = Job.of(flow, this.run_id)
     if node != 0 or job.config.cost.team_file is None or training_backend(flow) is None:
@@ -453,8 +460,9 @@ def _reservation_check(
 
 
 class _HeldPrice:
-    """Price of an attempt's pool as the ledger bills it: of this machine's type, market and zone, from
-    the job's recorded prices.
+    """Price of this machine as the ledger bills it.
+
+    It comes from the job's recorded prices for the machine's type, market and zone.
     """
 
     def __init__(self, flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> None:
@@ -477,8 +485,10 @@ class _HeldPrice:
         self._events: list[Event] = []
 
     def boot_seconds(self, events: Sequence[Event]) -> float:
-        """Return the paid time of this machine before this attempt, as the ledger will count it: 0 if
-        an earlier attempt or another job has started the machine. Other nodes count alike.
+        """Return the paid seconds of this machine before this attempt, as the ledger will count
+        them.
+
+        Return 0 if an earlier attempt or another job started the machine. Other nodes count alike.
         """
         from ebbflow.cost.ledger.instances import (
             read_submission_times,
@@ -495,7 +505,7 @@ class _HeldPrice:
         return uptime
 
     def read(self, events: Sequence[Event] = ()) -> RankPrice:
-        """Return the price as far as it is recorded now, in `events` or else in the store.
+        """Return the price over time as recorded so far, in `events` or else in the store.
 
         Raises:
             StoreError: The store does not answer.

@@ -42,7 +42,7 @@ class FlowSettings(TypedDict):
 
 
 class JobArtifacts(Protocol):
-    """Artifacts of the flow that name its job."""
+    """Metaflow artifacts that identify the flow's job."""
 
     job: str
     settings: FlowSettings

@@ -73,7 +73,7 @@ class Launch:
 
     @property
     def fenced(self) -> bool:
-        """Whether another launcher goes on with the job."""
+        """Whether another launcher has taken over the job."""
         return self.claim is not None and self.claim.is_taken_over
 
     @property
@@ -90,8 +90,8 @@ class Launch:
     def claim_job(
         self, job: str, config: RunConfig, command: str, permits: Sequence[str] = ()
     ) -> None:
-        """Claim the job, then record the user's permissions to continue although commits are lost
-        (`permits`).
+        """Claim the job, then record the user's permissions (`permits`) to continue despite lost
+        commits.
 
         If the store does not answer, the launcher prints a message and continues without a claim.
         Exits with 3 if another launcher runs the job, or if the permissions cannot be recorded.
@@ -127,8 +127,8 @@ class Launch:
     def _reserve_budget(self, config: RunConfig, job: str) -> None:
         """Reserve the job's dollars in the team's budget.
 
-        Exits with 3 if they do not fit, or if the store has no valid answer: nobody may start
-        unseen.
+        Exits with 3 if they do not fit, or if the store has no valid answer, so that no job
+        starts without a reservation.
         """
         from ebbflow.cost.errors import CostError
 
@@ -246,7 +246,7 @@ def write_to_stderr(text: str) -> None:
 
 
 class _Phase(enum.Enum):
-    """Phase of the launch, which decides what a signal does."""
+    """Phase of the launch, which decides how a signal is handled."""
 
     PREPARE = enum.auto()
     RUN = enum.auto()

@@ -178,7 +178,8 @@ def _read_run_id(file: Path) -> str:
 
 
 def _select_card(line: CommandLine) -> CommandLine:
-    """Return the command line of `card` with tasks that have a card.
+    """Return the command line of `card`, in which tasks without a card are replaced by tasks with
+    one.
 
     Exit with 2 if no run is recorded on this machine, where Metaflow would print a traceback.
     """
@@ -205,7 +206,7 @@ def _end_with_parent(line: CommandLine) -> None:
 
 
 def _tie_to_parent(by: signal.Signals) -> bool:
-    """Make the kernel send this task `by` when its parent dies.
+    """Make the kernel send the signal `by` to this process when its parent dies.
 
     Return False if the parent is on another machine.
 
@@ -293,7 +294,10 @@ def _prepare_scheduler() -> None:
 
 
 def _claim_resumed_job(flow_class: type, launch: Launch) -> None:
-    """Claim the job of the run to resume, if this machine did not know the job by its name."""
+    """Claim the job of the run to resume, if this launcher has no claim yet.
+
+    It has none if this machine did not know the job by its name.
+    """
     origins = option_values(launch.line.argv, "--origin-run-id")
     if launch.line.command != "resume" or not origins or launch.has_claim:
         return

@@ -18,7 +18,7 @@ _CARD_SECONDS = 10.0
 
 
 class RunObserver:
-    """Manager of the run's observer process and of the live card.
+    """Manager of the process that observes a run, and of the card with the run's live page.
 
     A thread starts the process as soon as the job has a name, and stores a copy of the live page as
     a card every few seconds.

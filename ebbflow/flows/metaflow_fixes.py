@@ -1,5 +1,7 @@
-"""Fixes for Metaflow on AWS Batch without a metadata service, applied to known releases, and to others
-whose patched parts have the shape that the fixes need (`broken_contract`).
+"""Fixes for Metaflow on AWS Batch without a metadata service.
+
+They are applied to known releases, and to other releases whose patched parts have the shape that
+the fixes need (`broken_contract`).
 
 With local metadata, these releases have four faults:
 
@@ -12,12 +14,12 @@ With local metadata, these releases have four faults:
 - If a job left no metadata, the process that submitted it ends with an error about missing
   metadata. This hides why the job failed (Netflix/metaflow#2557).
 
-With a metadata service, Metaflow itself is not changed, and two faults remain, of any release. First, the commands
-of the other nodes can still be wrong, because the first task ids of a new service are short
-numbers, which occur in other places too. This module then corrects the command in the request to
-AWS, and prints a message. Second, Metaflow relies on fields of an ended multi-node job that AWS may
-set late. This module fills in missing fields; otherwise a gang that succeeded would count as
-failed, and would be run and paid for again.
+With a metadata service, Metaflow itself is not changed, and two faults remain in every release.
+First, the commands of the other nodes can still be wrong, because the first task ids of a new
+service are short numbers, which occur in other places too. This module then corrects the command in
+the request to AWS, and prints a message. Second, Metaflow relies on fields of an ended multi-node
+job that AWS may set late. This module fills in missing fields; otherwise a gang that succeeded
+would count as failed, and would be run and paid for again.
 """
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
@@ -89,7 +91,8 @@ def is_known_release(text: str | None = None) -> bool:
 
 
 def broken_contract() -> str:
-    """Return which part of the installed Metaflow lacks the shape that the fixes need, or "".
+    """Return which part of the installed Metaflow lacks the shape that the fixes need, or "" if
+    none does.
 
     Works for any release, without running a flow.
     """
@@ -336,8 +339,9 @@ CHECKS = [
 
 
 def _judge_release(found: str, service: str) -> CheckFinding:
-    """Return the finding about a release of Metaflow that is used with local metadata. `service` is
-    the fix for an unfit one.
+    """Return the preflight finding about a Metaflow release that is used with local metadata.
+
+    `service` is the advice for a release that the fixes do not suit.
     """
     known = ", ".join(".".join(map(str, release)) for release in KNOWN)
     if not is_known_release(found):

@@ -133,10 +133,11 @@ def check_resume(line: CommandLine) -> CheckedOptions:
 
 
 def adopt_job_store(job: str, store: str, permits: Sequence[str]) -> str:
-    """Let this process and its children accept only the store in which the job is, and return the
-    id of the store's marker, or "" if the store does not answer.
+    """Let this process and its children accept only the job's store, and return the id of its
+    marker.
 
-    Exits with 3 if the job is known to be in another store of this address.
+    Return "" if the store does not answer. Exits with 3 if the job is known to be in another store
+    of this address.
     """
     try:
         return adopt_if_it_answers(store, job, RUNS, from_scratch=FROM_SCRATCH in permits)
@@ -145,8 +146,7 @@ def adopt_job_store(job: str, store: str, permits: Sequence[str]) -> str:
 
 
 def give_permits(permits: Sequence[str], job: str, store: str) -> None:
-    """Record in the job's store that the user permits the job to continue although commits are
-    lost.
+    """Record in the job's store that the user permits the job to continue despite lost commits.
 
     Call this only after this process has claimed the job, because a launcher without the claim must
     not change the job. Raises InfraError.
@@ -184,9 +184,9 @@ def parse_overrides(given: str) -> list[str]:
 
 
 def _parse_run_options(options: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of this project, and return them and all other options.
+    """Parse Ebbflow's options of `run`, and return them and all other options.
 
-    In `overrides` the result has one "key=value" each. In `config` it has the path of a file, the
+    Each of the result's `overrides` is one "key=value". Its `config` is the path of a file, the
     JSON of a configuration, or None for a script without a file.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -219,7 +219,7 @@ def _parse_permits(options: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _load(known: argparse.Namespace, line: CommandLine) -> LoadedConfig:
-    """Load the configuration.
+    """Load the run's configuration, fitted to the backend or to the GPUs of this machine.
 
     The backend that `--with` names becomes cluster.plan_for. Raises ConfigError.
     """
@@ -242,10 +242,10 @@ def _load(known: argparse.Namespace, line: CommandLine) -> LoadedConfig:
 
 
 def _fit_to_local_gpus(loaded: LoadedConfig) -> dict[str, int]:
-    """Return nodes and ranks with which a local run uses the GPUs of this machine, where they are
-    too few for the ranks of a default; {} to keep the configuration.
+    """Return settings that fit a local run to this machine's GPUs, or {} to keep the configuration.
 
-    Nodes that the user wrote are kept: the ranks then train on the CPU, with a note.
+    The default numbers of nodes and ranks are replaced if they need more GPUs than there are. Nodes
+    that the user wrote are kept: the ranks then train on the CPU, with a note.
     """
     config = loaded.config
     ranks = count_ranks(config)
@@ -297,7 +297,10 @@ def _check_before_launch(
 
 
 def _check_existing_job(job: str, config: RunConfig) -> None:
-    """Exit with 2 if the job exists and cannot continue with this configuration."""
+    """Exit with 2 if the job exists and cannot continue with this configuration.
+
+    Exit with 3 if its store does not answer.
+    """
     try:
         _check_continuation(job, config)
     except InfraError as error:

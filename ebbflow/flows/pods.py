@@ -88,7 +88,7 @@ def pod_annotations(metrics_port: int | None) -> dict[str, str]:
 
 
 def pod_memory_mib(batch_memory_mib: int) -> int:
-    """Return the MiB of memory that a pod can request on a machine that offers a Batch job
+    """Return the memory in MiB that a pod can request on a machine where a Batch job can have
     `batch_memory_mib`.
     """
     return max(batch_memory_mib - _KUBELET_MIB - _OWN_PODS_MIB, 1024)

@@ -1,5 +1,5 @@
-"""The launcher's watch over the Spot prices of the pools that a job may hold, for its budget and its
-ledger.
+"""Thread of the launcher that watches the Spot prices of a job's possible pools, for the job's
+budget and ledger.
 
 New prices become `prices` events, which node 0's agent reads (`flows/gang.py`).
 """
@@ -27,8 +27,10 @@ _FIRST_LOOK_SECONDS = 2.0
 
 
 class LauncherPrices:
-    """Thread that asks for the prices of the plan's types every `cost.price_seconds` or more often
-    (`PriceWatch`), and records changes and the begin and end of a silence of the source.
+    """Thread that queries the Spot prices of the plan's instance types and records changes.
+
+    It queries every `cost.price_seconds` or more often (`PriceWatch`). It also records when the
+    price source stops answering, and prints when it answers again.
 
     Args:
         job: "" if the run's id is the job's name.
@@ -121,7 +123,7 @@ class LauncherPrices:
         return seconds
 
     def _record_silence(self, problem: str, log: EventLog, now: float) -> None:
-        """Record and print once that no price is known from now on."""
+        """Record and print, once per outage, that the price source does not answer."""
         if self._silence:
             return
         self._silence = problem

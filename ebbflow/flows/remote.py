@@ -47,8 +47,8 @@ def in_container() -> bool:
 
 
 def requested_backend(words: Sequence[str], plan_for: str = "batch") -> Target | None:
-    """Return the backend that --with names in a command line: "batch", "kubernetes", or None for
-    this machine.
+    """Return the backend that --with names in a command line ("batch", "kubernetes" or "slurm"), or
+    None for this machine.
 
     `plan_for` is the value of `cluster.plan_for`: the backend that `--with cloud` selects.
     """
@@ -151,7 +151,8 @@ def refusal_reason(config: RunConfig, backend: str | None, words: Sequence[str] 
 
 
 def without_slurm(line: CommandLine) -> CommandLine:
-    """Return the command line without `--with slurm`, since Metaflow runs all steps here.
+    """Return the command line without `--with slurm`, because Metaflow runs all steps on this
+    machine.
 
     The extension metaflow-slurm has a decorator of that name, which would send each step away.
     """
@@ -176,7 +177,7 @@ def _names_role(config: RunConfig, words: Sequence[str]) -> bool:
 
 
 def _names_image(config: RunConfig, backend: str, words: Sequence[str]) -> bool:
-    """Return whether the containers' image is named where Metaflow looks for it."""
+    """Return whether a container image is set in a place that Metaflow reads."""
     given = any("image=" in value for value in option_values(words, "--with"))
     settings = (f"METAFLOW_{backend.upper()}_CONTAINER_IMAGE", "METAFLOW_DEFAULT_CONTAINER_IMAGE")
     return given or bool(config.batch.image) or any(_is_set(name) for name in settings)

@@ -26,7 +26,7 @@ from ebbflow.observe.job_report import write_report_files
 
 
 def record_prices(job: Job) -> None:
-    """Record the price changes since the plan in the job's events.
+    """Record in the job's events how prices have changed since the plan.
 
     If they are unknown, the plan's prices apply.
     """

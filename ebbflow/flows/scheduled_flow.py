@@ -1,4 +1,4 @@
-"""A flow for production schedulers, whose one step supervises a job until it is complete.
+"""A flow for production schedulers, in which one step supervises a job until it is complete.
 
     python flows/scheduled_flow.py --datastore=s3 --config settings job.yaml argo-workflows create
     python flows/scheduled_flow.py --datastore=s3 --config settings job.yaml step-functions create
@@ -32,7 +32,7 @@ from ebbflow.flows.supervising import scheduled
 
 
 class starts(FlowMutator):  # noqa: N801 - the name of a decorator
-    """Add `@schedule` and `@trigger` from the configuration `when`.
+    """Flow mutator that adds `@schedule` and `@trigger` from the configuration `when`.
 
     Step Functions refuses every flow with `@trigger`, so the two are not fixed here.
     """
@@ -85,7 +85,7 @@ class ScheduledFlow(FlowSpec):
 
     @step
     def end(self):
-        """Succeed: a job that did not complete has failed the step before."""
+        """Succeed, because the previous step fails for a job that did not complete."""
         print(f"job {self.job_name}: {self.outcome}")
 
 

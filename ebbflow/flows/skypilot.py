@@ -106,7 +106,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def refusal_reason(config: RunConfig, path: Path) -> str | None:
-    """Return why the job cannot be exported, and a fix; None if it can."""
+    """Return why the job cannot be exported, with a fix, or None if it can."""
     if urlsplit(config.store).scheme != "s3":
         return f"store {config.store} ends with its machine\n  fix: --set store=s3://bucket/prefix"
     if config.cluster.nodes != 1:
@@ -123,8 +123,7 @@ def refusal_reason(config: RunConfig, path: Path) -> str | None:
 def make_task(
     config: RunConfig, plan: Plan, path: str, job: str, overrides: list[str]
 ) -> JsonObject:
-    """Build the SkyPilot task for the best pools of the plan, of which SkyPilot takes the cheapest
-    that it gets.
+    """Build the SkyPilot task with the plan's best pools. SkyPilot takes the cheapest that it gets.
 
     Args:
         path: Path of the configuration, relative to the project's folder.

@@ -72,8 +72,7 @@ def is_local(flow: TrainArtifacts) -> bool:
 
 
 def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
-    """On AWS Batch, return the configuration with `cost.regions` limited to the regions of the
-    queues.
+    """On AWS Batch, return the configuration with `cost.regions` limited to the queues' regions.
 
     For other backends, return the configuration unchanged.
     """
@@ -94,7 +93,7 @@ def with_queue_region(flow: TrainArtifacts, config: RunConfig) -> RunConfig:
 
 
 def available_queues(flow: TrainArtifacts, config: RunConfig) -> dict[str, QueueState] | None:
-    """Return the AWS Batch queues for training by name; None if no queue is known or the job does
+    """Return the AWS Batch queues for training by name, or None if none is known or the job does
     not run on Batch.
 
     If Batch does not answer, which may happen in a container, return the configured queues.
@@ -123,8 +122,8 @@ def read_progress(job: Job) -> JobProgress:
 
 
 def record_failure(step: Callable[[TrainArtifacts], T]) -> Callable[[TrainArtifacts], T]:
-    """Decorate a step's function: an error is recorded as the job's outcome and ends the run with
-    one message.
+    """Decorate a step's function so that an error is recorded as the job's outcome and ends the run
+    with one message.
 
     Do not use this decorator for the training steps, where a new attempt may succeed.
     """

@@ -16,7 +16,7 @@ from ebbflow.cost.plan.candidates import read_progress
 
 
 def main(words: Sequence[str]) -> int:
-    """Stop the job that `words` name, and return the exit code."""
+    """Stop the job that the command line `words` names, and return the exit code."""
     guard_terminal()
     parser = argparse.ArgumentParser(
         prog="ebbflow stop",

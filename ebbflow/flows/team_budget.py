@@ -1,4 +1,4 @@
-"""The reservation of a job that pays in its team's budget, by its launcher."""
+"""Reservation of a job's dollars in its team's budget, made by the job's launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIX = "fix: lower cost.budget_usd, wait, or raise the budget (ebbflow jobs --te
 
 
 def reserve_team_budget(root: Store, job: str, config: RunConfig) -> str:
-    """Reserve the job's dollars. Return why they do not fit, or "".
+    """Reserve the job's dollars in the team's budget. Return "", or why they do not fit.
 
     Raises:
         TeamError: the team file is invalid.
@@ -33,8 +33,9 @@ def reserve_team_budget(root: Store, job: str, config: RunConfig) -> str:
 
 
 def restore_reservation(root: Store, job: str, config: RunConfig) -> str:
-    """Reserve the dollars of a running job again, if it has lost its reservation. Return why they do
-    not fit, or "". Without a reservation its next attempt would leave at once.
+    """Renew a running job's reservation if it is lost. Return "", or why the dollars do not fit.
+
+    Without a reservation, the job's next attempt would leave at once.
 
     Raises as `reserve_team_budget` does.
     """

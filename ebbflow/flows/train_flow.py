@@ -143,7 +143,7 @@ class TrainFlow(FlowSpec):
     @retry(times=4, minutes_between_retries=0)
     @step
     def train_node(self):
-        """Train on a single node in AWS Batch.
+        """Train on a single node in AWS Batch, or in one Slurm job.
 
         If the machine is reclaimed, repeat the step on a new machine.
         """

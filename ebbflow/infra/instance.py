@@ -141,7 +141,7 @@ def metadata_endpoint(environment: Mapping[str, str]) -> str:
 
 
 def metadata_unavailable_reason(environment: Mapping[str, str], system: Path = Path("/")) -> str:
-    """Return why the metadata service must not be queried; "" if it may be queried.
+    """Return why the metadata service must not be queried, or "" if it may be queried.
 
     A machine outside EC2 sends no query, because the request would only time out.
 
@@ -189,15 +189,16 @@ def find_own_job(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_cluster_id(job_id: str) -> bool:
-    """Return whether an id is that of a JobSet or Job of Kubernetes, NAMESPACE/KIND/NAME; ids of AWS
-    Batch contain no slash.
+    """Return whether an id has the form NAMESPACE/KIND/NAME of a Kubernetes JobSet or Job.
+
+    Ids of AWS Batch contain no slash.
     """
     return job_id.count("/") == 2
 
 
 def describe_machine() -> JsonObject:
-    """Describe this machine (CPU, usable cores, load average, versions), for the record of a
-    measurement made on it.
+    """Describe this machine (CPU, usable cores, load average, versions) for the record of a
+    measurement.
     """
     import importlib.metadata
 
@@ -297,7 +298,7 @@ def _metadata(service: MetadataService, deadline_seconds: float) -> dict[str, st
 
 
 def _firmware(system: Path) -> dict[str, str]:
-    """Read the instance id and type from a Nitro instance's DMI files; {} elsewhere.
+    """Read the instance id and type from a Nitro instance's DMI files, or return {} elsewhere.
 
     Not tested on a real instance.
     """

@@ -1,5 +1,5 @@
-"""Notices that this machine or process is about to be ended: their sources, and the threads that
-poll the sources.
+"""Notices that this machine or process must stop soon: their sources, and the threads that poll
+them.
 
 Sources:
 
@@ -71,7 +71,7 @@ class NoticeSource(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """A notice from one source.
+    """A notice that this machine or process may have to stop, from one source.
 
     A second notice with the same source and action counts as a repetition.
     """
@@ -93,14 +93,17 @@ class Notice:
 
 
 class Source(Protocol):
-    """A source of notices. Only its thread of `NoticeWatcher` calls its methods."""
+    """A source of notices that can be polled.
+
+    Only the source's own thread of a `NoticeWatcher` calls its methods.
+    """
 
     name: NoticeSource
     poll_seconds: float
     may_begin_later: bool  # whether `begin` can succeed after it has failed
 
     def begin(self) -> str:
-        """Prepare for polling.
+        """Prepare the source for polling.
 
         Return "" if this source is available, else why it is not. The first call takes about a
         second at most.
@@ -300,8 +303,8 @@ class MetadataSource:
         Return "" if it works, else why it does not.
 
         In a container, a small hop limit can block the response that carries the token, but not the
-        other responses. So does a slow service at first; only if no request for a token was ever
-        answered, whatever its deadline, the hop limit is named.
+        other responses. A slow service looks the same at first. The message therefore names the hop
+        limit only if no request for a token was answered, not even with the longest deadline.
         """
         try:
             status, _ = self._service.get(_INSTANCE_ACTION, "", seconds=_WITHOUT_TOKEN_SECONDS)
@@ -381,7 +384,7 @@ class MetadataSource:
 
 
 class EffectiveTime:
-    """Converter of the ISO 8601 time in a notice to the clock of time.monotonic().
+    """Converter from the ISO 8601 time in a notice to the clock of time.monotonic().
 
     As long as the source repeats the same text, `of` returns the same result, even if the time is
     unreadable or the system clock changes.
@@ -394,7 +397,7 @@ class EffectiveTime:
     def of(self, moment: object) -> float:
         """Convert an ISO 8601 time to this machine's monotonic clock.
 
-        One that cannot be parsed is 30 s from now.
+        A time that cannot be parsed counts as 30 s from now.
         """
         moment_text = str(moment)
         if moment_text != self._text:

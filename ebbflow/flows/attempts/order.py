@@ -1,5 +1,5 @@
-"""Orders of Metaflow's scheduler about one attempt: to the step that trains, and to the process
-that submits the attempt.
+"""Instructions (orders) from Metaflow's scheduler about one attempt: to the step that trains, and
+to the process that submits the attempt.
 
 The scheduler writes the step's order into the job's store under the attempt's name, because an AWS
 Batch job inherits no environment from its submitter. Each node reads the order by this name and
@@ -97,7 +97,7 @@ class AttemptOrder(BaseModel):
     @field_validator("does", mode="before")
     @classmethod
     def _rename_old_verbs(cls, value: object) -> object:
-        """Read orders of an older Ebbflow, which had two words for "next"."""
+        """Accept orders of older versions, which wrote "gang" or "again" instead of "next"."""
         if value in ("gang", "again"):
             return "next"
         return value
@@ -108,7 +108,7 @@ class AttemptOrder(BaseModel):
 
     @classmethod
     def hand_on(cls, placed: Placement, message: str) -> AttemptOrder:
-        """Return the order to leave the training to the flow's next attempt."""
+        """Return an order that leaves the training to the flow's next attempt."""
         return cls(
             does="next",
             nodes=placed.nodes,
@@ -198,7 +198,9 @@ class SubmitOrder(SubmitLimits):
 
     @classmethod
     def of_environment(cls) -> SubmitOrder | None:
-        """Return the order to this process, or None if it submits a step that does not train."""
+        """Read this process's order from its environment, or return None for a step that does not
+        train.
+        """
         text = os.environ.get(SUBMIT_VARIABLE)
         if not text:
             return None
@@ -206,8 +208,8 @@ class SubmitOrder(SubmitLimits):
 
 
 def try_to_show_in_client(metadata: MetadataProvider, name: AttemptName, order: JsonObject) -> str:
-    """Write an attempt's order into the metadata of its task, as JSON. Return the reason if this
-    fails, or "".
+    """Write an attempt's order into the metadata of its task, as JSON. Return "", or the reason if
+    this fails.
 
     Metaflow's Client then lists it in `Task(…).metadata`, for each attempt. An artifact would be
     missing after an attempt that was killed.

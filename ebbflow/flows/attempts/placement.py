@@ -49,7 +49,7 @@ _MOST_NEVER_MADE = 2  # attempts with capacity but without a container, such as 
 
 @dataclass(kw_only=True)
 class AttemptArtifacts:
-    """Artifacts of the flow that the step of the attempt will find."""
+    """Metaflow artifacts that the attempt's step will read."""
 
     job: str
     settings: FlowSettings
@@ -61,7 +61,7 @@ class AttemptArtifacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """Request to place one attempt."""
+    """Request to choose where one attempt runs."""
 
     flow: AttemptArtifacts
     name: AttemptName
@@ -115,7 +115,7 @@ def place_attempt(
 
 
 def make_order(request: PlacementRequest, plan: Plan, placed: Placement) -> AttemptOrder:
-    """Turn a placement into an order (see `AttemptOrder.does`).
+    """Convert a placement to an order for the attempt (see `AttemptOrder.does`).
 
     The step `train_node` cannot run several nodes. If the placement has several nodes, the order is
     "next", so that the step `train` runs them. It is also "next" for the last attempt that Metaflow
@@ -165,8 +165,8 @@ def make_fresh_plan(
 def give_up_reason(
     history: AttemptHistory, events: Sequence[Event], *, run: str, on_demand_comes: bool = False
 ) -> tuple[Outcome, str] | None:
-    """Return the outcome and message with which the job must end because too many attempts in a row
-    failed, else None.
+    """Return the outcome and message for ending the job after too many failed attempts in a row,
+    else None.
 
     An attempt does not count as failed if a commit followed it, if its machine was lost, or if it
     belongs to a run other than `run`, because a new run may have fixed the cause.
@@ -334,7 +334,7 @@ def _process(request: PlacementRequest) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacementInputs:
-    """Facts from which a pool is chosen."""
+    """Inputs for the choice of a pool (instance type, nodes, market and place)."""
 
     plan: Plan
     history: AttemptHistory
@@ -384,8 +384,7 @@ def _place(
 
 
 def _in_launcher_time(placed: Placement, inputs: _PlacementInputs) -> Placement:
-    """Return the placement with its times by this machine's clock, which the submitting process
-    uses.
+    """Convert the placement's times to this machine's clock, which the submitting process uses.
 
     The placement's reason says so if that clock is wrong.
     """
@@ -411,8 +410,9 @@ def _put_order(job: Job, request: PlacementRequest, order: AttemptOrder) -> Atte
 
 
 def _refuse_if_abandoned(request: PlacementRequest) -> None:
-    """Raise TimeoutError after the deadline of this placement, since the scheduler may have written
-    another order.
+    """Raise TimeoutError if the deadline for this placement has passed.
+
+    The scheduler may have written another order meanwhile.
     """
     if request.abandoned.is_set():
         raise TimeoutError("the deadline for this placement has passed")

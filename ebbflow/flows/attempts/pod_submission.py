@@ -1,5 +1,5 @@
-"""Submission of one step to Kubernetes, in the process on the launching machine that then waits for
-its pods.
+"""Submission of one step to Kubernetes, and the wait for its pods, in a process on the launching
+machine.
 
 Metaflow starts this process for each step (`kubernetes step`). This module patches the Kubernetes
 client of that process, and no internals of Metaflow:
@@ -64,7 +64,7 @@ _PATIENCE_SECONDS = 60.0  # for a node to be made, before a message says why a p
 
 
 class PodSubmission:
-    """Submission of the only Job or JobSet that this process creates.
+    """Submission and observation of the only Job or JobSet that this process creates.
 
     Args:
         order: The scheduler's order about this attempt; None for a step that does not train.
@@ -195,7 +195,7 @@ class PodSubmission:
         return make
 
     def _reading(self, get: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `get` so that Metaflow sees no states of a JobSet that it would misread.
+        """Wrap `get` so that it hides states of a JobSet that Metaflow would misread.
 
         Metaflow would treat any failed Job as the end of the gang before JobSet has decided. It
         would treat a gang without an active Job (preempted by Kueue, or between two pods) as
@@ -230,8 +230,8 @@ class PodSubmission:
         )
 
     def _complete(self, body: dict[str, Any], kind: str) -> None:
-        """Add the settings that Metaflow does not support to a Job or JobSet: name, queue, failure
-        policy, lifetime.
+        """Add settings that Metaflow does not support to a Job or JobSet: name, queue, failure
+        policy and lifetime.
         """
         metadata = body["metadata"]
         if not metadata.get("name"):
@@ -259,7 +259,8 @@ class PodSubmission:
                     group["template"]["spec"] |= replacement_policy(replacements)
 
     def _refused_pod(self, body: dict[str, Any], kind: str) -> StopOrder | None:
-        """Return how the job ends if the cluster does not admit its pods, after a dry run of each.
+        """Try each pod in a dry run, and return an order that stops the job if the cluster refuses
+        one.
 
         A Job whose pods are refused waits for them for ever, and a gang's other machines are paid
         for meanwhile.
@@ -296,7 +297,7 @@ class PodSubmission:
         return None
 
     def _refusal(self, error: ApiException) -> StopOrder:
-        """Return how the job ends after Kubernetes refused to create its Job or JobSet."""
+        """Return an order that stops the job, for a Job or JobSet that Kubernetes refused."""
         step = "a step" if self._order is None else self._order.step
         message = f"Kubernetes refused {step}: {_reason(error)}"
         if QUOTA in message:
@@ -304,7 +305,9 @@ class PodSubmission:
         return StopOrder(outcome=Outcome.FAILED, message=message)
 
     def _record_outcome(self, stop: StopOrder) -> int:
-        """Record the job's outcome, and return the exit code of a task that is not to be retried."""
+        """Record the job's outcome, and return the exit code after which Metaflow does not retry
+        the task.
+        """
         _say(stop.message)
         if self._order is not None:
             with submit_events(self._order) as log:
@@ -313,8 +316,8 @@ class PodSubmission:
         return _NO_RETRY
 
     def _note(self, job_id: str) -> None:
-        """Record the id before the create request, so that the next launcher finds pods left behind
-        by this process.
+        """Record the id of the Job or JobSet before it is created, so that the next launcher finds
+        pods left behind by this process.
         """
         order = self._order
         if order is None:
@@ -476,8 +479,8 @@ class PodSubmission:
 
 
 def replacement_policy(times: int) -> JsonObject:
-    """Return fields of a worker's Job with which Kubernetes replaces a pod whose node is lost, but
-    not a failed pod.
+    """Return Job fields that let Kubernetes replace a worker's pod after the loss of its node, but
+    not after a failure.
 
     JobSet's own RestartJob is an alpha feature that is switched off by default.
     """

@@ -76,8 +76,8 @@ def settle_attempts(
     deadline_seconds: float = 20.0,
     say: Callable[[str], None] = _say,
 ) -> list[Event]:
-    """Record the end of every Batch job of this training job, terminate those that run, and return
-    the new events.
+    """Record the end of every Batch job of this training job, terminate those that still run, and
+    return the new events.
 
     Each end becomes a `batch_attempt` event. If Batch has no end time or reason yet, the event is
     incomplete, and a later call adds a complete event. Call this only while no attempt should run.
@@ -144,9 +144,7 @@ def unsettled_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
 @for_batch
 def check_left_behind(context: PreflightContext) -> CheckFinding:
-    """Check that no Batch job that a killed launcher submitted is still running, since it would
-    cost money.
-    """
+    """Check that no Batch job of a killed launcher is still running and costing money."""
     if context.job is None:
         return passed("a new job has no Batch jobs")
     job = Job(name=context.job, run="", config=context.config, request_seconds=ANSWER_SECONDS)
@@ -176,8 +174,8 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
     """Return the newest placement recorded for the run, attempt, step and task of a Batch job, or
     None.
 
-    Times are not compared, because the clock of an agent's machine may be minutes ahead, nor step
-    and task of an agent's event, which has neither.
+    Times are not compared, because the clock of an agent's machine may be minutes ahead. Step and
+    task are not compared for an agent's event, which has neither.
     """
     placed = [
         event
@@ -193,7 +191,7 @@ def find_placement(submitted: Event, events: Sequence[Event]) -> Placement | Non
 
 
 def settle_for_report(job: Job) -> None:
-    """Record the ends of all attempts for the job's report.
+    """Record how all attempts ended, for the job's report.
 
     If Batch does not answer, only print a message.
     """
@@ -277,9 +275,9 @@ def _describe_all(
 def _describe_when_complete(
     job_ids: Sequence[str], wanted: Sequence[str], client: Backend, deadline_seconds: float
 ) -> dict[str, BatchAttempt]:
-    """Query Batch for the jobs.
+    """Return descriptions of Batch jobs, after waiting up to 10 s for complete descriptions.
 
-    Wait up to 10 s until all ended jobs in `wanted` have an end time and a reason.
+    The wait ends when all ended jobs in `wanted` have an end time and a reason.
     """
     limit = time.monotonic() + min(_WHOLE_SECONDS, deadline_seconds / 2)
     while True:
@@ -318,7 +316,7 @@ def _is_complete(record: BatchAttempt | BatchAttemptPayload) -> bool:
 
 
 def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Like `unsettled_jobs`, for jobs whose end is recorded without time or reason.
+    """Return {job id: event} for all Batch jobs whose end is recorded without time or reason.
 
     Needs events ordered by time.
     """
@@ -334,7 +332,9 @@ def _incomplete_jobs(events: Sequence[Event]) -> dict[str, Event]:
 
 
 def _submitted_jobs(events: Sequence[Event]) -> dict[str, Event]:
-    """Return {job id: event} for all jobs of AWS Batch or Kubernetes but the one of this process."""
+    """Return {job id: event} for all submitted AWS Batch and Kubernetes jobs except this process's
+    own.
+    """
     found: dict[str, Event] = {}
     for event in select_events(events, BatchSubmittedPayload):
         if event.payload.job_id:

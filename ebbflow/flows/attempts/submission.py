@@ -1,5 +1,5 @@
-"""Submission of one attempt to AWS Batch, in the process on the launching machine that then waits
-for the Batch job.
+"""Submission of one attempt to AWS Batch, and the wait for the Batch job, in a process on the
+launching machine.
 
 Metaflow starts this process for each attempt (`batch step`). This module makes the process retry a
 failed submit, record the job's id or the refusal, and terminate a job that waits too long for
@@ -97,7 +97,7 @@ class StartLimits:
         return min(limit, self._start_by) - time.monotonic()
 
     def exhausted(self, status: str | None) -> tuple[str, str] | None:
-        """Record the job's state and check the limits.
+        """Record the job's state, and check whether it exceeds a limit.
 
         Args:
             status: Current state of the Batch job; None if unknown. The last known state then
@@ -132,7 +132,7 @@ class StartLimits:
 
 
 class Submission:
-    """Submission of the only Batch job that this process creates.
+    """Submission and observation of the only Batch job that this process creates.
 
     Args:
         order: The scheduler's order about this attempt; None for a step that does not train.
@@ -337,7 +337,7 @@ class Submission:
 
 
 def wrap_command(command: list[str]) -> list[str]:
-    """Wrap a command of the form `bash -c TEXT` in the signal-passing shell.
+    """Wrap a command of the form `bash -c TEXT` in a shell that passes SIGTERM on to the task.
 
     Return any other command unchanged.
     """
@@ -347,7 +347,7 @@ def wrap_command(command: list[str]) -> list[str]:
 
 
 def wrap_job_commands(params: SubmitRequest, **_: object) -> None:
-    """Let each command of a SubmitJob request run under the signal-passing shell.
+    """Wrap each command of a SubmitJob request in the signal-passing shell (see `wrap_command`).
 
     The AWS SDK calls this.
     """
@@ -362,7 +362,7 @@ def wrap_job_commands(params: SubmitRequest, **_: object) -> None:
 
 
 def listen_for_stop() -> None:
-    """Make SIGTERM end this task, and write its process id to the file that the signal-passing
+    """Make SIGTERM end this task, and write the task's process id to the file that the surrounding
     shell reads.
 
     Do nothing if the task does not run under the signal-passing shell.
@@ -374,8 +374,8 @@ def listen_for_stop() -> None:
 
 
 def longest_wait_seconds(limits: SubmitLimits) -> float:
-    """Return the longest wait for capacity: that of the order, or else that of the steps around
-    training.
+    """Return the longest wait for capacity in seconds: from the order's limits or, by default, from
+    the environment.
     """
     if limits.runnable_seconds:
         return limits.runnable_seconds
@@ -397,7 +397,7 @@ def submit_events(order: SubmitOrder) -> EventLog:
 
 
 def refusal_reason(answer: SubmitAnswer) -> str | None:
-    """Return why Batch refused the request if a retry would be refused too, otherwise None."""
+    """Return why Batch refused the request, or None if a retry may succeed."""
     from ebbflow.infra.aws.calls import is_throttled
 
     error = answer.get("Error") or {}

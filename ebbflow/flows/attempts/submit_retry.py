@@ -45,8 +45,8 @@ _LONGEST_PAUSE_SECONDS = 20.0
 
 
 class LookupUnavailable(Exception):
-    """AWS Batch did not answer, so it is unknown whether the job exists, and SubmitJob must not be
-    retried yet.
+    """Error: AWS Batch did not answer, so it is unknown whether the job exists, and SubmitJob must
+    not be retried yet.
     """
 
 
@@ -189,7 +189,7 @@ class LostAnswers:
 
 
 class SubmitRetry:
-    """Retry policy of one submission.
+    """Retry policy for the SubmitJob requests of one submission.
 
     After each failed request, it decides whether and when to try again.
 
@@ -292,7 +292,7 @@ def _response(url: str, document: dict[str, str]) -> AWSResponse:
 def _retry_reason(
     response: tuple[AWSResponse, dict] | None, error: BaseException | None
 ) -> str | None:
-    """Return a description of the problem if it is temporary, so that a retry can help; else None."""
+    """Return a description of a temporary problem that a retry may solve, else None."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 
     from ebbflow.infra.aws.calls import is_throttled

@@ -1,1 +1,1 @@
-"""`@ebbflow`: trainings in a step of the user's own flow."""
+"""The decorator `@ebbflow`: trainings in a step of the user's own Metaflow flow."""

@@ -1,7 +1,7 @@
-"""The plans of a step's trainings when its flow is deployed to a production scheduler.
+"""Plan a step's trainings when its flow is deployed to a production scheduler.
 
-The scheduler sends every attempt to where the step's decorators say, so that this is the time to
-refuse a training.
+The scheduler sends every attempt to where the step's decorators say. A training that cannot run
+there is therefore refused at deployment.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def print_deployment_plans(step: CheckedStep) -> None:
 
 
 def _plan_call(step: CheckedStep, call: TrainingCall) -> str:
-    """Return the plan of a training in words."""
+    """Plan one training, and return a description of the plan."""
     if step.nodes is None:
         return "planned when the step runs, because num_parallel is computed"
     if call.kind == "train" and call.overrides is None:
@@ -90,7 +90,7 @@ def _make_settings(step: CheckedStep, call: TrainingCall, nodes: int) -> Trainin
 def _find_shape(call: TrainingCall, settings: TrainingSettings) -> ModelShape | None:
     """Return the shape of a training's model, as far as it is known before the step runs.
 
-    None for the default workload. A script with computed arguments cannot be measured.
+    Return None for the default workload. A script with computed arguments cannot be measured.
     """
     config = settings.config
     unknown = script_shape({}, config)

@@ -1,4 +1,4 @@
-"""What the nodes of a gang tell each other through the job's store: how to start, and the result."""
+"""Messages between the nodes of a gang through the job's store: how to start, and the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GangMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class GangExchange:
-    """The messages of one attempt. Node 0 writes each once, the other nodes wait for it."""
+    """Exchange of an attempt's messages: node 0 writes each once, and the others wait for it."""
 
     store: Store  # the job's part of the store
     job: str
@@ -50,11 +50,11 @@ class GangExchange:
         self._publish(_END, message)
 
     def await_start(self) -> GangMessage:
-        """Wait for node 0's start. Raises OwnFlowError if it failed or has gone."""
+        """Wait for node 0's start message. Raises OwnFlowError if node 0 failed or has gone."""
         return self._await(_START)
 
     def await_end(self) -> GangMessage:
-        """Wait for node 0's result. Raises OwnFlowError if it failed or has gone."""
+        """Wait for node 0's result. Raises OwnFlowError if node 0 failed or has gone."""
         return self._await(_END)
 
     def _publish(self, kind: str, message: GangMessage) -> None:

@@ -51,7 +51,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRun:
-    """This node's part in one training."""
+    """One node's part in a training of the user's flow."""
 
     job: str  # name of the job
     call: int  # number of the training in its step, 1 for the first
@@ -69,12 +69,14 @@ class NodeRun:
         return self._follow()
 
     def show_attached(self) -> contextlib.AbstractContextManager[None]:
-        """Show the live page of a job that runs in the step itself as the step's card."""
+        """Show a job's live page as the step's card, for a job that runs in the step itself."""
         page = self.metaflow_job.folder / LIVE_PAGE if shows_live_page() else None
         return copy_live_page(page, self._card)
 
     def share_result(self) -> TrainedModel:
-        """Report a job that has run in the steps themselves, and return its result on every node."""
+        """Write the report of a job that ran in the step itself, and return its result on every
+        node.
+        """
         if self.place.node > 0:
             end = self._exchange.await_end()
             assert end.model is not None
@@ -84,7 +86,9 @@ class NodeRun:
         return model
 
     def try_report(self) -> None:
-        """Write the report of a training that did not complete, as far as this is possible."""
+        """Try to write the report of a training that did not complete. Print the reason if this
+        fails.
+        """
         try:
             self._report()
         except EbbflowError as error:
@@ -118,7 +122,7 @@ class NodeRun:
         )
 
     def _lead(self) -> TrainedModel:
-        """Claim the job, start the gang, and tell the other nodes of the start and the result."""
+        """Claim the job, start the gang, and send the start and the result to the other nodes."""
         try:
             adopt_store(self.settings.config.store, self.job, RUNS)
             claim = _claim(self.metaflow_job)
@@ -149,7 +153,7 @@ class NodeRun:
             self._exchange.publish_start(message)
 
     def _run_trial(self) -> TrainedModel:
-        """Run the job as a trial, and return what it did not spend to the shared budget.
+        """Run the job, and return its unspent dollars to the shared budget, if there is one.
 
         A trial whose part is spent, or too small to begin, ends with the outcome budget instead of
         an error, so that the flow goes on to the step that ranks the trials.
@@ -209,9 +213,10 @@ class NodeRun:
         return self._report()
 
     def _run_within_budget(self, spec: GangSpec) -> None:
-        """Run this node's ranks, again from their last commit as long as a shared budget gives more.
+        """Run this node's ranks, and continue from their last commit while a shared budget grants
+        more.
 
-        The other nodes of a gang could not follow, so a gang has what it holds at first.
+        A gang of several nodes gets only its first share, because the other nodes could not follow.
         """
         while True:
             try:
@@ -254,7 +259,7 @@ class NodeRun:
         return TrainedModel.from_json(end.model)
 
     def _run_gang(self, spec: GangSpec) -> None:
-        """Run this node's ranks. Raises OwnFlowError if the job is not complete then."""
+        """Run this node's ranks. Raises OwnFlowError if the job is not complete afterwards."""
         if spec.config.cluster.plan_for == "slurm":
             self._run_on_slurm(spec)
             return
@@ -277,7 +282,7 @@ class NodeRun:
         raise FinalError(_describe_stop(self.job, ending))
 
     def _run_on_slurm(self, spec: GangSpec) -> None:
-        """Train in Slurm jobs, one after another. Raises OwnFlowError if the job is not complete then."""
+        """Train in one Slurm job after another. Raises OwnFlowError if the job stays incomplete."""
         # Not at module level, since other trainings need none of it
         from ebbflow.flows.slurm.attempt import count_submitted_jobs, run_attempt
         from ebbflow.training.attach.script_folder import pack_script
@@ -301,7 +306,7 @@ class NodeRun:
         raise stopped(f"{end.outcome}: job {self.job}: {end.message or end.told or 'has ended'}")
 
     def _report(self) -> TrainedModel:
-        """Write the job's report and show it as the step's card; return the job's result.
+        """Write the job's report, show it as the step's card, and return the job's result.
 
         Raises:
             InfraError: The store does not answer, or its commits are damaged.

@@ -1,4 +1,4 @@
-"""The ranking of a sweep's trials by what a dollar bought."""
+"""Ranking of a sweep's trials by the metric gain per dollar."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class RankingError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankedTrial:
-    """A trial with its place in the ranking.
+    """A trial of a sweep, with its metric and its gain per dollar.
 
     Attributes:
         label: The input of its foreach, or the name of its job.
         value: The metric at the trial's end; None if it has none.
-        gain_per_usd: With "max" the metric per dollar, with "min" by how much it fell per dollar;
-            None without a metric or dollars.
+        gain_per_usd: The metric per dollar with "max", its decrease per dollar with "min"; None
+            without a metric or dollars.
     """
 
     label: str
@@ -40,7 +40,7 @@ class RankedTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The trials of a sweep, ordered by gain per dollar, the best first and those without a metric
+    """The trials of a sweep, ordered by gain per dollar, best first. Trials without a metric are
     last.
     """
 
@@ -50,14 +50,16 @@ class Ranking:
 
     @property
     def best(self) -> TrainedModel | None:
-        """The model with the best metric, whatever it cost; None if no trial has the metric."""
+        """The model with the best metric, regardless of its cost, or None if no trial has the
+        metric.
+        """
         valued = [(trial.value, trial.model) for trial in self.trials if trial.value is not None]
         pick = max if self.mode == "max" else min
         return pick(valued, key=lambda pair: pair[0])[1] if valued else None
 
     @property
     def usd(self) -> float:
-        """Dollars of all trials."""
+        """Cost of all trials together in dollars."""
         return sum(trial.model.usd for trial in self.trials)
 
     def to_text(self) -> str:
@@ -68,7 +70,7 @@ class Ranking:
         return "\n".join([self._headline(), *lines])
 
     def to_html(self) -> str:
-        """Render the ranking as a self-contained page."""
+        """Render the ranking as a self-contained HTML page."""
         head = "".join(f"<th>{html.escape(name)}</th>" for name in _COLUMNS)
         body = ""
         for row in self._rows():
@@ -168,7 +170,9 @@ def _sort_key(trial: RankedTrial) -> tuple[bool, float, str]:
 
 
 def _find_value(model: TrainedModel, metric: str) -> float | None:
-    """Return a trial's metric at its end."""
+    """Return the final value of a trial's metric. For the training loss, it is the mean of the last
+    tenth.
+    """
     if metric == LOSS:
         losses = _read_losses(model)
         last = losses[-max(1, len(losses) // _LAST_SHARE) :]
@@ -177,7 +181,7 @@ def _find_value(model: TrainedModel, metric: str) -> float | None:
 
 
 def _find_first(model: TrainedModel, metric: str) -> float | None:
-    """Return a metric's first value; of a loss, the first loss in training."""
+    """Return a metric's first value. For a loss, it is the first training loss."""
     losses = _read_losses(model)
     if metric in (LOSS, HELD_OUT_LOSS) and losses:
         return losses[0]

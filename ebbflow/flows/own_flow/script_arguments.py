@@ -1,4 +1,4 @@
-"""The options of a user's script, read from its source, and the words for its command line."""
+"""Options of a user's script, read from its source, and arguments for its command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ArgumentError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOptions:
-    """Options that a script's source names.
+    """Command-line options that are found in a script's source.
 
     Attributes:
         names: Spellings such as --max-steps, from any text of the source.
@@ -52,7 +52,7 @@ class ScriptOptions:
         )
 
     def find_unknown(self, arguments: Mapping[str, object]) -> str | None:
-        """Return the first argument that the script refuses; None if it accepts all, or may."""
+        """Return the name of the first argument that the script is known to refuse, or None."""
         if not self.is_complete:
             return None
         for name in arguments:
@@ -63,7 +63,7 @@ class ScriptOptions:
         return None
 
     def words(self, arguments: Mapping[str, object]) -> list[str]:
-        """Return the words for the script's command line.
+        """Convert arguments to the words of the script's command line.
 
         A list gives several words, None gives none. True gives a flag, and False leaves it out.
 
@@ -100,7 +100,9 @@ class ScriptOptions:
         return [spelling] if value else []
 
     def _spell(self, name: str) -> str:
-        """Return the option for a Python name: as the script spells it, else with underscores."""
+        """Return the option for a Python name, with dashes if the script spells it so, else with
+        underscores.
+        """
         dashed = f"--{name.replace('_', '-')}"
         if f"--{name}" not in self.names and dashed in self.names:
             return dashed
@@ -144,7 +146,7 @@ def _action_of(call: ast.Call) -> str:
 def _parses_only_these(tree: ast.AST, calls: list[ast.Call], added: list[ast.Call]) -> bool:
     """Return whether the parser has no options but those in `added`.
 
-    False if any of them is no plain text, if the parser is made or extended elsewhere, or if it
+    False if any of them is not a literal, if the parser is made or extended elsewhere, or if it
     ignores unknown options.
     """
     parsers = [call for call in calls if _called_name(call) == "ArgumentParser"]

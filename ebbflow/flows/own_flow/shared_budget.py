@@ -23,7 +23,7 @@ _TOLERANCE_USD = 1e-9  # of sums of floats
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """Dollars of one trial: what it may spend or, once it has ended, what it has spent."""
+    """Dollars of one trial: its reservation or, after its end, its cost."""
 
     usd: float
     has_ended: bool
@@ -31,7 +31,7 @@ class Hold:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedBudget:
-    """The budget of a sweep.
+    """Budget that the trials of a sweep share.
 
     Attributes:
         store: The store of all jobs.
@@ -50,8 +50,8 @@ class SharedBudget:
         """Reserve dollars of the shared budget for a trial. This replaces the trial's earlier
         reservation.
 
-        Returns the dollars: `wanted_usd`, or all that the other trials leave; None, without a
-        change, if that is less than `needed_usd`. Raises StoreError.
+        Returns the reserved dollars: `wanted_usd`, or less if the other trials leave less. If they
+        leave less than `needed_usd`, returns None and changes nothing. Raises StoreError.
         """
         for _ in range(_MOST_TRIES):
             number, holds = self._read()
@@ -77,7 +77,7 @@ class SharedBudget:
         raise self._error()
 
     def describe(self, trial: str) -> str:
-        """Return what is left to a trial, such as "$1.20 of $40.00 are left ($38.00 spent by …)"."""
+        """Describe what a trial has left, such as "$1.20 of $40.00 are left to it …"."""
         _, holds = self._read()
         others = [hold for job, hold in holds.items() if job != trial]
         ended = [hold.usd for hold in others if hold.has_ended]
@@ -92,7 +92,7 @@ class SharedBudget:
         return self.limit_usd - sum(hold.usd for job, hold in holds.items() if job != trial)
 
     def _read(self) -> tuple[int, dict[str, Hold]]:
-        """Return number and content of the newest record; (0, {}) without one."""
+        """Return the number and content of the newest record, or (0, {}) if there is none."""
         listed = self.store.list(shared_budget_prefix(self.name))
         number = parse_shared_budget_key(listed[-1].key) if listed else 0
         content = None if number == 0 else self.store.get(shared_budget_key(self.name, number))

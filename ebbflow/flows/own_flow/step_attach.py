@@ -1,4 +1,6 @@
-"""A loop in the step itself, attached to a job: the process of the task is a rank without an agent."""
+"""Attach a training loop in the step itself to a job: the task's process is a rank without an
+agent.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ def attach_in_step(
     optimizer: Optimizer | None,
     states: dict[str, object],
 ) -> AttachedJob:
-    """Attach the loop of a step to the job of `run`, with its plan, price and limits."""
+    """Attach the training loop in a step to the job of `run`, with its plan, price and limits."""
     return attach_with(lambda: _open_spec(run), model, optimizer, states)
 
 
 def _open_spec(run: NodeRun) -> WorkerSpec:
-    """Plan the job and open a generation. Only rank 0 calls this."""
+    """Plan the job and open a generation (a start of its ranks). Only rank 0 calls this."""
     job = run.metaflow_job
     adopt_store(job.config.store, job.name, RUNS)
     job.remember()

@@ -1,4 +1,4 @@
-"""The card of a step with `@ebbflow`: the live page while it trains, then the report.
+"""The Metaflow card of a step with `@ebbflow`: the live page while it trains, then the report.
 
 The user needs no `@card`: the page is stored as a card of the task, where Metaflow's viewers look.
 """
@@ -33,14 +33,14 @@ _REPORT = "report.html"
 
 @dataclass(frozen=True, kw_only=True)
 class StepCard:
-    """The card of one training of a task."""
+    """The Metaflow card of one training in a task."""
 
     task: TaskName
     datastore: str  # type of the flow's datastore, such as local or s3
     name: str  # id of the card in its task
 
     def save(self, html: str) -> None:
-        """Store the page, in place of the one before. Raises what Metaflow's storages raise."""
+        """Store the page in place of the previous one. Raises any error of Metaflow's storage."""
         [storage] = [found for found in DATASTORES if self.datastore == found.TYPE]
         root = CardDatastore.get_storage_root(self.datastore)
         known = SimpleNamespace(_storage_impl=storage(root), flow_name=self.task.flow)
@@ -59,7 +59,7 @@ class StepCard:
 
 @contextlib.contextmanager
 def show_live(job: Job, card: StepCard) -> Iterator[None]:
-    """Keep the job's live page and the step's card current in this context."""
+    """Context manager that keeps the job's live page and the step's card up to date."""
     page = None
     if shows_live_page():
         store = job.config.store
@@ -76,7 +76,7 @@ def show_live(job: Job, card: StepCard) -> Iterator[None]:
 
 @contextlib.contextmanager
 def copy_live_page(page: Path | None, card: StepCard) -> Iterator[None]:
-    """Keep the step's card equal to a live page, which an observer renews, in this context.
+    """Context manager that copies a live page to the step's card every few seconds.
 
     Nothing is done without a page.
     """

@@ -52,7 +52,7 @@ class OwnFlowError(MetaflowException):
 
 
 class FinalError(OwnFlowError):
-    """Error: a training has ended, and a new attempt of the step would end alike."""
+    """Error: a training has ended, and a new attempt of the step would end in the same way."""
 
 
 class BudgetReached(FinalError):
@@ -61,7 +61,9 @@ class BudgetReached(FinalError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCall:
-    """A call of `current.ebbflow` in a step's source; for run and train one with a plain text."""
+    """A call of `current.ebbflow` in a step's source. Calls of run and train have a literal file
+    name.
+    """
 
     kind: str  # run, train or attach
     file: str  # "" for attach
@@ -154,9 +156,10 @@ def check_step(
 
 
 def add_requirements(decorators: Sequence[StepDecorator], where: str) -> None:
-    """Add the packages that Ebbflow needs to the step's `@pypi`, as far as the user names no version.
+    """Add the packages that Ebbflow needs to the step's `@pypi`, unless the user names their
+    versions.
 
-    Raises OwnFlowError for a `@conda` without them, because its channels have other names.
+    Raises OwnFlowError for a `@conda` that lacks them, because conda channels use other names.
     """
     needed = [requirement for requirement in REQUIREMENTS if requirement.name != "metaflow"]
     for decorator in decorators:
@@ -211,7 +214,7 @@ def find_scheduler(arguments: Sequence[str]) -> str | None:
 
 
 def _find_backend(decorators: Sequence[StepDecorator]) -> str | None:
-    """Return where a step is sent: batch, kubernetes, or None for this machine."""
+    """Return the backend to which a step is sent: batch, kubernetes, or None for this machine."""
     scheduler = find_scheduler(sys.argv)
     if scheduler is not None:
         return SCHEDULERS[scheduler]
@@ -248,7 +251,9 @@ def _parse_options(attributes: Mapping[str, object], where: str) -> StepOptions:
 
 
 def _choose_store(options: StepOptions, datastore: FlowDataStore, folder: Path, where: str) -> str:
-    """Return the address of the store: the option, else a folder beside the flow's datastore."""
+    """Return the address of the store: the option or, by default, a folder beside the flow's
+    datastore.
+    """
     if options.store is not None:
         try:
             address = resolve_address(options.store)
@@ -269,7 +274,9 @@ def _choose_store(options: StepOptions, datastore: FlowDataStore, folder: Path, 
 
 
 def _check_names(graph: FlowGraph, step_name: str, options: StepOptions, where: str) -> None:
-    """Refuse a name that another step's jobs have, since the two would continue each other."""
+    """Raise OwnFlowError if another step's jobs have the same name, because one would continue the
+    other.
+    """
     label = options.name or step_name
     for node in graph:
         if node.name == step_name:
@@ -305,7 +312,7 @@ def _check_shared_budget(
 
 
 def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool) -> Path:
-    """Return the file that a call names. Raises OwnFlowError."""
+    """Check a call's file and arguments, and return the file. Raises OwnFlowError."""
     path = _find_file(call.file, folder)
     if path is None:
         raise OwnFlowError(
@@ -335,7 +342,7 @@ def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool
 
 
 def _normal_name(package: str) -> str:
-    """Return a distribution's name as PEP 503 compares it."""
+    """Return a package's name in the normalized form of PEP 503."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
@@ -390,7 +397,10 @@ def _find_calls(function: object) -> Iterator[TrainingCall]:
 def _read_arguments(
     call: ast.Call,
 ) -> tuple[tuple[object, ...] | None, Mapping[str, object] | None]:
-    """Return the words after the file, and the options; None for those that are computed."""
+    """Return a call's positional arguments after the file, and its keyword arguments.
+
+    Each of the two is None if the source computes one of its values.
+    """
     words = None
     values = None
     with contextlib.suppress(ValueError):

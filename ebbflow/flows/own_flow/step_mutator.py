@@ -55,7 +55,9 @@ class ebbflow(StepMutator):  # noqa: N801 - the name of the decorator
             self._add_task_decorator(mutable_step)
 
     def _refuse_deployment(self, mutable_step: MutableStep) -> None:
-        """Raise OwnFlowError if the flow is deployed: the workflow would lack the decorator."""
+        """Raise OwnFlowError if the flow is deployed, because the workflow would lack the
+        decorator.
+        """
         from ebbflow.flows.own_flow.step_checks import OwnFlowError, find_scheduler
 
         scheduler = find_scheduler(sys.argv)

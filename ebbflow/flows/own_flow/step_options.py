@@ -42,7 +42,9 @@ class StepOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, object]) -> StepOptions:
-        """Check the options as they are in the source. Raises OptionError for the first problem."""
+        """Check and convert the options as written in the source. Raises OptionError for the first
+        problem.
+        """
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:

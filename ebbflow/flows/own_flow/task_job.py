@@ -1,4 +1,4 @@
-"""`current.ebbflow` in a task of the user's flow: trainings as jobs."""
+"""The object `current.ebbflow` in a task of the user's flow, which runs trainings as jobs."""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """Place of this task among the nodes of its gang."""
+    """Position of this task among the nodes of its gang."""
 
     node: int
     nodes: int
@@ -110,7 +110,8 @@ class TaskJob:
         optimizer: Optimizer | None = None,
         **states: object,
     ) -> AttachedJob:
-        """Attach the loop in the step itself, as `ebbflow.attach` does in a script.
+        """Attach the training loop in the step itself to a job, as `ebbflow.attach` does in a
+        script.
 
         The process of the task is the only rank of its node, and no agent watches it: after a
         failure the task ends, and a retry or `resume` continues the job.
@@ -213,8 +214,8 @@ class TaskJob:
                     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     def end_failed_step(self) -> None:
-        """Let Metaflow decide the exit code of the process after a job in the step has left, and
-        write the job's report.
+        """Write the report of a failed job in the step, and let Metaflow decide the process's exit
+        code.
         """
         if self._attached is not None:
             self._attached.leave_exit_to_caller()
@@ -224,7 +225,7 @@ class TaskJob:
             self._run.try_report()
 
     def end_step(self) -> None:
-        """Write the report of a job that `attach` has opened and whose result was not asked for."""
+        """Write the report of a job that `attach` opened, unless `result` has done so."""
         if self._run is not None:
             self.result()
 
@@ -247,7 +248,7 @@ class TaskJob:
     def _make_settings(
         self, *, script: Path | None = None, words: Sequence[str] = ()
     ) -> TrainingSettings:
-        """Return the settings of a user's own loop."""
+        """Return the settings for a user's own training loop."""
         from ebbflow.flows.own_flow.training_settings import make_settings
 
         file = None
@@ -284,7 +285,7 @@ class TaskJob:
 
 
 def share_gpus(gpus: Sequence[str], node: int, nodes: int) -> list[str]:
-    """Return a node's part of the GPUs of the machine that it shares with other nodes.
+    """Return the GPUs of one node, if several nodes share the GPUs of a machine.
 
     With fewer GPUs than nodes, nodes share one; without GPUs, the list is empty.
     """
@@ -298,8 +299,8 @@ def share_gpus(gpus: Sequence[str], node: int, nodes: int) -> list[str]:
 
 @contextlib.contextmanager
 def failures_as_step_errors(step: CheckedStep) -> Iterator[None]:
-    """Turn our errors, and the exit of a job in the step itself, into errors that Metaflow prints
-    in one line.
+    """Convert Ebbflow's errors, and the exit of a job in the step itself, to one-line Metaflow
+    errors.
 
     An error that a new attempt would repeat ends the process with the exit code after which
     Metaflow does not retry the task, unless `@catch` handles errors of the step.
@@ -332,7 +333,7 @@ def _exits_as_errors() -> Iterator[None]:
 
 
 def _list_trials(joined: FlowSpec) -> Iterator[tuple[str, TrainedModel]]:
-    """Yield label and model of each trained model among the artifacts of a join's input."""
+    """Yield (label, model) for each trained model among the artifacts of a join's input."""
     datastore = joined._datastore
     assert datastore is not None
     for name, stored in sorted(datastore._info.items()):
@@ -353,7 +354,9 @@ def _find_place() -> NodePlace:
 
 
 def _end_live_page() -> None:
-    """End the process that shows an attached job, before the report takes the place of its page."""
+    """End the process that updates an attached job's live page, before the report replaces the
+    page.
+    """
     from ebbflow.training.attach.standalone import (
         end_observer,  # not at module level: it needs torch
     )

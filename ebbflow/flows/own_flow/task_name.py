@@ -1,4 +1,4 @@
-"""The name of a training's job, from the place of its task in the user's flow."""
+"""Names of trainings' jobs, derived from the position of their task in the user's flow."""
 
 # Metaflow's stubs neither re-export its public names nor know the attributes that it adds at run time.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -23,7 +23,7 @@ _PORTS = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class TaskName:
-    """A task of the user's flow, from Metaflow.
+    """Identity of a task in the user's flow, from Metaflow.
 
     Attributes:
         origin_run: The run that this run resumes; None or "None" if it resumes none.
@@ -42,7 +42,9 @@ class TaskName:
         return f"{self.flow}/{self.run}/{self.step}/{self.task}"
 
     def rendezvous_port(self, gang: Sequence[int]) -> int:
-        """Return the port for process groups that the step itself opens, equal on all nodes of a gang.
+        """Return the port for process groups that the step itself opens.
+
+        The port is the same on all nodes of a gang.
 
         Args:
             gang: Indexes of the foreach loops around the gang, which tell gangs of a step apart.
@@ -53,7 +55,7 @@ class TaskName:
 
     @functools.cached_property
     def first_run(self) -> str:
-        """The run that was started with `run`, from which this run was resumed, maybe repeatedly."""
+        """The original run, from which this run was resumed directly or through other runs."""
         run = self.run
         origin = self.origin_run
         for _ in range(_MOST_LINKS):
@@ -65,16 +67,15 @@ class TaskName:
 
 
 def sweep_name(task: TaskName, *, label: str | None) -> str:
-    """Return the name under which the trials of a step share data; a resumed run gets the same
-    name.
-    """
+    """Return the name under which a step's trials share data. A resumed run gets the same name."""
     return plain_name(
         "-".join([task.flow.lstrip("_") or "flow", task.first_run, label or task.step])
     )
 
 
 def job_name(task: TaskName, flow: FlowSpec, *, label: str | None, is_gang: bool, call: int) -> str:
-    """Return the job's name: one path segment, equal in each attempt and in resumed runs.
+    """Return the job's name, which is one path segment and the same in all attempts and resumed
+    runs.
 
     Args:
         label: The option `name` of `@ebbflow`; None for the step's name.
@@ -92,7 +93,7 @@ def job_name(task: TaskName, flow: FlowSpec, *, label: str | None, is_gang: bool
 
 
 def _read_origin(flow: str, run: str) -> str | None:
-    """Return the run that `run` resumed, or None; None also if its records cannot be read."""
+    """Return the run that `run` resumed, or None if there is none or its records cannot be read."""
     from metaflow import Run
 
     try:

@@ -71,12 +71,12 @@ class TrainedModel:
 
     @property
     def uri(self) -> str | None:
-        """Address of the final commit; None without commits."""
+        """Address of the final commit, or None without commits."""
         return self._address(self.commit)
 
     @property
     def best_uri(self) -> str | None:
-        """Address of the best commit; None if no commit was evaluated."""
+        """Address of the best commit, or None if no commit was evaluated."""
         return self._address(self.best)
 
     @property
@@ -84,7 +84,7 @@ class TrainedModel:
         return RunReport.from_json(self.report)
 
     def load(self, module: nn.Module, *, best: bool = False) -> nn.Module:
-        """Load the weights into a module of the trained kind, and return it.
+        """Load the weights into a module of the trained architecture, and return the module.
 
         Args:
             best: Whether to load the best commit instead of the final one.
@@ -177,7 +177,7 @@ class TrainedModel:
 def describe_training(
     job: str, store: Store, store_uri: str, report: RunReport, events: list[Event]
 ) -> TrainedModel:
-    """Describe a job's training from its report and commits.
+    """Build the `TrainedModel` of a job from its report and commits.
 
     Args:
         store: The job's part of the store.

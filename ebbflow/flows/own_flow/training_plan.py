@@ -53,7 +53,7 @@ Prepared = dict[str, Any]  # description of the data, from the workload's `prepa
 
 @dataclass(frozen=True)
 class GivenPrice:
-    """Price source for a machine whose price the user gave: every type has this price."""
+    """Price source that gives every instance type the price that the user stated."""
 
     usd_per_hour: Decimal  # US dollars per node and hour
     now_utc: float  # Unix time of the plan
@@ -96,9 +96,9 @@ def prepare_training(
     options: StepOptions,
     shared: SharedBudget | None = None,
 ) -> tuple[Prepared, Terms | None]:
-    """Record a training's configuration, data and plan.
+    """Prepare a training's data and plan, and record them with its configuration.
 
-    Returns the description of the data, and the terms; None if nothing can be priced.
+    Returns the description of the data, and the cost terms (None if nothing can be priced).
 
     A later attempt in the same Metaflow run has the plan and the data of the first.
 
@@ -149,7 +149,9 @@ def prepare_training(
 
 
 def extend_terms(job: Job, terms: Terms, shared: SharedBudget) -> Terms | None:
-    """Return terms with more dollars of a shared budget; None if it has none left for the job."""
+    """Return the terms with more dollars of a shared budget, or None if it has none left for the
+    job.
+    """
     spent = _read_spent_usd(job)
     granted = _extend_hold(job, spent + terms.reserve_usd, shared)
     if granted is None:
@@ -184,8 +186,8 @@ def plan_on_pools(
 
 
 def describe_script(config: RunConfig) -> Prepared:
-    """Return the data description of a script, which reads its data itself: a fixed one without a
-    fingerprint.
+    """Return the data description of a script: without a fingerprint, because the script reads its
+    data itself.
     """
     return {
         "fingerprint": "",
@@ -210,7 +212,7 @@ def _find_prepared(events: Sequence[Event]) -> Prepared | None:
 
 
 def _look_at_workload(job: Job, settings: TrainingSettings) -> tuple[ModelShape | None, Prepared]:
-    """Return the model's shape and the description of the data, which is prepared if it must be.
+    """Return the model's shape and the description of the data, after preparing the data if needed.
 
     A script is measured only if there is a limit to compare with, since this takes seconds.
     """
@@ -283,7 +285,8 @@ def _read_progress(job: Job) -> JobProgress:
 def _check_refusal(job: Job, plan: Plan) -> None:
     """Raise FinalError if the plan refuses the training.
 
-    The machine is given, so that a plan without a pool only leaves the training without a price.
+    Without a budget, a plan that finds no pool is not a refusal: the training runs where it is, and
+    only has no price.
     """
     refusal = plan.refusal
     if refusal is None:
@@ -305,9 +308,9 @@ def _record_refusal(job: Job, outcome: Outcome, message: str) -> None:
 
 
 def _let_continue(job: Job, plan: Plan, shared: SharedBudget) -> Plan:
-    """Return the plan without a refusal for its budget if the job was interrupted and holds dollars.
+    """Drop a budget refusal from the plan if the job was interrupted and holds unspent dollars.
 
-    The other trials cannot have them, and what it has spent would be lost.
+    The other trials cannot use these dollars, and those that the job has spent would be lost.
     """
     refusal = plan.refusal
     if refusal is None or refusal.outcome is not Outcome.BUDGET:
@@ -319,7 +322,7 @@ def _let_continue(job: Job, plan: Plan, shared: SharedBudget) -> Plan:
 
 
 def _hold_share(job: Job, plan: Plan, shared: SharedBudget) -> float | None:
-    """Return the dollars of a shared budget that the job may spend; None if it cannot finish."""
+    """Reserve dollars of a shared budget for the job. Return them, or None if too few are left."""
     assert plan.chosen is not None
     spent = _read_spent_usd(job)
     held = shared.find_hold(job.name)
@@ -346,7 +349,7 @@ def _extend_hold(job: Job, used_usd: float, shared: SharedBudget) -> float | Non
 
 
 def _find_need(plan: Plan, spent: float, *, margin: float = 1.0) -> float:
-    """Return the dollars that the job needs to finish, with those that it has spent."""
+    """Return the dollars that the job needs to finish, including those that it has spent."""
     assert plan.chosen is not None
     return spent + plan.chosen.expected_usd * margin + plan.reserve_usd
 

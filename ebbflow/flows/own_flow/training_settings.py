@@ -50,7 +50,7 @@ class TrainingSettings:
     is_own_loop: bool
 
     def with_budget(self, usd: float) -> TrainingSettings:
-        """Return the settings of a trial that holds these dollars of a shared budget."""
+        """Return the settings with their budget set to a trial's share of a shared budget."""
         cost = {**self.document["config"]["cost"], "budget_usd": usd}
         config = {**self.document["config"], "cost": cost}
         sources = {**self.document["sources"], _BUDGET: f"{_SOURCE}(budget_of_all)"}
@@ -61,7 +61,9 @@ class TrainingSettings:
         )
 
     def find_changes(self, former: dict[str, Any]) -> list[str]:
-        """Return the settings that differ from a former config.json and may change the weights."""
+        """Return the keys of settings that differ from a former config.json and may change the
+        weights.
+        """
         before = renew_defaults(former)
         now = self.document["config"]
         changed = [key for key in _DECISIVE if before.get(key) != now.get(key)]
@@ -143,12 +145,13 @@ def make_settings(
 
 
 def as_overrides(settings: Mapping[str, object]) -> list[str]:
-    """Return settings by key as values of --set."""
+    """Convert settings by key to "key=value" strings, as for --set."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def check_configurations(step: CheckedStep) -> None:
-    """Check the configuration files that a step's source names, as far as it is no computation.
+    """Check the configuration files that a step's source names, unless their overrides are
+    computed.
 
     Raises OwnFlowError.
     """
@@ -202,7 +205,7 @@ def _refuse_team_file(step: CheckedStep, given: GivenValues) -> None:
 def _check_slurm(
     step: CheckedStep, given: GivenValues, nodes: int, *, is_loop_in_step: bool
 ) -> None:
-    """Check a training that goes to Slurm. Raises OwnFlowError."""
+    """Check that a training can run on Slurm. Raises OwnFlowError."""
     (_, source) = given["cluster.plan_for"]
     where = f"{step.place}: {source} has cluster.plan_for slurm"
     if is_loop_in_step:
@@ -251,7 +254,12 @@ def _check_equal(
 
 
 def _fit_ranks(given: GivenValues, nodes: int, *, is_own_loop: bool) -> int:
-    """Return the ranks per node: one per GPU, as far as they divide the batch, else one."""
+    """Return the number of ranks per node: at most one per GPU, such that they divide the batch
+    evenly.
+
+    A user's own loop, whose batch is unknown, gets one rank per GPU. Without GPUs there is one
+    rank.
+    """
     if _value(given, "cluster.device", "auto") == "cpu":
         return 1
     gpus = visible_gpus()

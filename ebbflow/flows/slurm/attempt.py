@@ -97,7 +97,7 @@ _OF_LAUNCHER = ("EBBFLOW_PARENT_PID", CLAIM_VARIABLE, RUN_CLAIM_VARIABLE)
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedJob:
-    """A Slurm job of this training job, and the order that it follows."""
+    """A submitted Slurm job, and the order (instructions) that it follows."""
 
     job_id: str
     key: str  # of the order in the job's store
@@ -106,7 +106,7 @@ class SubmittedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a Slurm job ended, by Slurm and by its node 0."""
+    """End of a Slurm job, as reported by Slurm and by the job's node 0."""
 
     slurm: SlurmJob
     result: NodeResult | None  # None: node 0 wrote none
@@ -116,7 +116,11 @@ class JobEnd:
 
     @property
     def cause(self) -> Cause:
-        """Why it ended. The gang leaves before the time limit, which Slurm then never sees."""
+        """Why the job ended.
+
+        A gang saves and leaves before the time limit, so Slurm itself does not report the limit as
+        the cause.
+        """
         if self.queue_expired:
             return Cause.REFUSED
         if self.slurm.restarts:
@@ -129,7 +133,7 @@ class JobEnd:
         return self.slurm.cause
 
     def describe(self) -> str:
-        """Render how the job ended, such as "FAILED, n1 drained (new fan)"."""
+        """Describe how the job ended, such as "FAILED, n1 drained (new fan)"."""
         if self.cause is Cause.NODE_DRAINED:
             return f"{self.slurm.state}, {self.drained}"
         if self.queue_expired:
@@ -143,7 +147,7 @@ class JobEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
-    """How an attempt ended, and whether another one follows."""
+    """End of an attempt, and whether another attempt follows."""
 
     outcome: Outcome
     goes_on: bool = False  # whether another attempt follows
@@ -168,13 +172,14 @@ class NextAttempt:
 
 @dataclass
 class StopRequest:
-    """Whether SIGTERM has asked this process to leave."""
+    """Flag that is set when SIGTERM asks this process to leave."""
 
     received: bool = False
 
 
 class JobWait:
-    """The wait for the end of a Slurm job: what this launcher asks of it meanwhile.
+    """Wait for the end of a Slurm job, during which this launcher may ask the job to leave or
+    cancel it.
 
     Attributes:
         expired: whether the job was cancelled after `slurm.queue_minutes`.
@@ -215,7 +220,7 @@ class JobWait:
 def run_attempt(
     job: Job, spec: GangSpec, *, number: int, show: Callable[[JsonObject], None] | None = None
 ) -> AttemptEnd:
-    """Train in one Slurm job.
+    """Train in one Slurm job, new or left by an earlier launcher, and return how the attempt ended.
 
     Args:
         spec: specification of node 0, without its address.
@@ -246,11 +251,10 @@ def run_attempt(
 
 
 def adopt(job: Job, config: RunConfig) -> SubmittedJob | None:
-    """Return the live Slurm job of this training job, which a former launcher has left; None if
-    there is none.
+    """Adopt the live Slurm job that an earlier launcher has left, or return None if there is none.
 
-    A second one, or one with another configuration, is asked to save and leave first, and its end is
-    recorded.
+    A second such job, or one with another configuration, is asked to save and leave first, and its
+    end is recorded.
 
     Raises:
         InfraError: Slurm or the store does not answer.
@@ -321,7 +325,7 @@ def await_end(job: Job, submitted: SubmittedJob, stop: StopRequest) -> JobEnd:
 
 
 def make_batch_script(job: Job, attempt: NextAttempt, key: str, comment: str) -> BatchScript:
-    """Build the script of one Slurm job, whose tasks are the nodes' agents."""
+    """Build the script of one Slurm job, in which each node runs an agent."""
     spec = attempt.spec
     config = spec.config
     slurm = config.slurm
@@ -346,7 +350,7 @@ def make_batch_script(job: Job, attempt: NextAttempt, key: str, comment: str) ->
 
 
 def describe_order(order: SlurmOrder) -> JsonObject:
-    """Return pool, nodes, limits and reason of an order, with the names of `AttemptOrder.brief`."""
+    """Return an order's pool, nodes, limits and reason, with the keys of `AttemptOrder.brief`."""
     spec = order.spec()
     if order.most_minutes is None:
         wall_seconds = None
@@ -366,7 +370,7 @@ def describe_order(order: SlurmOrder) -> JsonObject:
 
 
 def ended_jobs(events: Sequence[Event], run: str) -> list[SlurmJobPayload]:
-    """Return the ends of a run's Slurm jobs, oldest first."""
+    """Return the records of a run's ended Slurm jobs, oldest first."""
     return [
         event.payload
         for event in select_events(events, SlurmJobPayload)
@@ -391,7 +395,7 @@ def log_folder(job: Job) -> Path:
 
 
 def _prepare(job: Job, spec: GangSpec) -> NextAttempt:
-    """Choose partition, cost terms and time limit of the next attempt.
+    """Choose the partition, cost terms and time limit of the next attempt.
 
     Raises:
         InfraError: Slurm or the store does not answer.
@@ -446,7 +450,7 @@ def _limit_minutes(config: RunConfig, partition: PartitionConfig | None, used: f
 
 
 def _find_exceeded_limit(attempt: NextAttempt) -> tuple[Outcome, str] | None:
-    """Return the limit of the job that forbids another attempt, and a message; None if none does."""
+    """Return the outcome and message if a limit of the job forbids another attempt, else None."""
     config = attempt.spec.config
     left = attempt.hours_left
     if left is not None and left <= 0:
@@ -481,7 +485,7 @@ def _write_order(job: Job, attempt: NextAttempt, number: int) -> SlurmOrder:
 
 
 def _submit_order(job: Job, attempt: NextAttempt, order: SlurmOrder) -> SubmittedJob:
-    """Submit the Slurm job that follows an order."""
+    """Submit a Slurm job that carries out an order."""
     key = order_key(job.run, order.round)
     comment = f"{_PREFIX}:{_token(job)}:{job.run}:{order.round}"
     script = make_batch_script(job, attempt, key, comment).render()
@@ -505,7 +509,7 @@ def _describe_partition(order: SlurmOrder) -> str:
 def _submit_once(script: str, comment: str) -> str:
     """Submit a script, and return the id of its job.
 
-    If the answer is lost, the job may exist: it is looked for by its comment before the next try.
+    If the answer is lost, the job may exist. Before the next try, it is searched by its comment.
     """
     environment = {
         name: value
@@ -574,9 +578,9 @@ def _follow_up(job: Job, submitted: SubmittedJob, end: JobEnd) -> AttemptEnd:
 
 
 def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
-    """Return why another attempt would not help, or "".
+    """Return why another attempt would not help, or "" if it may help.
 
-    The attempts of this run since its last commit are counted.
+    Only attempts of this run since its last commit count.
     """
     vain = list(itertools.takewhile(lambda end: end.commits == commits, reversed(ends)))
     # A cancelled one was another launcher's: this run ends with its own
@@ -590,7 +594,7 @@ def _give_up_reason(ends: Sequence[SlurmJobPayload], *, commits: int) -> str:
 
 
 def _quote_last_line(output: Path) -> str:
-    """Return the last line of a Slurm job's output, to be appended to a message; "" without one."""
+    """Return the last line of a Slurm job's output as the end of a message, or "" without one."""
     try:
         lines = output.read_text(errors="replace").split("\n")
     except OSError:
@@ -643,7 +647,9 @@ def _record(job: Job, submitted: SubmittedJob, *, does: str, end: JobEnd | None 
 
 
 def _find_jobs(comment: str) -> list[LiveJob]:
-    """Return the live jobs of a comment. A controller that restarts is waited for.
+    """Return the live jobs whose comment begins with `comment`.
+
+    Wait for a controller that restarts.
 
     Raises:
         SlurmUnavailable: no answer for several minutes.
@@ -660,7 +666,9 @@ def _find_jobs(comment: str) -> list[LiveJob]:
 
 
 def _find_partition(order: SlurmOrder) -> PartitionConfig:
-    """Return the partition of an order; one without a price if it is the cluster's default."""
+    """Return the configuration of an order's partition. The cluster's default partition has no
+    price.
+    """
     for partition in order.spec().config.slurm.partitions:
         if partition.name == order.partition:
             return partition
@@ -690,7 +698,7 @@ def _settle_left_behind(job: Job, known: set[str]) -> None:
 def _record_left_behind(
     job: Job, submitted: SubmittedJob, seen: SlurmJob, *, run: str, asked: bool
 ) -> None:
-    """Record the end of a Slurm job of another launcher.
+    """Record the end of a Slurm job that another launcher submitted.
 
     Args:
         asked: whether this launcher has asked it to leave.
@@ -701,8 +709,9 @@ def _record_left_behind(
 
 
 def _find_drained_node(nodes: str) -> str:
-    """Return a node that an operator drains, with the reason given, such as "n1 drained (new fan)";
-    "" if there is none, or no answer.
+    """Return a drained node with the operator's reason, such as "n1 drained (new fan)", or "".
+
+    It is "" if no node is drained or Slurm does not answer.
     """
     try:
         drained = find_drained_nodes(nodes)
@@ -720,7 +729,7 @@ def _find_ended(job: Job) -> set[str]:
 
 
 def _read_order(job: Job, key: str) -> SlurmOrder | None:
-    """Return an order; None if the store has lost it, or if another version wrote it."""
+    """Read an order, or return None if the store has lost it or another version wrote it."""
     try:
         return SlurmOrder.model_validate_json(job.store.get(key))
     except (ObjectNotFound, ValidationError):
@@ -728,7 +737,7 @@ def _read_order(job: Job, key: str) -> SlurmOrder | None:
 
 
 def _drain(job_id: str, config: RunConfig) -> SlurmJob:
-    """Let a Slurm job save and leave, and return it once it has ended."""
+    """Ask a Slurm job to save and leave, wait until it has ended, and return it."""
     cancel_at = time.monotonic() + config.checkpoint.stop_seconds + _LEAVE_SECONDS
     seen = SlurmJob(job_id=job_id, state="RUNNING")
     with contextlib.suppress(SlurmUnavailable):
@@ -748,7 +757,7 @@ def _ask_to_leave(seen: SlurmJob) -> None:
 
 
 def _sleep(seconds: float, stop: StopRequest) -> None:
-    """Sleep, but at most a second longer once this process is asked to leave."""
+    """Sleep for `seconds`, but wake up about a second after this process is asked to leave."""
     until = time.monotonic() + seconds
     asked_before = stop.received
     while time.monotonic() < until and stop.received == asked_before:
@@ -756,7 +765,10 @@ def _sleep(seconds: float, stop: StopRequest) -> None:
 
 
 def _try_cancel(job_id: str, *, signal_name: str | None = None) -> None:
-    """Cancel a job or send it a signal. The caller's next look shows whether that worked."""
+    """Cancel a job or send it a signal. Ignore a Slurm that does not answer.
+
+    The caller's next query shows whether that worked.
+    """
     with contextlib.suppress(SlurmUnavailable):
         cancel(job_id, signal_name=signal_name)
 
@@ -781,7 +793,7 @@ def _has_results(job: Job, submitted: SubmittedJob) -> bool:
 
 
 def _read_result(job: Job, submitted: SubmittedJob) -> NodeResult | None:
-    """Return node 0's result; None if it wrote none."""
+    """Return node 0's result, or None if it wrote none."""
     key = result_key(submitted.key, 0)
     if job.store.head(key) is None:
         return None
@@ -795,7 +807,9 @@ def _token(job: Job) -> str:
 
 @contextlib.contextmanager
 def _listen() -> Iterator[StopRequest]:
-    """Take SIGTERM, with which the launcher asks its tasks to leave, as a request."""
+    """Context manager that turns SIGTERM, by which the launcher asks its tasks to leave, into a
+    flag.
+    """
     stop = StopRequest()
 
     def receive(_number: int, _frame: object) -> None:

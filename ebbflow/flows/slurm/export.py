@@ -59,7 +59,7 @@ def export_slurm(arguments: argparse.Namespace) -> int:
 
 
 def refusal_reason(loaded: LoadedConfig) -> str | None:
-    """Return why the job cannot be exported, and a fix; None if it can."""
+    """Return why the job cannot be exported, with a fix, or None if it can."""
     cluster = loaded.config.cluster
     sizes = {
         "cluster.nodes": cluster.nodes,
@@ -73,7 +73,7 @@ def refusal_reason(loaded: LoadedConfig) -> str | None:
 
 
 def make_script(loaded: LoadedConfig, job: str, overrides: list[str]) -> BatchScript:
-    """Build the batch script of a job.
+    """Build the batch script that runs a job's ranks with srun.
 
     Args:
         overrides: values of the --set options.
@@ -113,7 +113,7 @@ def make_script(loaded: LoadedConfig, job: str, overrides: list[str]) -> BatchSc
 
 
 def _script_variables(loaded: LoadedConfig) -> list[str]:
-    """Return lines that give a script the settings that the user chose, which `attach` reads."""
+    """Return `export` lines with the user's settings, which `attach` reads in the script."""
     values = loaded.config.model_dump(mode="json")
     lines = []
     for name, source in loaded.sources.items():

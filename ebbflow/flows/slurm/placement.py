@@ -1,8 +1,9 @@
 """Choice of the partition and of the time limit for the next attempt on Slurm.
 
-The rule is that of AWS Batch: the preferred partition, also if it is preemptible, while deadline and
-budget leave enough to finish in the first one that is not. Waiting in a queue is free, and a
-partition that has not granted its nodes within `slurm.queue_minutes` is left for the next one.
+The rule is the same as for AWS Batch. The preferred partition is used, even if it is preemptible,
+as long as deadline and budget leave enough to finish in the first non-preemptible one. Waiting in a
+queue is free. If a partition has not granted its nodes within `slurm.queue_minutes`, the next one
+is tried.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MOVES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionChoice:
-    """The partition of an attempt, and why."""
+    """The partition that was chosen for an attempt, and the reason."""
 
     partition: PartitionConfig | None  # None: the cluster's default
     reason: str
@@ -36,7 +37,7 @@ class PartitionChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOutlook:
-    """What is left of a job and of its limits."""
+    """Hours that a job still needs, and the hours and dollars that its limits leave."""
 
     hours_needed: float | None = (
         None  # of the remaining steps, measured; None before the first ones
@@ -75,7 +76,7 @@ def choose_partition(
 
 
 def refused_partitions(ends: Sequence[SlurmJobPayload]) -> list[str]:
-    """Return the partitions in which the last Slurm jobs in a row got no nodes in time."""
+    """Return the partitions in which the newest consecutive Slurm jobs got no nodes in time."""
     refused: list[str] = []
     for end in itertools.takewhile(lambda end: end.cause == Cause.REFUSED, reversed(ends)):
         refused.insert(0, str(end.partition))
@@ -83,7 +84,7 @@ def refused_partitions(ends: Sequence[SlurmJobPayload]) -> list[str]:
 
 
 def count_vain_preemptions(ends: Sequence[SlurmJobPayload]) -> int:
-    """Return how many of the last Slurm jobs in a row were preempted without a new commit."""
+    """Count the newest consecutive Slurm jobs that were preempted before a new commit."""
     count = 0
     for position in range(len(ends) - 1, -1, -1):
         end = ends[position]
@@ -97,8 +98,9 @@ def count_vain_preemptions(ends: Sequence[SlurmJobPayload]) -> int:
 def limit_minutes(
     config: RunConfig, *, node_hours_used: float, usual_minutes: float | None
 ) -> int | None:
-    """Return the time limit that `slurm.budget_node_hours` leaves for the next Slurm job, in whole
-    minutes and at least 0; None if the budget is not the tighter limit.
+    """Return the time limit in minutes that `slurm.budget_node_hours` leaves for the next job.
+
+    The limit is whole and at least 0. Return None if the budget is not the tighter limit.
 
     Args:
         node_hours_used: by the job's former Slurm jobs.
@@ -120,7 +122,9 @@ def _find_danger(
     safe: PartitionConfig,
     outlook: JobOutlook,
 ) -> str:
-    """Return why an attempt in a preemptible partition would endanger the job, or ""."""
+    """Return why an attempt in a preemptible partition would endanger the job, or "" if it would
+    not.
+    """
     vain = count_vain_preemptions(ends)
     if vain >= _MOST_PREEMPTIONS:
         return f"{preferred.name} preempted {vain} attempts in a row before a commit"

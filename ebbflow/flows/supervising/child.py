@@ -28,8 +28,8 @@ STOPPED_SECONDS = 60.0  # a launcher suspended this long is continued; the next 
 
 
 class FlowProcess:
-    """Runner of commands, one at a time, which records whether a signal has asked the supervisor to
-    exit.
+    """Runner of one command at a time, which also records whether a signal has asked the supervisor
+    to exit.
 
     Use it in the main thread only: the kernel ends a child when the thread that started it ends,
     and Python handles signals in the main thread.

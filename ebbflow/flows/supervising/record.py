@@ -235,7 +235,7 @@ def judge_run(exit_code: int, before: JobRecord, after: JobRecord) -> RunVerdict
 
 
 def count_failures(before: JobRecord, after: JobRecord) -> int:
-    """Return the number of failures for which a failed run counts.
+    """Return how many failures a failed run counts as.
 
     A run that made a commit counts as one failure. Any other run counts as one failure per failed
     Batch job, but at least as one failure.
@@ -295,7 +295,7 @@ def waited_seconds(
     *,
     usual_pause_seconds: float = LONGEST_PAUSE_SECONDS,
 ) -> float:
-    """Return for how many seconds every run of the job has ended with this verdict.
+    """Return for how many seconds the job's runs have all ended with this verdict.
 
     The verdict is "no capacity" or "not ready". The time starts at the end of the first of the
     latest runs that all have this verdict. It is 0 if the newest run has another verdict. Runs
@@ -316,10 +316,10 @@ def _describe_no_progress(
     config: RunConfig,
     newest_commit: str | None,
 ) -> tuple[str, str]:
-    """Return why the job must not start again, by the number of its starts and by their time and
-    dollars; each is "" if it may.
+    """Return two reasons why the job must not start again, each "" if it does not apply.
 
-    Agents apply the same rules, but to the starts of their own run alone.
+    The first reason is the number of starts without a new commit, the second their time and
+    dollars. Agents apply the same rules, but to the starts of their own run alone.
     """
     failed = read_failed_generations(since_last_verdict(events))
     newest = newest_commit_in_events(events)
@@ -358,8 +358,10 @@ def _newest_commit(job_store: Store) -> str | None:
 
 
 def _written_config(job_store: Store) -> RunConfig | None:
-    """Return the configuration of the newest run that passed preflight, with today's defaults for
-    keys that it lacks; None if no run has passed it, or if another version's cannot be read.
+    """Return the configuration of the newest run that passed preflight, or None if there is none.
+
+    Keys that it lacks get today's defaults. Return None also if another version wrote it and it
+    cannot be read.
     """
     if job_store.head("config.json") is None:
         return None

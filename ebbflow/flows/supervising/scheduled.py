@@ -35,8 +35,10 @@ class ScheduleError(MetaflowException):
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """Return a configuration file's text, and the store if EBBFLOW__STORE gives it, as the mapping
-    that Metaflow's Config asks for. The scheduler's container does not have the variable.
+    """Return the text of a configuration file and the store from EBBFLOW__STORE ("" if unset).
+
+    They are in a mapping, as Metaflow's Config requires. The scheduler's container does not have
+    the variable.
     """
     try:
         document = yaml.safe_load(text)
@@ -48,7 +50,7 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def read_starts(when: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the arguments of `@schedule` and `@trigger`, of those that are given."""
+    """Return the arguments of `@schedule` and `@trigger` by name, for those that are given."""
     unknown = sorted(set(when) - set(_STARTS))
     if unknown:
         raise ScheduleError(
@@ -76,7 +78,7 @@ def check_deployment(arguments: Sequence[str], settings: Mapping[str, str]) -> N
 
 
 def supervise_job(settings: Mapping[str, str], job: str, options: str) -> str:
-    """Supervise a job in a process of its own until it is complete, and return its outcome.
+    """Supervise a job in a separate process until it is complete, and return its outcome.
 
     Args:
         settings: As `parse_settings` returned them when the job was deployed.

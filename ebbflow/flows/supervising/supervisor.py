@@ -105,8 +105,9 @@ class Supervisor:
         return self._run_until_over(before)
 
     def _refuse_to_repeat(self, outcome: Outcome, record: JobRecord) -> int:
-        """Print how the job ended, and return its exit code. A scheduler may have started this
-        supervisor again, and each run would start a paid gang.
+        """Print how the job ended, and return its exit code, without starting a run.
+
+        A scheduler may have started this supervisor again, and each run would start a paid gang.
         """
         self._say(
             f"job {self._options.job} has ended already, {outcome.value} (exit code "
@@ -206,8 +207,9 @@ class Supervisor:
         return None
 
     def _find_crash_loop(self, verdict: RunVerdict, code: int, record: JobRecord) -> str:
-        """Return why the job is a crash loop that no agent detected, because each failure ended the
-        agents together with the run; or "".
+        """Return why the job counts as a crash loop, or "" if it does not.
+
+        Agents miss a crash loop if each failure ends them together with the run.
         """
         if verdict is RunVerdict.FAILURE:
             count = count_in_a_row(record, verdict)

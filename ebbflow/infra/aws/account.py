@@ -88,8 +88,7 @@ class BucketState:
 
 
 def sibling_client(service: str, batch: BaseClient, region: str | None = None) -> BaseClient:
-    """Make a client for another AWS service, in the region of a Batch client unless `region` names
-    another region.
+    """Make a client for another AWS service, by default in the region of a Batch client.
 
     Raises CloudRefused if the Batch client uses an AWS emulator but the new client would send its
     requests to Amazon.
@@ -101,7 +100,7 @@ def sibling_client(service: str, batch: BaseClient, region: str | None = None) -
 
 
 def quota_code(instance_type: str, market: str) -> str | None:
-    """Return the code of the vCPU quota that an instance type counts against, or None for an
+    """Return the code of the vCPU quota that limits an instance type in a market, or None for an
     unknown family.
     """
     family = instance_type.partition(".")[0]

@@ -400,7 +400,7 @@ class _Setup:
         return f"s3://{bucket}/ebbflow"
 
     def _find_metadata(self, given: Mapping[str, tuple[str, str]]) -> dict[str, str | None]:
-        """Return the settings for Metaflow's metadata service, except for the service's secret key."""
+        """Return the settings for Metaflow's metadata service, without its secret key."""
         url = self._known.get("METAFLOW_SERVICE_URL")
         if not url:
             local = (
@@ -419,8 +419,8 @@ class _Setup:
         }
 
     def _gang_queues(self) -> list[QueueState]:
-        """Return the queues for multi-node jobs: only queues that place all nodes in one zone, if
-        there are any.
+        """Return the queues for multi-node jobs, if possible only those that place all nodes in one
+        zone.
         """
         able = [state for state in self.queues if state.multi_node]
         near = [state for state in able if state.places_nodes_together]

@@ -1,4 +1,5 @@
-"""Shapes of AWS's answers, and of the request SubmitJob, with the fields that are read.
+"""Typed dictionaries for AWS's answers and for the request SubmitJob, limited to the fields that
+Ebbflow uses.
 
 A field that AWS always sends is required. `ebbflow.infra.aws.calls` returns answers of these types
 unchecked; `required_field` is for fields that an emulator or proxy is known to leave out.
@@ -11,148 +12,148 @@ from ebbflow.core.json_values import Json
 
 
 class CallerIdentity(TypedDict):
-    """Answer to sts:GetCallerIdentity, with the fields that are read."""
+    """Answer to sts:GetCallerIdentity, limited to the fields that Ebbflow reads."""
 
     Account: str
 
 
 class QuotaDetail(TypedDict, total=False):
-    """Quota in the answer of servicequotas:GetServiceQuota."""
+    """Quota in the answer to servicequotas:GetServiceQuota."""
 
     Value: float
     QuotaName: str
 
 
 class QuotaAnswer(TypedDict, total=False):
-    """Answer to servicequotas:GetServiceQuota, with the fields that are read."""
+    """Answer to servicequotas:GetServiceQuota, limited to the fields that Ebbflow reads."""
 
     Quota: QuotaDetail
 
 
 class TrustedPrincipals(TypedDict, total=False):
-    """Who may assume a role."""
+    """AWS services that a statement of a trust policy names."""
 
     Service: str | list[str]
 
 
 class TrustStatement(TypedDict, total=False):
-    """Statement of a trust policy."""
+    """Statement of a trust policy: whether the named services may assume the role."""
 
     Effect: str
     Principal: TrustedPrincipals | str | None
 
 
 class TrustPolicy(TypedDict, total=False):
-    """Trust policy of a role."""
+    """Trust policy of an IAM role."""
 
     Statement: list[TrustStatement] | TrustStatement
 
 
 class RoleDetail(TypedDict, total=False):
-    """Role of IAM. Its trust policy may be URL-encoded JSON."""
+    """IAM role. Its trust policy may be URL-encoded JSON."""
 
     Arn: Required[str]
     AssumeRolePolicyDocument: str | TrustPolicy
 
 
 class RoleAnswer(TypedDict, total=False):
-    """Answer to iam:GetRole, with the fields that are read."""
+    """Answer to iam:GetRole, limited to the fields that Ebbflow reads."""
 
     Role: RoleDetail
 
 
 class SimulatedAction(TypedDict, total=False):
-    """Decision on one action."""
+    """Decision of IAM's policy simulator on one action."""
 
     EvalActionName: str
     EvalDecision: str
 
 
 class SimulationAnswer(TypedDict, total=False):
-    """Answer to iam:SimulatePrincipalPolicy, with the fields that are read."""
+    """Answer to iam:SimulatePrincipalPolicy, limited to the fields that Ebbflow reads."""
 
     EvaluationResults: list[SimulatedAction]
 
 
 class BucketLocation(TypedDict, total=False):
-    """Answer to s3:GetBucketLocation, with the fields that are read."""
+    """Answer to s3:GetBucketLocation, limited to the fields that Ebbflow reads."""
 
     LocationConstraint: str | None
 
 
 class BucketName(TypedDict):
-    """Bucket in the answer of s3:ListBuckets."""
+    """Bucket in the answer to s3:ListBuckets."""
 
     Name: str
 
 
 class BucketsAnswer(TypedDict):
-    """Answer to s3:ListBuckets, with the fields that are read."""
+    """Answer to s3:ListBuckets, limited to the fields that Ebbflow reads."""
 
     Buckets: list[BucketName]
 
 
 class PublicAccessAnswer(TypedDict, total=False):
-    """Answer to s3:GetPublicAccessBlock, with the fields that are read."""
+    """Answer to s3:GetPublicAccessBlock, limited to the fields that Ebbflow reads."""
 
     PublicAccessBlockConfiguration: dict[str, bool]
 
 
 class AbortRule(TypedDict, total=False):
-    """When S3 deletes the parts of an unfinished upload."""
+    """Number of days after which S3 deletes the parts of an unfinished upload."""
 
     DaysAfterInitiation: int
 
 
 class LifecycleRule(TypedDict, total=False):
-    """Rule of a bucket's lifecycle."""
+    """Lifecycle rule of an S3 bucket."""
 
     Status: str
     AbortIncompleteMultipartUpload: AbortRule
 
 
 class LifecycleAnswer(TypedDict, total=False):
-    """Answer to s3:GetBucketLifecycleConfiguration, with the fields that are read."""
+    """Answer to s3:GetBucketLifecycleConfiguration, limited to the fields that Ebbflow reads."""
 
     Rules: list[LifecycleRule]
 
 
 class ImageDetail(TypedDict, total=False):
-    """Image in ECR."""
+    """Container image in an ECR repository."""
 
     imageTags: list[str]
     imagePushedAt: Required[datetime]
 
 
 class ImagesAnswer(TypedDict, total=False):
-    """Answer to ecr:DescribeImages, with the fields that are read."""
+    """Answer to ecr:DescribeImages, limited to the fields that Ebbflow reads."""
 
     imageDetails: list[ImageDetail]
 
 
 class RepositoryDetail(TypedDict):
-    """Repository in ECR."""
+    """ECR repository, with its name and URI."""
 
     repositoryName: str
     repositoryUri: str
 
 
 class StackParameter(TypedDict):
-    """Parameter of a CloudFormation stack."""
+    """Parameter of a CloudFormation stack, with its value."""
 
     ParameterKey: str
     ParameterValue: str
 
 
 class StackOutput(TypedDict):
-    """Output of a CloudFormation stack."""
+    """Output of a CloudFormation stack, with its value."""
 
     OutputKey: str
     OutputValue: str
 
 
 class StackDetail(TypedDict, total=False):
-    """CloudFormation stack."""
+    """CloudFormation stack, with its status, parameters and outputs."""
 
     StackName: Required[str]
     StackStatus: Required[str]
@@ -162,25 +163,25 @@ class StackDetail(TypedDict, total=False):
 
 
 class StacksAnswer(TypedDict):
-    """Answer to cloudformation:DescribeStacks, with the fields that are read."""
+    """Answer to cloudformation:DescribeStacks, limited to the fields that Ebbflow reads."""
 
     Stacks: list[StackDetail]
 
 
 class ChangedProperty(TypedDict, total=False):
-    """Property of a resource that changes."""
+    """Property of a stack resource that an update changes."""
 
     Name: str
 
 
 class ChangeDetail(TypedDict, total=False):
-    """Detail of a resource's change."""
+    """Part of a stack resource's change that concerns one property."""
 
     Target: ChangedProperty
 
 
 class ResourceChangeDetail(TypedDict, total=False):
-    """Change of a resource."""
+    """Change that an update makes to one resource of a stack."""
 
     Action: Required[str]
     LogicalResourceId: Required[str]
@@ -190,20 +191,20 @@ class ResourceChangeDetail(TypedDict, total=False):
 
 
 class StackChange(TypedDict, total=False):
-    """Change in a change set."""
+    """Entry of a CloudFormation change set."""
 
     ResourceChange: ResourceChangeDetail
 
 
 class ChangeSetAnswer(TypedDict, total=False):
-    """Answer to cloudformation:DescribeChangeSet, with the fields that are read."""
+    """Answer to cloudformation:DescribeChangeSet, limited to the fields that Ebbflow reads."""
 
     Status: Required[str]
     StatusReason: str
 
 
 class StackEvent(TypedDict, total=False):
-    """Event of a stack."""
+    """Event of a CloudFormation stack, such as a resource's new status."""
 
     EventId: Required[str]
     LogicalResourceId: str
@@ -213,28 +214,28 @@ class StackEvent(TypedDict, total=False):
 
 
 class ContainerDetail(TypedDict, total=False):
-    """Container of a Batch job."""
+    """Container of a Batch job, with its exit code."""
 
     reason: str | None
     exitCode: int | None
 
 
 class JobTry(TypedDict, total=False):
-    """Attempt of a Batch job, as Batch describes it."""
+    """One of a Batch job's attempts, as listed in the job's description."""
 
     statusReason: str | None
     container: ContainerDetail | None
 
 
 class NodeProperties(TypedDict, total=False):
-    """Nodes of a multi-node Batch job."""
+    """Number of nodes of a multi-node Batch job, and the index of its main node."""
 
     mainNode: int
     numNodes: int
 
 
 class JobDetail(TypedDict, total=False):
-    """Batch job. Times are Unix milliseconds."""
+    """Batch job in the answer to DescribeJobs or ListJobs. Times are Unix milliseconds."""
 
     jobId: Required[str]
     jobName: str
@@ -253,13 +254,13 @@ class JobDetail(TypedDict, total=False):
 
 
 class JobsAnswer(TypedDict, total=False):
-    """Answer to batch:DescribeJobs, with the fields that are read."""
+    """Answer to batch:DescribeJobs, limited to the fields that Ebbflow reads."""
 
     jobs: list[JobDetail]
 
 
 class ComputeResources(TypedDict, total=False):
-    """Machines of a compute environment of Batch."""
+    """Machines of a Batch compute environment: their types, limits and network."""
 
     type: str
     instanceTypes: list[str] | None
@@ -269,7 +270,7 @@ class ComputeResources(TypedDict, total=False):
 
 
 class EnvironmentDetail(TypedDict, total=False):
-    """Compute environment of Batch."""
+    """Compute environment of AWS Batch, with its state and machines."""
 
     computeEnvironmentName: Required[str]
     computeEnvironmentArn: str
@@ -281,21 +282,21 @@ class EnvironmentDetail(TypedDict, total=False):
 
 
 class EnvironmentOrder(TypedDict, total=False):
-    """Compute environment of a queue, with its place in the queue's order."""
+    """Compute environment of a Batch queue, with its position in the queue's order of use."""
 
     computeEnvironment: Required[str]
     order: int
 
 
 class TimeLimitAction(TypedDict):
-    """Time after which Batch cancels the first job of a queue."""
+    """Time limit after which Batch cancels a queue's first job if it waits for the given reason."""
 
     reason: str
     maxTimeSeconds: int
 
 
 class QueueDetail(TypedDict, total=False):
-    """Job queue of Batch."""
+    """Job queue of AWS Batch, with its state and compute environments."""
 
     jobQueueName: Required[str]
     jobQueueArn: str
@@ -307,27 +308,27 @@ class QueueDetail(TypedDict, total=False):
 
 
 class ZoneDetail(TypedDict):
-    """Availability zone."""
+    """Availability zone, with its name and ID."""
 
     ZoneName: str
     ZoneId: str
 
 
 class ZonesAnswer(TypedDict, total=False):
-    """Answer to ec2:DescribeAvailabilityZones, with the fields that are read."""
+    """Answer to ec2:DescribeAvailabilityZones, limited to the fields that Ebbflow reads."""
 
     AvailabilityZones: list[ZoneDetail]
 
 
 class TypeOffering(TypedDict):
-    """Instance type that a zone offers."""
+    """Instance type that EC2 offers in a zone."""
 
     InstanceType: str
     Location: str
 
 
 class ReservationDetail(TypedDict, total=False):
-    """Capacity reservation."""
+    """Capacity reservation of EC2."""
 
     State: str
     StartDate: datetime
@@ -340,13 +341,13 @@ class ReservationDetail(TypedDict, total=False):
 
 
 class ReservationsAnswer(TypedDict, total=False):
-    """Answer to ec2:DescribeCapacityReservations, with the fields that are read."""
+    """Answer to ec2:DescribeCapacityReservations, limited to the fields that Ebbflow reads."""
 
     CapacityReservations: list[ReservationDetail]
 
 
 class BlockOffering(TypedDict, total=False):
-    """Capacity Block for sale."""
+    """Offer of an EC2 Capacity Block, with its times and price."""
 
     CapacityBlockOfferingId: Required[str]
     InstanceType: Required[str]
@@ -360,7 +361,7 @@ class BlockOffering(TypedDict, total=False):
 
 
 class PlacementScore(TypedDict):
-    """Spot placement score of a zone."""
+    """Spot placement score of an availability zone."""
 
     Region: str
     AvailabilityZoneId: str
@@ -368,13 +369,13 @@ class PlacementScore(TypedDict):
 
 
 class MemorySize(TypedDict):
-    """Size of a memory."""
+    """Amount of memory in MiB."""
 
     SizeInMiB: int
 
 
 class GpuDetail(TypedDict, total=False):
-    """GPUs of an instance type."""
+    """GPUs of one model in an instance type."""
 
     Manufacturer: str
     Count: Required[int]
@@ -389,19 +390,19 @@ class GpusDetail(TypedDict, total=False):
 
 
 class NetworkCard(TypedDict, total=False):
-    """Network card of an instance type."""
+    """Network card of an instance type, with its bandwidth."""
 
     BaselineBandwidthInGbps: float
 
 
 class EfaDetail(TypedDict, total=False):
-    """Elastic Fabric Adapters of an instance type."""
+    """Number of Elastic Fabric Adapters that an instance type supports."""
 
     MaximumEfaInterfaces: int
 
 
 class NetworkDetail(TypedDict, total=False):
-    """Network of an instance type."""
+    """Network cards and EFA support of an instance type."""
 
     NetworkCards: list[NetworkCard]
     NetworkPerformance: str
@@ -409,13 +410,13 @@ class NetworkDetail(TypedDict, total=False):
 
 
 class ProcessorDetail(TypedDict):
-    """Processors of an instance type."""
+    """Number of vCPUs of an instance type."""
 
     DefaultVCpus: int
 
 
 class InstanceTypeDetail(TypedDict, total=False):
-    """Instance type of EC2."""
+    """EC2 instance type, with its GPUs, network, vCPUs and memory."""
 
     InstanceType: Required[str]
     GpuInfo: GpusDetail | None
@@ -425,43 +426,43 @@ class InstanceTypeDetail(TypedDict, total=False):
 
 
 class LogGroupDetail(TypedDict, total=False):
-    """Log group of CloudWatch."""
+    """Log group of CloudWatch Logs."""
 
     logGroupName: str
 
 
 class LogGroupsAnswer(TypedDict, total=False):
-    """Answer to logs:DescribeLogGroups, with the fields that are read."""
+    """Answer to logs:DescribeLogGroups, limited to the fields that Ebbflow reads."""
 
     logGroups: list[LogGroupDetail]
 
 
 class MetricsAnswer(TypedDict, total=False):
-    """Answer to cloudwatch:ListMetrics, with the fields that are read."""
+    """Answer to cloudwatch:ListMetrics, limited to the fields that Ebbflow reads."""
 
     Metrics: list[dict[str, Json]]
 
 
 class ContainerOverrides(TypedDict, total=False):
-    """Settings of a job's container."""
+    """Settings of a job's container that replace those of the job definition."""
 
     command: list[str]
 
 
 class NodeOverride(TypedDict, total=False):
-    """Settings of some nodes of a multi-node job."""
+    """Settings for some nodes of a multi-node job that replace those of the job definition."""
 
     containerOverrides: Required[ContainerOverrides]
 
 
 class NodeOverrides(TypedDict, total=False):
-    """Settings of a multi-node job's nodes."""
+    """Settings for the nodes of a multi-node job that replace those of the job definition."""
 
     nodePropertyOverrides: list[NodeOverride]
 
 
 class SubmitRequest(TypedDict, total=False):
-    """Parameters of SubmitJob."""
+    """Parameters of the request batch:SubmitJob."""
 
     jobName: str
     jobQueue: str
@@ -471,20 +472,20 @@ class SubmitRequest(TypedDict, total=False):
 
 
 class ServiceError(TypedDict, total=False):
-    """Error that Batch returns."""
+    """Code and message of an error that Batch returned."""
 
     Code: str
     Message: str
 
 
 class ResponseMetadata(TypedDict, total=False):
-    """Metadata of an answer."""
+    """Metadata that botocore adds to an answer, such as the HTTP status."""
 
     HTTPStatusCode: int
 
 
 class SubmitAnswer(TypedDict, total=False):
-    """Answer to SubmitJob."""
+    """Answer to batch:SubmitJob: the new job's ID, or an error."""
 
     jobId: str
     jobName: str

@@ -125,8 +125,8 @@ def aws_client(service: str, region: str | None = None) -> BaseClient:
 
 
 def is_amazons(client: BaseClient) -> bool:
-    """Return whether a client's endpoint belongs to Amazon, and not to an AWS emulator such as a
-    test server.
+    """Return whether a client's endpoint belongs to Amazon rather than to an AWS emulator, such as
+    a test server.
     """
     host = urlsplit(client.meta.endpoint_url).hostname or ""
     return host.endswith(_AMAZONS)
@@ -260,7 +260,7 @@ def describe_in_parts(
 
 
 def required_field(value: T | None, name: str, client: BaseClient, operation: str) -> T:
-    """Return the value of an answer's field that must be there.
+    """Return the value of a required field of AWS's answer.
 
     Raises CloudRefused, which names the call and the field, if the value is None. An answer with
     status 200 may still lack a field if it comes from a proxy, an AWS emulator or another version
@@ -282,7 +282,7 @@ def request_name(client: BaseClient, operation: str) -> str:
 
 
 def within(seconds: float, find: Callable[[], T], what: str) -> T:
-    """Call `find` and return its result.
+    """Call `find` and return its result, with a limit on its duration.
 
     Raises CloudUnavailable if the call takes longer than `seconds`.
 
@@ -318,7 +318,7 @@ class _Request:
 
 
 def _retry_reason(error: Exception, question: _Request) -> tuple[str, int | None]:
-    """Return the reason to retry a request and the maximum number of tries.
+    """Return why a failed request may be retried, and the maximum number of tries.
 
     A maximum of None means that only the deadline limits the tries. Raises CloudError if a retry
     cannot help.

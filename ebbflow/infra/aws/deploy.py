@@ -53,7 +53,7 @@ _LEFT_OUT = {"Resources": "Metadata", "Parameters": "Description", "Outputs": "D
 
 
 class TemplateParameter(TypedDict, total=False):
-    """Parameter of the template."""
+    """Parameter of the CloudFormation template."""
 
     Type: Required[str]
     Default: Required[str | int]
@@ -64,14 +64,14 @@ class TemplateParameter(TypedDict, total=False):
 
 
 class TemplateResource(TypedDict, total=False):
-    """Resource of the template."""
+    """Resource of the CloudFormation template."""
 
     Type: Required[str]
     Condition: str  # name of the condition under which it is created
 
 
 class Template(TypedDict, total=False):
-    """CloudFormation template, with the parts that are read."""
+    """CloudFormation template, limited to the fields that Ebbflow reads."""
 
     Parameters: Required[dict[str, TemplateParameter]]
     Conditions: dict[str, Json]
@@ -116,7 +116,10 @@ def read_template(text: str) -> Template:
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that writes short forms, and no anchors, which CloudFormation does not know."""
+    """YAML dumper that writes CloudFormation's short forms.
+
+    It writes no anchors, because CloudFormation does not support them.
+    """
 
     # The argument is that of PyYAML's method.
     def ignore_aliases(self, data: Json) -> bool:  # noqa: ARG002
@@ -138,8 +141,10 @@ _Dumper.add_representer(dict, _write_short_form)
 
 
 def condense_template(template: Template) -> str:
-    """Return the template as it is sent: without comments, descriptions of parameters and outputs,
-    notes for linters, and indentation, so that it fits into a request.
+    """Render the template as compact YAML, so that it fits into a request.
+
+    Comments, indentation, notes for linters, and the descriptions of parameters and outputs are
+    left out.
     """
     sent: dict[str, object] = dict(template)
     for section, left_out in _LEFT_OUT.items():
@@ -161,7 +166,7 @@ def condense_template(template: Template) -> str:
 
 
 def _given_parameters(pairs: Sequence[str], template: Template) -> dict[str, str]:
-    """Return the values given by --parameter, by name.
+    """Return the parameter values from the --parameter options, by name.
 
     Raises CloudRefused for unknown parameters and invalid values. The message has one line per
     problem.
@@ -258,8 +263,7 @@ def _with_found(
     region: str,
     say: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Return `given`, plus parameters whose values follow from resources that the account already
-    has.
+    """Return `given` plus the parameters that follow from existing resources of the account.
 
     Parameters of an existing stack keep their values. If the account cannot be read, `say` prints a
     message, and these parameters get the template's defaults.
@@ -328,7 +332,7 @@ _SECONDARY = ("cancelled", "Resource creation cancelled", "Resource update cance
 
 @dataclass(frozen=True, kw_only=True)
 class StackState:
-    """The state of an existing stack."""
+    """Status, parameters and outputs of an existing stack."""
 
     status: str  # CloudFormation's status, such as "CREATE_COMPLETE"
     reason: str  # CloudFormation's reason for the status, "" if it gives none
@@ -515,8 +519,8 @@ class Stack:
         }
 
     def template_request(self, body: str) -> dict[str, str]:
-        """Return the request fields with the template: its text, or the address of an uploaded
-        copy.
+        """Return the request fields that carry the template: its text, or the address of an
+        uploaded copy.
 
         Raises CloudRefused if it is too large and there is no bucket for it.
         """
@@ -724,9 +728,9 @@ def _dry_run(
 def _fit_account(
     template: Template, given: Mapping[str, str], state: StackState | None, region: str
 ) -> tuple[Template, dict[str, str]]:
-    """Return the template and the parameters that this account and region can have.
+    """Adapt the template and its parameters to this account and region.
 
-    Raises CloudRefused if they can have none.
+    Raises CloudRefused if they cannot have the stack.
     """
     known = None if state is None else state.parameters
     chosen = choose_families(template, given, known, region, print)

@@ -1,5 +1,5 @@
-"""What a region offers to a new stack: GPU families, the zone for jobs of several nodes, and room for
-its queues.
+"""Adapt a new stack to its region: the GPU families on offer, the zone for multi-node jobs, and
+room for its queues.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ def choose_families(
     region: str,
     say: Callable[[str], None],
 ) -> dict[str, str]:
-    """Return `given` with the GPU families that the region offers, and the zone of its gangs.
+    """Return the parameters `given`, plus the GPU families that the region offers and the zone for
+    multi-node jobs.
 
     Args:
         known: Parameters of the existing stack, which are kept; None for a new one.
 
     Raises:
-        CloudRefused: The region cannot have this stack: a family that was asked for is not offered,
-            it has too few zones, or the account has too many queues.
+        CloudRefused: The region lacks a requested family, has none of the families, or has too few
+            zones.
     """
     if known is not None and FAMILIES_PARAMETER in known and FAMILIES_PARAMETER not in given:
         return dict(given)
@@ -92,7 +93,11 @@ def choose_families(
 
 
 def keep_families(template: Template, families: Sequence[str], gangs: Sequence[str]) -> Template:
-    """Return the template without the queues of other families, and without references to them."""
+    """Return the template with the queues of these GPU families only.
+
+    References to the removed queues are removed too. `gangs` are the families that keep a queue for
+    multi-node jobs.
+    """
     removed = set()
     for name in template["Resources"]:
         found = _OF_FAMILY.fullmatch(name)
@@ -141,8 +146,11 @@ def _families(template: Template, given: Mapping[str, str], parameter: str) -> l
 def _gang_families(
     template: Template, given: Mapping[str, str], known: Mapping[str, str] | None
 ) -> list[str]:
-    """Return the families that shall have a queue for several nodes: those given, else those of the
-    existing stack and, of the families that are new to it, those that a new stack would get.
+    """Return the GPU families that get a queue for multi-node jobs.
+
+    If the parameter is in `given`, or if the stack is new, the parameter's value or default
+    decides. Otherwise, a family of the default gets such a queue if the existing stack (`known`)
+    has one, or if the family is new to the stack.
     """
     if known is None or GANG_FAMILIES_PARAMETER in given:
         return _families(template, given, GANG_FAMILIES_PARAMETER)
@@ -158,7 +166,9 @@ def _gang_families(
 def _refuse_absent(
     wanted: Sequence[str], absent: Sequence[str], given: Mapping[str, str], region: str
 ) -> None:
-    """Raise CloudRefused if a family that was asked for is absent, or all are."""
+    """Raise CloudRefused if the region lacks a family that the user asked for, or lacks all
+    families.
+    """
     if absent and FAMILIES_PARAMETER in given:
         raise CloudRefused(
             f"--parameter {FAMILIES_PARAMETER}={given[FAMILIES_PARAMETER]}: {region} offers no "
@@ -171,8 +181,9 @@ def _refuse_absent(
 def _best_zone(
     gangs: Sequence[str], zones_by_family: Mapping[str, set[str]], zones: Sequence[str]
 ) -> str:
-    """Return the one of `zones` that offers most of the families, the first of several by name; ""
-    without one.
+    """Return the zone that offers most of the families, or "" if no zone offers any.
+
+    Of several such zones, the first by name is returned.
     """
     best = ""
     most = 0
@@ -222,7 +233,7 @@ def _without_references(value: Json, removed: set[str]) -> Json:
 
 
 def _refers(value: Json, removed: set[str]) -> bool:
-    """Return whether an element of a list is a reference to a removed resource."""
+    """Return whether a list element of the template refers to a removed resource."""
     if not isinstance(value, dict):
         return False
     if value.keys() == {"Ref"}:

@@ -140,7 +140,7 @@ def cancel_job(
 def describe_attempts(
     job_ids: Sequence[str], client: BaseClient, *, deadline_seconds: float = _SECONDS
 ) -> dict[str, BatchAttempt]:
-    """Map job ids to descriptions of the jobs, each with the cause of the job's end.
+    """Return descriptions of Batch jobs by job id, each with the cause of the job's end.
 
     Raises CloudError.
 
@@ -167,7 +167,7 @@ def describe_attempts(
 
 
 def _child_ids(job: JobDetail) -> list[str]:
-    """Return the ids of the nodes of a job, which are jobs of their own."""
+    """Return the ids of a multi-node job's nodes, which are jobs of their own in Batch."""
     return [f"{job['jobId']}#{index}" for index in range(_nodes(job))]
 
 

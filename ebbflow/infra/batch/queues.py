@@ -110,8 +110,8 @@ class QueueState:
 
     @property
     def region(self) -> str | None:
-        """The region in the queue's ARN, else the queue's configured region; None if both are
-        missing.
+        """The region in the queue's ARN or, by default, in the configuration; None if both lack
+        one.
         """
         return region_of_arn(self.arn) or self.configured_region
 
@@ -203,8 +203,8 @@ def parse_environment(detail: EnvironmentDetail) -> ComputeEnvironment:
 
 
 def region_of_arn(arn: str) -> str | None:
-    """Return the region in an ARN (arn:aws:batch:REGION:…); None if `arn` is a name, or has no
-    region.
+    """Return the region in an ARN (arn:aws:batch:REGION:…), or None if `arn` is a plain name or has
+    no region.
     """
     if arn.count(":") > 3:
         return arn.split(":")[3] or None
@@ -231,8 +231,8 @@ def declared_queues(batch: BatchConfig) -> dict[str, QueueState]:
 def training_queues(
     batch: BatchConfig, client: BaseClient, *, deadline_seconds: float = 20.0
 ) -> dict[str, QueueState]:
-    """Return the queues for training by name: the configured ones or, if there are none, all EC2
-    queues of the region.
+    """Return the training queues by name: the configured ones or, by default, all EC2 queues of the
+    region.
 
     A queue's entry in the configuration may narrow its instance types and exclude multi-node jobs.
     If an entry contradicts Batch, the queue is not usable, and its `problem` says why. Raises
@@ -266,8 +266,10 @@ def training_queues(
 def queues_to_plan(
     batch: BatchConfig, *, ask: bool, notify: Callable[[str], None]
 ) -> dict[str, QueueState] | None:
-    """Return the queues that a plan may use, marked usable even if they are not now; None if no
-    queue is known.
+    """Return the queues that a plan may use, or None if no queue is known.
+
+    Queues without a known market are left out. All others are marked usable, even if they are not
+    usable now.
 
     Args:
         ask: Whether to query Batch. If Batch is not queried or does not answer, the configured
@@ -323,8 +325,10 @@ def limit_to_queue_region(config: RunConfig, *, only_if_set: bool = True) -> Run
 
 
 def declaration_conflict(state: QueueState, declared: QueueConfig) -> str:
-    """Return how a queue's entry in the configuration contradicts Batch and how to fix this, or ""
-    if they agree.
+    """Return a message if a queue's entry in the configuration contradicts Batch, or "" if they
+    agree.
+
+    The message includes a fix.
     """
     if state.market is not None and state.market != declared.market:
         kinds = ", ".join(
@@ -370,8 +374,8 @@ def accepts_type(listed: Sequence[str], instance_type: str) -> bool:
 
 
 def most_vcpus(queue: QueueState, instance_type: str) -> int | None:
-    """Return the largest vCPU limit of the compute environments that offer the type; None if a
-    limit is unknown.
+    """Return the largest vCPU limit of a queue's compute environments that offer the type, or None
+    if a limit is unknown.
 
     AWS Batch runs a job in one compute environment. A job that needs more vCPUs than the limit
     stays RUNNABLE forever.

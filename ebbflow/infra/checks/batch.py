@@ -39,7 +39,7 @@ _ADOPT = "ebbflow adopt shows what there is"
 def for_batch(
     check: Callable[[PreflightContext], CheckFinding],
 ) -> Callable[[PreflightContext], CheckFinding]:
-    """Decorate a check to be skipped if the job does not run on AWS Batch, or if AWS or the store
+    """Decorate a check so that it is skipped for jobs outside AWS Batch, and if AWS or the store
     cannot be read.
     """
 
@@ -82,8 +82,8 @@ def check_batch_role(context: PreflightContext) -> CheckFinding:
 
 @for_batch
 def check_batch_rights(context: PreflightContext) -> CheckFinding:
-    """Check, with IAM's policy simulator, that the role's policies allow every store operation of a
-    node.
+    """Check with IAM's policy simulator that the role's policies allow every operation of a node on
+    the store.
     """
     arn = _role(context)
     store = context.config.store
@@ -169,8 +169,8 @@ def skip_reason(context: PreflightContext) -> str:
 
 @for_batch
 def check_batch_queues(context: PreflightContext) -> CheckFinding:
-    """Check that all queues exist, accept jobs and have the right market, and that one allows
-    cluster.nodes nodes.
+    """Check that all queues exist, accept jobs and have the right market, and that at least one
+    accepts jobs of cluster.nodes nodes.
     """
     batch = context.config.batch
     try:

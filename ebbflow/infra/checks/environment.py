@@ -66,7 +66,7 @@ _DEADLINES = "set cluster.step_deadline_seconds and cluster.start_deadline_secon
 
 @dataclass(frozen=True)
 class Advice:
-    """Advice about one environment variable."""
+    """Advice against an environment variable, with the reason and an alternative."""
 
     variable: str
     why: str  # the problem; continues the variable's name
@@ -102,7 +102,7 @@ def check_signing_key(context: PreflightContext) -> CheckFinding:
 
 
 def check_interpreter(context: PreflightContext) -> CheckFinding:
-    """Check that `python` runs this interpreter.
+    """Check that the command `python` runs the current interpreter.
 
     Metaflow starts the other nodes of a local run with `python`.
     """
@@ -155,7 +155,7 @@ def check_packages(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (
 
 
 def check_versions(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
-    """Check that Python and the packages have versions with which the whole test suite is run."""
+    """Check that the test suite covers the installed versions of Python and of the packages."""
     untested = []
     if sys.version_info[:2] != TESTED_PYTHON:
         supported = OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON

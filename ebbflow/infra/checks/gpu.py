@@ -68,7 +68,8 @@ print(json.dumps(answer))
 
 
 class NoAnswer(Exception):
-    """Failure of another program, such as nvidia-smi or a Python that imports torch.
+    """Exception for the failure of another program, such as nvidia-smi or a Python that imports
+    torch.
 
     The message is the reason.
     """
@@ -88,9 +89,10 @@ def visible_gpus() -> int:
 
 
 def list_visible_gpus() -> list[str]:
-    """Return the names of the GPUs that a new process would see, as CUDA_VISIBLE_DEVICES has them.
+    """Return the GPUs that a new process would see, named as in CUDA_VISIBLE_DEVICES.
 
-    CUDA ignores an index that no GPU has and all names after it, and all MIG devices but the first.
+    CUDA ignores an index that no GPU has and all names after it. Of several MIG devices it uses
+    only the first.
     """
     if gpus_hidden():
         return []
@@ -175,7 +177,7 @@ def try_gpus(
     Args:
         promised: GPUs per node according to the placement, or 0 if unknown.
         config: the job's configuration; None: the GPUs are not compared with it.
-        gang: its nodes and ranks.
+        gang: the job's nodes and ranks.
     """
     finding, gpus = _try_gpus(promised)
     works = finding.status == "passed"
@@ -187,7 +189,7 @@ def try_gpus(
 
 
 def describe_mixture(models: Sequence[tuple[str, float]]) -> str:
-    """Return a message if ranks have GPUs of different models; "" if they have equal ones.
+    """Return a message if the ranks' GPUs are of different models, or "" if all are equal.
 
     Args:
         models: name and compute capability of each rank's GPU.
@@ -270,10 +272,10 @@ class _Gpu:
 
 
 def _find_other_place(context: PreflightContext) -> str | None:
-    """Return the backend whose machines train the job; None: this machine does.
+    """Return the backend whose machines train the job, or None if it is this machine.
 
-    Without a target, it is that of the plan, unless the store is a folder: containers cannot reach
-    it, so that the job stays here.
+    Without a target, the backend of the plan counts. Unless that is Slurm, a job with a local store
+    stays on this machine, because containers cannot reach the folder.
     """
     planned = context.config.cluster.plan_for
     if context.target is not None:
@@ -327,8 +329,9 @@ def _named_gpus() -> list[str]:
 
 
 def _find_wrong_names(seen: int) -> CheckFinding | None:
-    """Return the failure if CUDA_VISIBLE_DEVICES names more GPUs than the `seen` ones; None if it
-    does not.
+    """Return a failure if CUDA_VISIBLE_DEVICES contains names that CUDA ignores, else None.
+
+    `seen` is the number of GPUs that torch found.
     """
     names = _named_gpus()
     if len(names) <= seen:
@@ -366,9 +369,10 @@ def _is_known(name: str, count: int, identities: Sequence[str]) -> bool:
 def _compare_with_job(
     config: RunConfig, gang: HostGang, gpus: Sequence[_Gpu], finding: CheckFinding
 ) -> CheckFinding:
-    """Return `finding`, which passed, or a failure if a GPU cannot train this job.
+    """Return a failure if a GPU cannot train this job, else the passed `finding`.
 
-    A script is not judged: its precision and its memory are its own.
+    If the GPUs differ, the passed finding says so. A script is not checked, because it chooses its
+    own precision and memory.
     """
     if config.script is not None:
         return finding
@@ -395,8 +399,9 @@ def _compare_with_job(
 
 
 def _sample_bytes(config: RunConfig, gang: HostGang) -> int:
-    """Estimate the bytes of a rank's tensors with one sample per micro-batch; 0 if a workload of
-    the user has to be measured first.
+    """Estimate the bytes of a rank's tensors with one sample per micro-batch.
+
+    Return 0 for a user's own workload, which has to be measured first.
     """
     if config.user_code is not None:
         return 0
@@ -418,8 +423,9 @@ def _fix_of_memory(config: RunConfig, gang: HostGang, memory_bytes: int) -> str:
 
 
 def _smaller_configurations(config: RunConfig, gang: HostGang) -> Iterator[tuple[str, RunConfig]]:
-    """Yield keys that save memory, with the configuration that they make: what slows down training
-    least comes first.
+    """Yield changes of the configuration that save memory, as (text, changed configuration).
+
+    The change that slows training down least comes first.
     """
     if not config.fsdp.mixes_precision:
         yield (

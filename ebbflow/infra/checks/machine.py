@@ -117,7 +117,7 @@ def check_shared_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG
 
 
 def describe_shared_memory_shortage(ranks: int) -> str:
-    """Return a message if several ranks with GPUs have less of /dev/shm than NCCL may take; else ""."""
+    """Return a message if /dev/shm is too small for NCCL and several GPU ranks, else ""."""
     if ranks < 2 or not _SHARED_MEMORY.is_dir():
         return ""
     free = _free_shared_memory()
@@ -130,8 +130,8 @@ def describe_shared_memory_shortage(ranks: int) -> str:
 
 
 def check_locked_memory(context: PreflightContext) -> CheckFinding:  # noqa: ARG001 (each check takes the context)
-    """Check that RLIMIT_MEMLOCK is unlimited if there is an RDMA device, whose buffers are locked
-    in memory.
+    """Check that a machine with an RDMA device has an unlimited RLIMIT_MEMLOCK, because the
+    device's buffers are locked in memory.
     """
     if not has_rdma():
         return skipped("this machine has no InfiniBand or EFA device")
@@ -350,8 +350,8 @@ def _free_shared_memory() -> int:
 
 
 def _matches(variable: str, value: str, there: list[str]) -> bool:
-    """Return whether the value of an interface variable matches the interfaces of this machine,
-    listed in `there`.
+    """Return whether the value of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME matches the interfaces
+    `there` of this machine.
 
     GLOO_SOCKET_IFNAME contains names, all of which must exist. NCCL_SOCKET_IFNAME contains
     prefixes, exclusions after '^', or exact names after '=' (NCCL user guide,

@@ -264,8 +264,8 @@ def _date_of(url: str) -> float:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """HTTP handler that refuses redirects: the check reads the clock of the store, not that of
-    another server.
+    """HTTP handler that refuses redirects, so that the check reads the store's clock and not
+    another server's.
     """
 
     def redirect_request(

@@ -1,4 +1,4 @@
-"""Shapes of Kubernetes' answers, with the fields that are read.
+"""Typed dictionaries for Kubernetes' answers, limited to the fields that Ebbflow reads.
 
 `ebbflow.infra.kubernetes.cluster` returns answers of these types unchecked. The API server leaves
 out empty fields.
@@ -10,13 +10,13 @@ from ebbflow.core.json_values import Json
 
 
 class OwnerReference(TypedDict, total=False):
-    """Owner of an object."""
+    """Reference from a Kubernetes object to its owner."""
 
     name: str
 
 
 class Metadata(TypedDict, total=False):
-    """Metadata of an object. Times are ISO 8601 text."""
+    """Metadata of a Kubernetes object. Times are ISO 8601 text."""
 
     name: Required[str]
     labels: dict[str, str] | None
@@ -26,13 +26,13 @@ class Metadata(TypedDict, total=False):
 
 
 class ListMetadata(TypedDict, total=False):
-    """Metadata of a list."""
+    """Metadata of a list of Kubernetes objects."""
 
     resourceVersion: str
 
 
 class StatusCondition(TypedDict, total=False):
-    """Condition in an object's status."""
+    """Condition in a Kubernetes object's status, such as a pod's PodScheduled."""
 
     type: Required[str]
     status: Required[str]
@@ -51,7 +51,7 @@ class ContainerPhase(TypedDict, total=False):
 
 
 class ContainerState(TypedDict, total=False):
-    """State of a container by phase; only the present phase is there."""
+    """State of a container. Only the field of the current phase is set."""
 
     terminated: ContainerPhase | None
     running: ContainerPhase | None
@@ -59,13 +59,13 @@ class ContainerState(TypedDict, total=False):
 
 
 class ContainerStatus(TypedDict, total=False):
-    """Status of a container."""
+    """Status of a container in a pod."""
 
     state: ContainerState | None
 
 
 class PodStatus(TypedDict, total=False):
-    """Status of a pod."""
+    """Status of a pod: its phase, its conditions and its containers."""
 
     phase: str | None
     reason: str | None
@@ -74,13 +74,13 @@ class PodStatus(TypedDict, total=False):
 
 
 class PodSpec(TypedDict, total=False):
-    """Specification of a pod."""
+    """Specification of a pod, with the node that runs it."""
 
     nodeName: str | None
 
 
 class Pod(TypedDict, total=False):
-    """Pod as the Kubernetes API describes it, with the fields that are read."""
+    """Pod as the Kubernetes API describes it, limited to the fields that Ebbflow reads."""
 
     metadata: Required[Metadata]
     spec: PodSpec | None
@@ -88,58 +88,58 @@ class Pod(TypedDict, total=False):
 
 
 class PodList(TypedDict, total=False):
-    """List of pods."""
+    """List of pods, with its version in the metadata."""
 
     metadata: ListMetadata | None
     items: Required[list[Pod]]
 
 
 class PodChange(TypedDict):
-    """Change of a pod."""
+    """Event of a watch on pods: the type of the change, and the pod's state."""
 
     type: str
     object: Pod
 
 
 class PodChanges(TypedDict):
-    """Changes of pods since a list."""
+    """Events of a watch on pods, in order."""
 
     items: list[PodChange]
 
 
 class EventObject(TypedDict, total=False):
-    """Object that an event is about."""
+    """Object that a Kubernetes event is about."""
 
     name: str | None
 
 
 class ClusterEvent(TypedDict, total=False):
-    """Event of the cluster."""
+    """Kubernetes event, with its object and message."""
 
     involvedObject: Required[EventObject]
     message: str | None
 
 
 class EventList(TypedDict):
-    """List of events."""
+    """List of Kubernetes events."""
 
     items: list[ClusterEvent]
 
 
 class ReviewStatus(TypedDict, total=False):
-    """Answer to a review of access."""
+    """Result of an access review: whether the permission is granted."""
 
     allowed: bool
 
 
 class AccessReview(TypedDict, total=False):
-    """Review of access."""
+    """Answer to the question whether this account has a permission (SelfSubjectAccessReview)."""
 
     status: ReviewStatus
 
 
 class ReplicatedJob(TypedDict, total=False):
-    """Part of a JobSet."""
+    """Group of identical Jobs in a JobSet."""
 
     replicas: int
 
@@ -158,7 +158,7 @@ class OwnerStatus(TypedDict, total=False):
 
 
 class Owner(TypedDict, total=False):
-    """Job or JobSet."""
+    """Job or JobSet that owns the pods of an attempt."""
 
     metadata: Required[Metadata]
     spec: OwnerSpec | None
@@ -166,39 +166,39 @@ class Owner(TypedDict, total=False):
 
 
 class PendingWorkload(TypedDict, total=False):
-    """Workload that waits in a Kueue queue."""
+    """Workload that waits in a Kueue queue, with its position."""
 
     metadata: Required[Metadata]
     positionInLocalQueue: int | None
 
 
 class PendingWorkloads(TypedDict, total=False):
-    """Workloads that wait in a Kueue queue, or the queue itself."""
+    """Answer to a request for a Kueue queue, or for the workloads that wait in it."""
 
     items: list[PendingWorkload] | None
 
 
 class Taint(TypedDict):
-    """Taint of a node."""
+    """Taint of a Kubernetes node."""
 
     key: str
 
 
 class NodeSpec(TypedDict, total=False):
-    """Specification of a node."""
+    """Specification of a Kubernetes node."""
 
     taints: list[Taint] | None
 
 
 class NodeStatus(TypedDict, total=False):
-    """Status of a node."""
+    """Status of a Kubernetes node, with its allocatable devices."""
 
     conditions: list[StatusCondition] | None
     allocatable: dict[str, str]
 
 
 class Node(TypedDict, total=False):
-    """Node of the cluster."""
+    """Node of a Kubernetes cluster."""
 
     metadata: Required[Metadata]
     spec: NodeSpec | None
@@ -212,7 +212,7 @@ class NodeList(TypedDict):
 
 
 class JobManifest(TypedDict, total=False):
-    """Job or JobSet to create."""
+    """Manifest of a Job or JobSet to create."""
 
     kind: Required[str]
     apiVersion: Required[str]

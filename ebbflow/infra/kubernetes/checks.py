@@ -85,8 +85,8 @@ def _for_cluster(
 
 @_for_cluster
 def check_create(context: PreflightContext, cluster: Cluster) -> CheckFinding:
-    """Check, with dry runs, that the API server accepts a JobSet (for one node, a Job) like the
-    job's, and admits its very pod.
+    """Check with dry runs that the API server accepts a JobSet and a pod like the job's. For one
+    node, it is a Job instead of a JobSet.
 
     This covers permissions, the namespace, its quota, its Pod Security profile, and the installed
     JobSet definition.
@@ -275,8 +275,9 @@ def _allocatable(node: Node, device: str) -> int:
 
 
 def _why_unregistered(node: Node) -> str:
-    """Return the reason why NVIDIA's device plugin does not run on a node with the defaults of its
-    chart; "" if it does.
+    """Return why NVIDIA's device plugin does not run on a node, or "" if it does.
+
+    The defaults of the plugin's Helm chart are assumed.
     """
     taints = [taint["key"] for taint in (node.get("spec") or {}).get("taints") or []]
     foreign = [key for key in taints if key not in _PLUGIN_TOLERATES]
@@ -289,9 +290,7 @@ def _why_unregistered(node: Node) -> str:
 
 
 def _make_pod(context: PreflightContext) -> JsonObject:
-    """Return the metadata and specification of a pod of the job, as far as admission and scheduling
-    depend on them.
-    """
+    """Return a pod like the job's, with the fields on which admission and scheduling depend."""
     config = context.config
     efa = config.batch.efa_interfaces > 0 and config.cluster.nodes != 1
     gpu = config.cluster.device != "cpu"
@@ -327,7 +326,7 @@ def _make_pod(context: PreflightContext) -> JsonObject:
 
 
 def _make_job(context: PreflightContext, pod: JsonObject) -> JobManifest:
-    """Return a Job or, unless the job has one node, JobSet with a control job and a worker job."""
+    """Return a Job for a single node, or else a JobSet with a control job and a worker job."""
     job_spec: JsonObject = {"backoffLimit": 0, "template": {"spec": pod["spec"]}}
     metadata: JsonObject = {"name": "ebbflow-check"}
     if context.config.cluster.nodes == 1:

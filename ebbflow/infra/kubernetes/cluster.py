@@ -90,7 +90,7 @@ _PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class PodState:
-    """One pod of an attempt.
+    """State of one pod of an attempt.
 
     Times (Unix seconds) are by the cluster's clock; None if unknown or in the future.
     """
@@ -134,7 +134,7 @@ class Cluster:
         shape: type[Answer],
         **options: Json,
     ) -> Answer:
-        """Send a request and return the parsed JSON answer; retry it for some seconds.
+        """Send a request, retry it for some seconds if needed, and return the parsed JSON answer.
 
         Raises CloudError.
 
@@ -158,9 +158,9 @@ class Cluster:
         shape: type[Answer],
         **options: Json,
     ) -> Answer | None:
-        """Send a request with `ask`.
+        """Send a request with `ask`, but return None if the object does not exist.
 
-        Return None if the object does not exist. Raises CloudError.
+        Raises CloudError.
         """
         try:
             return self.ask(what, call, *args, shape=shape, **options)
@@ -222,7 +222,8 @@ class Cluster:
         return pods, (found.get("metadata") or {}).get("resourceVersion") or ""
 
     def removed_pods(self, job_id: str, version: str) -> list[PodState]:
-        """Return the last states of the pods that were removed since a list of this version.
+        """Return the last states of the pods that were removed since the given version of the list
+        of pods.
 
         Raises CloudError.
         """
@@ -252,7 +253,7 @@ class Cluster:
         )
 
     def refused_pods(self, job_id: str) -> str:
-        """Return why the cluster refused to create a pod of the attempt, such as a quota, or "".
+        """Return why the cluster refused to create a pod of the attempt, or "" if it refused none.
 
         Raises CloudError.
         """
@@ -272,7 +273,7 @@ class Cluster:
         return ""
 
     def delete(self, job_id: str) -> None:
-        """Delete the Job or JobSet.
+        """Delete the Job or JobSet of an attempt.
 
         Its pods get SIGTERM and run at most for their grace period. Raises CloudError.
         """
@@ -287,7 +288,7 @@ class Cluster:
         )
 
     def evict(self, job_id: str, pod: str) -> None:
-        """Evict a pod.
+        """Evict a pod of an attempt from its node.
 
         It gets SIGTERM, and may run until its grace period ends. Raises CloudError.
         """
@@ -518,7 +519,7 @@ def _pod_state(pod: Pod) -> PodState:
 
 
 class AttemptWatch:
-    """Record of one attempt, built from repeated readings.
+    """Observed state of one attempt, built from repeated readings of the cluster.
 
     It keeps pods that no longer exist. Not thread-safe.
     """
@@ -597,8 +598,9 @@ class AttemptWatch:
                     self.pods[name] = replace(pod, ended=now, lost=lost)
 
     def end(self, cluster: Cluster, limit: float) -> None:
-        """Delete the attempt if it has not ended, and wait until its pods have ended, or `limit`
-        (monotonic time).
+        """Delete the attempt if it has not ended, and wait until its pods have ended.
+
+        The wait ends at `limit` (monotonic time) at the latest.
         """
         if not self.ended or self.gone:
             cluster.delete(self.job_id)
@@ -632,8 +634,9 @@ class AttemptWatch:
 
     @property
     def waiting(self) -> str:
-        """Why a node of the attempt does not run yet: the reason in its pod, or that it has no pod;
-        "" if all run.
+        """Why a node of the attempt does not run yet, or "" if all run.
+
+        The reason is the one in the node's pod, or that the node has no pod.
         """
         for pod in self.pods.values():
             if pod.waiting:
@@ -653,12 +656,12 @@ class AttemptWatch:
 
     @property
     def disrupted(self) -> bool:
-        """Whether a pod was evicted, or lost with its machine."""
+        """Whether a pod was evicted, or was lost with its machine."""
         return bool(self.evicted) or any(pod.lost for pod in self.pods.values())
 
     @property
     def lacking(self) -> bool:
-        """Whether no pod has started for some node of the attempt, so that the attempt can neither
+        """Whether a node of the attempt has no started pod, so that the attempt can neither
         continue nor end.
 
         A lost pod counts as started until node 0 has succeeded: before that, its replacement may
@@ -728,7 +731,7 @@ class AttemptWatch:
     def attempt(
         self, *, now: float, ended_by: Cause | None = None, reason: str = ""
     ) -> BatchAttempt:
-        """Return the description of the attempt.
+        """Return a description of the attempt: its status, its times and the cause of its end.
 
         A node's time includes only the time in which one of its pods ran.
         """
@@ -809,9 +812,10 @@ class AttemptWatch:
 
 
 def open_cluster(seconds: float = _SECONDS) -> Cluster:
-    """Connect as Metaflow does: KUBECONFIG, else the pod's service account, else ~/.kube/config.
+    """Make a client for the cluster that Metaflow would use.
 
-    Sends no request.
+    The configuration is that of KUBECONFIG, else of the pod's service account, else ~/.kube/config.
+    No request is sent.
 
     Raises CloudRefused if there is no configuration.
     """
@@ -840,7 +844,8 @@ def open_cluster(seconds: float = _SECONDS) -> Cluster:
 def describe_attempts(
     job_ids: Sequence[str], cluster: Cluster, *, now: float
 ) -> dict[str, BatchAttempt]:
-    """Return the state of each attempt by its job id, without jobs that the cluster has deleted.
+    """Return the states of attempts by job id. Jobs that the cluster has deleted are left out.
+
     Raises CloudError.
     """
     found = {}

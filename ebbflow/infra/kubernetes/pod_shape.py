@@ -1,5 +1,6 @@
-"""Parts of a training pod that decide whether a cluster admits and schedules it: tolerations and
-privileges. Pods of a run and those of the checks are made of them alike.
+"""Tolerations and privileges of training pods, which decide whether a cluster accepts them.
+
+The pods of runs and those of the preflight checks share them.
 """
 
 from ebbflow.core.json_values import JsonObject
@@ -22,9 +23,10 @@ def make_tolerations(*, gpu: bool) -> list[dict[str, str]]:
 
 
 def make_security_context(*, efa: bool) -> JsonObject:
-    """Return the least privileges with which a training container works; EFA needs pinned memory.
+    """Return a security context with the least privileges that a training container needs.
 
-    IPC_LOCK is not among the capabilities of the Pod Security profile "baseline".
+    EFA needs pinned memory and hence IPC_LOCK, which is not among the capabilities of the Pod
+    Security profile "baseline".
     """
     capabilities: JsonObject = {"drop": ["ALL"]}
     if efa:

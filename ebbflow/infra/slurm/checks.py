@@ -135,8 +135,8 @@ def check_limits(context: PreflightContext) -> CheckFinding:
 
 @_for_slurm
 def check_time(context: PreflightContext) -> CheckFinding:
-    """Check that a Slurm job's time limit leaves time to train and save, and compare it with the
-    deadline.
+    """Check that a Slurm job's time limit leaves time to train and save, and show how many such
+    jobs fit before the deadline.
     """
     config = context.config
     known = read_partitions()
@@ -170,8 +170,8 @@ def check_time(context: PreflightContext) -> CheckFinding:
 
 @_for_slurm
 def check_grace(context: PreflightContext) -> CheckFinding:
-    """Check that a preempted job has time to save: GraceTime of a preemptible partition against
-    `checkpoint.stop_seconds` and the job's measured saves.
+    """Check that the GraceTime of each preemptible partition leaves a preempted job time to save,
+    judged by `checkpoint.stop_seconds` and the job's measured saves.
     """
     config = context.config
     known = read_partitions()
@@ -206,7 +206,7 @@ def check_grace(context: PreflightContext) -> CheckFinding:
 
 @_for_slurm
 def check_store_is_shared(context: PreflightContext) -> CheckFinding:
-    """Check that a store that is a folder is on a file system that compute nodes share."""
+    """Check that a store folder is on a file system that compute nodes share."""
     store = context.config.store
     if "://" in store:
         return passed(f"{store} is no folder")
@@ -221,8 +221,8 @@ def check_store_is_shared(context: PreflightContext) -> CheckFinding:
 
 @_for_slurm
 def check_nodes(context: PreflightContext) -> CheckFinding:
-    """Check on the nodes themselves, with `slurm.probe`, that they share the store, reach each other's
-    agent port, and have equal clocks.
+    """Check with a short job on the nodes (`slurm.probe`) that they share the store, reach each
+    other's agent port, and have equal clocks.
     """
     config = context.config
     nodes = config.cluster.nodes
@@ -259,7 +259,7 @@ def check_nodes(context: PreflightContext) -> CheckFinding:
 
 
 def judge_probes(config: RunConfig, probes: Sequence[NodeProbe]) -> CheckFinding:
-    """Turn the probes of all nodes into one finding."""
+    """Combine the nodes' probe results into one finding."""
     if len(probes) != config.cluster.nodes:
         return failed(
             f"{len(probes)} of {config.cluster.nodes} nodes answered: "
@@ -291,7 +291,7 @@ def judge_probes(config: RunConfig, probes: Sequence[NodeProbe]) -> CheckFinding
 
 
 def _measure_save(context: PreflightContext) -> float | None:
-    """Return the longest of the job's last saves in seconds; None for a job without one."""
+    """Return the longest duration in seconds of the job's latest saves, or None without any."""
     if context.job is None:
         return None
     try:
@@ -305,7 +305,9 @@ def _measure_save(context: PreflightContext) -> float | None:
 def _named_partitions(
     config: RunConfig, known: dict[str, dict[str, str]]
 ) -> list[tuple[str, PartitionConfig | None]]:
-    """Return the partitions that the job may use: those of the configuration, or the default."""
+    """Return the partitions that the job may use: the configured ones or, by default, the cluster's
+    default partition.
+    """
     if config.slurm.partitions:
         return [(partition.name, partition) for partition in config.slurm.partitions]
     return [(name, None) for name, fields in known.items() if fields.get("Default") == "YES"]
@@ -314,7 +316,7 @@ def _named_partitions(
 def _find_partition_problem(
     config: RunConfig, partition: PartitionConfig, known: dict[str, dict[str, str]]
 ) -> str:
-    """Return why a partition cannot run the job, or ""."""
+    """Return why a partition cannot run the job, or "" if it can."""
     name = partition.name
     fields = known.get(name)
     if fields is None:
@@ -331,7 +333,7 @@ def _find_partition_problem(
 
 
 def _find_device_problem(config: RunConfig, partition: PartitionConfig) -> str:
-    """Return why a partition lacks the job's devices, or ""."""
+    """Return why a partition lacks the job's devices, or "" if it has them."""
     name = partition.name
     if partition.gres is None:
         if config.cluster.device == "cuda":
@@ -345,7 +347,7 @@ def _find_device_problem(config: RunConfig, partition: PartitionConfig) -> str:
 
 
 def _find_mount(folder: Path) -> tuple[str, str]:
-    """Return kind and path of the file system that holds a folder, from /proc/mounts."""
+    """Return the type and mount point of the file system of a folder, from /proc/mounts."""
     best = ("unknown", "/")
     try:
         lines = Path("/proc/mounts").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Slurm's commands, as calls with a deadline and typed answers."""
+"""Calls of Slurm's commands, with deadlines and typed answers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ class SlurmJob:
 
     @property
     def never_started(self) -> bool:
-        """Whether Slurm has a record of its end and gave it no node."""
+        """Whether the job has ended without ever having a node.
+
+        False if Slurm does not know the job any more.
+        """
         return bool(self.state) and self.ended and not self.nodes
 
     @property
@@ -117,7 +120,7 @@ class SlurmJob:
         return _CAUSES.get(self.state, Cause.UNKNOWN)
 
     def describe(self) -> str:
-        """Render how the job ended, such as "CANCELLED by uid 1000"."""
+        """Describe how the job ended, such as "CANCELLED by uid 1000"."""
         if not self.state:
             return "not known to Slurm any more"
         text = self.state
@@ -175,7 +178,8 @@ def find_live_jobs(comment: str) -> list[LiveJob]:
 
 
 def look_up(job_id: str) -> SlurmJob:
-    """Return a job's state from the controller, else from accounting.
+    """Return a job's state from Slurm's controller or, if that no longer knows the job, from
+    accounting.
 
     Raises:
         SlurmUnavailable: no answer.
@@ -196,7 +200,9 @@ def look_up(job_id: str) -> SlurmJob:
 
 
 def look_up_in_accounting(job_id: str) -> SlurmJob | None:
-    """Return a job's record in Slurm's accounting; None without one, as where slurmdbd is missing."""
+    """Return a job's record in Slurm's accounting, or None if there is none, for example without
+    slurmdbd.
+    """
     words = ["sacct", "-n", "-P", "-X", "-j", job_id, "-o", _ACCOUNTED]
     try:
         return parse_accounting(job_id, call_slurm(words))
@@ -205,7 +211,8 @@ def look_up_in_accounting(job_id: str) -> SlurmJob | None:
 
 
 def parse_accounting(job_id: str, shown: str) -> SlurmJob | None:
-    """Parse the lines of `sacct -n -P -X -o` with the fields of `_ACCOUNTED`; None without a record.
+    """Parse the output of `sacct -n -P -X -o` for the fields of `_ACCOUNTED`, or return None if it
+    has no record.
 
     The last line is the job's newest record: a requeued job has several.
     """
@@ -229,7 +236,7 @@ def parse_accounting(job_id: str, shown: str) -> SlurmJob | None:
 
 
 def parse_job(job_id: str, shown: str) -> SlurmJob:
-    """Parse the line of `scontrol show job -o`."""
+    """Parse the output of `scontrol show job -o` for one job."""
     fields: dict[str, str] = {}
     for word in shown.split():
         name, separator, value = word.partition("=")
@@ -269,7 +276,7 @@ def read_partitions() -> dict[str, dict[str, str]]:
 
 
 def parse_minutes(text: str) -> float | None:
-    """Return the minutes of a time such as 1-12:00:00; None if it is unlimited."""
+    """Convert a Slurm time such as 1-12:00:00 to minutes, or return None if it is unlimited."""
     if text in _UNLIMITED:
         return None
     days, separator, clock = text.rpartition("-")
@@ -279,8 +286,9 @@ def parse_minutes(text: str) -> float | None:
 
 
 def usual_minutes(partition: PartitionConfig | None, fields: Mapping[str, str]) -> float | None:
-    """Return the time limit of a job in minutes, by the configuration or the partition's fields
-    (`read_partitions`); None without one.
+    """Return a job's time limit in minutes, or None if there is none.
+
+    It comes from the configuration or, by default, from the partition's fields (`read_partitions`).
     """
     if partition is not None and partition.max_hours is not None:
         return partition.max_hours * 60
@@ -291,7 +299,7 @@ def usual_minutes(partition: PartitionConfig | None, fields: Mapping[str, str]) 
 def cancel(job_id: str, *, signal_name: str | None = None) -> None:
     """Cancel a job, or only send a signal to its tasks.
 
-    A job that has ended already is no error.
+    Nothing happens if the job has already ended.
 
     Raises:
         SlurmUnavailable: no answer.
@@ -304,8 +312,10 @@ def cancel(job_id: str, *, signal_name: str | None = None) -> None:
 
 
 def estimate_start(options: Sequence[str]) -> float | None:
-    """Return the Unix time at which Slurm would start a job that was submitted now; None if it tells
-    none, or a year ahead, as it does behind jobs without a time limit.
+    """Return the Unix time at which Slurm would start a job submitted now, or None if unknown.
+
+    An estimate about a year ahead counts as unknown: Slurm gives it for a job that waits behind
+    jobs without a time limit.
 
     Args:
         options: options of sbatch, such as --nodes=2.
@@ -323,7 +333,7 @@ def estimate_start(options: Sequence[str]) -> float | None:
 
 
 def count_nodes(partition: str) -> dict[str, int]:
-    """Return the number of a partition's nodes by state, such as idle and allocated.
+    """Count a partition's nodes by state, such as idle and allocated.
 
     Raises:
         SlurmUnavailable: no answer.
@@ -337,7 +347,7 @@ def count_nodes(partition: str) -> dict[str, int]:
 
 
 def find_drained_nodes(nodes: str) -> dict[str, str]:
-    """Return the nodes of a node list that an operator drains, with the reason given.
+    """Return the nodes of a node list that are drained or draining, with the reason for each.
 
     Raises:
         SlurmUnavailable: no answer.
@@ -358,7 +368,7 @@ def call_slurm(
     environment: Mapping[str, str] | None = None,
     seconds: float = _SECONDS,
 ) -> str:
-    """Run a command of Slurm, and return its output.
+    """Run a Slurm command, and return its standard output.
 
     Args:
         script: standard input; None: none.
@@ -421,7 +431,7 @@ def _run(
 
 
 def _time(text: str) -> float | None:
-    """Return the Unix time of Slurm's local time."""
+    """Convert a local time from Slurm to Unix time, or return None if it is not a time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

@@ -1,5 +1,4 @@
-"""Slurm's environment of a task, as a place among ranks: node lists, ranks, and the first node's
-address.
+"""Read the rank, the nodes and the first node's address of a Slurm task from its environment.
 
 Slurm describes a gang by SLURM_PROCID, SLURM_NTASKS and SLURM_JOB_NODELIST (srun(1), "OUTPUT
 ENVIRONMENT VARIABLES"). torch's `init_process_group` and all that builds on torchrun read RANK,
@@ -38,7 +37,7 @@ class SlurmEnvironmentError(InfraError, outcome=Outcome.CONFIG):
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmTask:
-    """The place of this process among the tasks of one `srun`."""
+    """The position of this process among the tasks of one `srun`: its rank and node."""
 
     job_id: str
     step_id: int
@@ -51,9 +50,9 @@ class SlurmTask:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> SlurmTask | None:
-        """Read the task that `srun` has started as this process; None outside of one.
+        """Read which task of `srun` this process is, or return None if it is none.
 
-        The shell of a batch script has a rank and no step: it is no task.
+        The shell of a batch script is no task: it has a rank, but no step.
 
         Raises:
             SlurmEnvironmentError: Slurm's variables contradict each other.
@@ -86,7 +85,9 @@ class SlurmTask:
 
     @property
     def port(self) -> int:
-        """A port for the ranks' rendezvous, equal on all nodes, and another one for another step."""
+        """The port for the ranks' rendezvous, derived from the job and step so that all nodes agree
+        on it.
+        """
         digits = "".join(filter(str.isdigit, self.job_id))
         return _FIRST_PORT + (int(digits or "0") * _STEPS_PER_JOB + self.step_id) % _PORTS
 
@@ -120,7 +121,7 @@ def parse_node_list(text: str) -> list[str]:
 
 
 def parse_task_counts(text: str) -> list[int]:
-    """Return the number of tasks on each node from a text such as `4(x2),1`: 4, 4 and 1.
+    """Parse the number of tasks on each node: `4(x2),1` means 4, 4 and 1.
 
     Raises:
         SlurmEnvironmentError: the text is no list of counts.
@@ -138,7 +139,7 @@ def parse_task_counts(text: str) -> list[int]:
 
 
 def first_address(nodes: tuple[str, ...]) -> str:
-    """Return an address of the first node that all nodes can connect to.
+    """Return an address at which all nodes can reach the first node.
 
     A job on one node uses the loopback interface. A node's name need not be a host name; Slurm
     itself then knows the address.
@@ -154,9 +155,9 @@ def first_address(nodes: tuple[str, ...]) -> str:
 
 
 def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
-    """Give a process that `srun` has started torchrun's variables.
+    """Set torchrun's variables in the environment of a process that `srun` has started.
 
-    Nothing changes if one of them is set, or if there is only one task.
+    Nothing changes if RANK, WORLD_SIZE or MASTER_ADDR is set, or if there is only one task.
 
     Raises:
         SlurmEnvironmentError: Slurm's variables contradict each other.
@@ -169,8 +170,9 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def is_own_program(words: Sequence[str]) -> bool:
-    """Return whether `words` start a program of Ebbflow, which is no rank: `python -m ebbflow…`,
-    the command `ebbflow`, or a flow.
+    """Return whether the command line `words` starts a program of Ebbflow rather than a rank.
+
+    Such programs are `python -m ebbflow…`, the command `ebbflow`, and its flows.
     """
     if "-m" in words[:-1]:
         module = words[words.index("-m") + 1]
@@ -215,7 +217,7 @@ def _split_outside_brackets(text: str) -> Iterator[str]:
 
 
 def _expand(part: str, whole: str) -> list[str]:
-    """Return the names of one part of a node list, which may have several pairs of brackets."""
+    """Expand one part of a node list, which may have several pairs of brackets, to host names."""
     pieces = re.split(r"\[([^\[\]]*)\]", part)
     choices: list[list[str]] = []
     for position, piece in enumerate(pieces):
@@ -229,7 +231,7 @@ def _expand(part: str, whole: str) -> list[str]:
 
 
 def _expand_ranges(ranges: str, whole: str) -> list[str]:
-    """Return the numbers of `01-03,7`, with their leading zeros."""
+    """Expand ranges such as `01-03,7` to numbers, with their leading zeros."""
     numbers: list[str] = []
     for part in ranges.split(","):
         matched = _RANGE.fullmatch(part)

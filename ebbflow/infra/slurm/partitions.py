@@ -1,4 +1,4 @@
-"""Partitions of the configuration: which is preferred, and how many GPUs and ranks a node has in each."""
+"""Configured Slurm partitions: their order of preference, and the GPUs and ranks per node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_priced(config: RunConfig) -> bool:
 
 
 def order_partitions(config: RunConfig) -> list[PartitionConfig]:
-    """Return the partitions, the preferred one first: the cheapest if all have prices, else as
+    """Return the partitions in order of preference: by price if all have one, or else as
     configured.
     """
     partitions = list(config.slurm.partitions)
@@ -28,15 +28,17 @@ def order_partitions(config: RunConfig) -> list[PartitionConfig]:
 
 
 def gpus_per_node(slurm: SlurmConfig) -> int:
-    """Return the GPUs that a node has for a job in every partition, 1 without any.
+    """Return the number of GPUs per node that a job gets in every partition, at least 1.
 
-    The fewest of all partitions count, since an attempt may be placed in each of them.
+    The partition with the fewest GPUs decides, because an attempt may be placed in any partition.
     """
     return min((_count_gpus(partition) for partition in slurm.partitions), default=1)
 
 
 def explain_fewest_gpus(config: RunConfig) -> str:
-    """Return the automatic number of ranks per node if the partitions' GPUs differ, else ""."""
+    """Return a message about the automatic number of ranks per node if the partitions' numbers of
+    GPUs differ, else "".
+    """
     partitions = config.slurm.partitions
     counts = {partition.name: _count_gpus(partition) for partition in partitions}
     if config.cluster.processes_per_node != "auto" or len(set(counts.values())) < 2:
@@ -50,5 +52,7 @@ def explain_fewest_gpus(config: RunConfig) -> str:
 
 
 def _count_gpus(partition: PartitionConfig) -> int:
-    """Return the GPUs that each node gives a job (`gres`), 1 without any."""
+    """Return the number of GPUs that a partition's `gres` requests on each node, or 1 if it
+    requests none.
+    """
     return sum(int(count) for count in _GPUS.findall(partition.gres or "")) or 1

@@ -1,10 +1,10 @@
-"""A short Slurm job that tells whether the nodes can run a gang (`slurm.probe`).
+"""Short Slurm job that checks whether the nodes can run a gang (`slurm.probe`).
 
     python -m ebbflow.infra.slurm.probe STORE KEY
 
 `srun` starts one such task per node. Node 0 listens on a port of the agents' range and writes its
-address below KEY; every other node reads it, so that the store is proved to be shared, connects, and
-compares the clocks. Each task prints a line of JSON.
+address into the store below KEY. Every other node reads this address, which proves that the store
+is shared. It then connects to node 0 and compares the clocks. Each task prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRIED_PORTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class NodeProbe:
-    """What one node found."""
+    """Result of the probe on one node."""
 
     node: int
     name: str
@@ -42,7 +42,7 @@ class NodeProbe:
 
 
 def read_probes(output: str) -> list[NodeProbe]:
-    """Read the nodes' lines from the output of srun, in the order of the nodes."""
+    """Parse the nodes' results from the output of srun, in the order of the nodes."""
     probes = []
     for line in output.splitlines():
         if line.startswith("{"):
@@ -51,7 +51,7 @@ def read_probes(output: str) -> list[NodeProbe]:
 
 
 def probe_node(task: SlurmTask, store: Store, key: str) -> NodeProbe:
-    """Try store, network and clock of this node."""
+    """Test this node's access to the store and network, and compare its clock with node 0's."""
     name = socket.gethostname()
     try:
         if task.node == 0:
@@ -76,8 +76,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(task: SlurmTask, store: Store, key: str) -> None:
-    """Answer each other node's connection with this node's clock. A node's first line is the key,
-    which no stranger sends.
+    """Send this node's clock to every other node that connects and sends the key.
+
+    Connections that do not send the key are ignored.
 
     Raises:
         OSError: a node did not connect.
@@ -105,7 +106,7 @@ def _serve(task: SlurmTask, store: Store, key: str) -> None:
 
 
 def _answer(connection: socket.socket, greeting: bytes) -> bool:
-    """Send this node's clock if the peer greets as a node. Return whether it was sent."""
+    """Send this node's clock if the peer sends the expected greeting. Return whether it did."""
     connection.settimeout(_GREETING_SECONDS)
     try:
         if connection.makefile("rb").readline(len(greeting)) != greeting:
@@ -117,7 +118,7 @@ def _answer(connection: socket.socket, greeting: bytes) -> bool:
 
 
 def _bind() -> socket.socket:
-    """Bind a port of the agents' range. Raises OSError if several are taken."""
+    """Bind a random port of the agents' range. Raises OSError after several failed tries."""
     problem: OSError | None = None
     for port in random.sample(AGENT_PORTS, _TRIED_PORTS):
         try:
@@ -129,11 +130,11 @@ def _bind() -> socket.socket:
 
 
 def _ask(task: SlurmTask, store: Store, key: str) -> tuple[float, float]:
-    """Return this clock's lead over node 0's and the error of that, in seconds.
+    """Return how far this clock is ahead of node 0's, and the error of this value, both in seconds.
 
     Raises:
-        OSError: node 0 cannot be reached.
-        InfraError: the store does not have what node 0 has written.
+        OSError: node 0 cannot be reached, or its address is not in the store.
+        InfraError: the store cannot be read.
     """
     limit = time.monotonic() + _SECONDS
     while True:

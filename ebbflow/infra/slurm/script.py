@@ -34,11 +34,11 @@ class BatchScript:
 
 
 def warning_seconds(config: RunConfig, save_seconds: float | None = None) -> int:
-    """Return how long before the time limit Slurm must warn the job, so that it can save.
+    """Return how many seconds before the time limit Slurm must warn the job, so that it can save.
 
     Args:
-        save_seconds: the longest save that was measured; None: none was, and the drain may take all
-            of `checkpoint.stop_seconds`, which it never exceeds.
+        save_seconds: the longest measured save. None allows the drain all of
+            `checkpoint.stop_seconds`, which it never exceeds.
     """
     drain = config.checkpoint.stop_seconds
     if save_seconds is not None:
@@ -48,7 +48,7 @@ def warning_seconds(config: RunConfig, save_seconds: float | None = None) -> int
 
 
 def measure_save_seconds(events: Sequence[Event]) -> float | None:
-    """Return the longest duration of the job's last saves; None if it has made none."""
+    """Return the longest duration in seconds of the job's latest saves, or None without any."""
     saves = select_events(events, CommitPayload)
     seconds = [event.payload.seconds for event in saves if event.payload.seconds is not None]
     return max(seconds[-_MEASURED_SAVES:], default=None)
@@ -57,7 +57,7 @@ def measure_save_seconds(events: Sequence[Event]) -> float | None:
 def partition_options(
     partition: PartitionConfig | None, *, most_minutes: int | None = None
 ) -> list[str]:
-    """Return the options of `sbatch` that place a job in a partition; None is the cluster's default.
+    """Return the `sbatch` options that place a job in a partition (None: the cluster's default).
 
     Args:
         most_minutes: a time limit below the usual one; None: the usual one.
@@ -79,7 +79,7 @@ def partition_options(
 
 
 def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str] = ()) -> str:
-    """Return the line that starts one process for each task of the job."""
+    """Return the srun command line that starts one process for each task of the job."""
     command = ["srun", *options]
     if slurm.container_image is not None:
         command.append(f"--container-image={slurm.container_image}")
@@ -87,7 +87,8 @@ def srun_line(slurm: SlurmConfig, words: Sequence[str], *, options: Sequence[str
 
 
 def agent_lines(slurm: SlurmConfig, words: Sequence[str], *, may_leave: bool = False) -> list[str]:
-    """Return the lines that run one agent per node and pass Slurm's warning on to them.
+    """Return the script lines that run one agent per node and pass Slurm's warning on to the
+    agents.
 
     Args:
         words: the command line of an agent.
