@@ -21,16 +21,20 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """Base of the configuration's sections: immutable, without unknown keys, and without conversion
-    of types.
+    """Base class of the configuration's sections.
+
+    A section is immutable, rejects unknown keys, and does not convert types.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def key(default: Any, description: str, **limits: float) -> Any:
-    """Declare a key of a section. default: `...` makes the key required. limits: pydantic limits
-    such as ge=1.
+    """Declare a configuration key with its default and description.
+
+    Args:
+        default: `...` makes the key required.
+        limits: pydantic limits such as ge=1.
     """
     return Field(default=default, description=description, **limits)  # type: ignore[arg-type]
 
@@ -314,7 +318,7 @@ class TrainingConfig(Section):
 
     @property
     def loss_chunk(self) -> int | None:
-        """Tokens of a chunk of the loss; None: the loss is computed at once."""
+        """Number of tokens in a chunk of the loss, or None if the loss is computed at once."""
         if self.loss_chunk_tokens == "auto":
             return None
         return self.loss_chunk_tokens
@@ -407,7 +411,7 @@ class FsdpConfig(Section):
 
     @property
     def mixes_precision(self) -> bool:
-        """Whether the compute is in half precision; "auto" counts as on a CPU."""
+        """Whether the model computes in half precision; an unresolved "auto" counts as no."""
         return self.use_mixed_precision is True
 
     @property
@@ -450,16 +454,16 @@ class ClusterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _accept_old_names(cls, data: Any) -> Any:
-        """Accept the old names of renamed keys, which stored configurations of earlier jobs may
-        contain.
-        """
+        """Rename keys that configurations of earlier jobs contain under their old names."""
         if not isinstance(data, dict):
             return data
         return {_RENAMED_IN_CLUSTER.get(name, name): value for name, value in data.items()}
 
     @property
     def replacement_deadline_seconds(self) -> float:
-        """Time limit for a node to join whose machine the scheduler must request first."""
+        """Time limit for joining of a node whose machine must first be requested from the
+        scheduler.
+        """
         return self.expected_start_seconds + self.start_deadline_seconds
 
 
@@ -541,8 +545,9 @@ class CheckpointConfig(Section):
 
     @property
     def drain_seconds(self) -> float:
-        """Time that a launcher that was asked to leave gives its tasks to save and to end: for a save,
-        and 30 s in which an agent's ranks leave.
+        """Seconds that a stopped launcher gives its tasks to save and exit.
+
+        This covers the save, and 30 s in which an agent's ranks exit.
         """
         return max(_SHORTEST_DRAIN_SECONDS, self.stop_seconds + 35.0)
 
@@ -753,7 +758,7 @@ class TrackerConfig(Section):
 
 
 class NotificationsConfig(Section):
-    """Channels for one-line messages: start, notices, failures, budget, silence and end
+    """Channels for one-line messages about start, notices, failures, budget, silence and end
     (docs/trackers.md).
     """
 
@@ -811,8 +816,8 @@ class RunConfig(Section):
 
     @property
     def user_code(self) -> str | None:
-        """The script or workload of the user, which brings its own model and data; None for the
-        built-in model.
+        """The user's script or workload, which has its own model and data, or None for the built-in
+        model.
         """
         return self.script or self.workload
 
