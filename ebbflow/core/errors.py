@@ -158,7 +158,8 @@ class StoreTimeout(StoreUnavailable):
 class WrongStore(StoreUnavailable):
     """Error: the folder or bucket is not the store in which the job began.
 
-    Its disk is not mounted, or it was renamed, emptied or replaced. It may come back.
+    The store's disk is not mounted, or the store was renamed, emptied or replaced. It may come
+    back.
     """
 
 

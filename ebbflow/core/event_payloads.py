@@ -83,7 +83,9 @@ class GuardAction(StrEnum):
 
 
 class InvalidPayload(ValueError):
-    """An event's data do not match the types of its payload. The message names the first field."""
+    """Error: an event's data do not match the types of its payload. The message names the first
+    field.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +149,7 @@ class GenerationEndedPayload(Payload):
 
 
 def _check_number(value: Any) -> float | None:
-    """Check that a value that is summed, such as seconds or dollars, is a number of normal size or
+    """Check a value that is summed, such as seconds or dollars: a number of plausible size, or
     None.
     """
     if value is None or (type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT):
@@ -424,7 +426,7 @@ class InitialWeightsPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPayload(Payload):
-    """Measured peak speed of one rank."""
+    """Measured peak speed of one rank, in floating point operations per second."""
 
     flops_per_second: Number = None
     dtype: Text = None
@@ -517,7 +519,7 @@ class CertificatePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromisePayload(Payload):
-    """How exactly a script, or a job on GPUs, resumes."""
+    """Statement of how exactly a script, or a job on GPUs, resumes."""
 
     level: Text = None
     same_data: Text = None  # by which means it reads the same data; "": it may differ

@@ -160,7 +160,9 @@ _P = TypeVar("_P", bound=Payload)
 
 
 class InvalidEvent(ValueError):
-    """A line of the log is not an event. The message names the first field that does not match."""
+    """Error: a line of the log is not an event. The message names the first field that does not
+    match.
+    """
 
 
 class _PayloadSlot:
@@ -256,7 +258,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """All events of a job, sorted by wall time, and the damaged or missing parts of its event log."""
+    """All events of a job, sorted by wall time, and the damaged parts of its event log."""
 
     events: list[Event]
     damage: tuple[Damage, ...]
@@ -279,8 +281,8 @@ class LogFollower:
         self._segments = Segments()
 
     def read_new(self) -> Iterator[list[Event]]:
-        """Read the segments that were added since the last call, and yield their events, some
-        thousand at a time.
+        """Read the segments that were added since the last call; yield their events, a few thousand
+        at a time.
 
         Raises StoreError.
         """

@@ -139,7 +139,7 @@ class RemoteChild:
 
 
 class Keeper:
-    """A running keeper, as the agent sees it.
+    """Handle of a running keeper, by which the agent starts programs.
 
     Args:
         log: file for the keeper's own errors.

@@ -288,7 +288,9 @@ def shared_budget_key(sweep: str, number: int) -> str:
 
 
 def parse_shared_budget_key(key: str) -> int:
-    """Extract the number of a record from its key. Raises ValueError for other keys."""
+    """Extract the number of a shared budget's record from its key. Raises ValueError for other
+    keys.
+    """
     return int(key.rpartition("/")[2].removesuffix(".json"))
 
 

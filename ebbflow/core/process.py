@@ -446,7 +446,7 @@ def ignore_lost_readers() -> None:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command of the command line and return its exit code.
+    """Run a function as a console command, and return the exit code.
 
     An expected error becomes a message on stderr.
     """

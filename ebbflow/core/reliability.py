@@ -52,7 +52,8 @@ class GammaHazard:
 
 @dataclass(frozen=True)
 class PlannedHazard:
-    """Estimate of the interruptions per hour, from a planned rate that may be several times off.
+    """Estimate of interruptions per hour, from a planned rate that may be several times too high or
+    low.
 
     The estimate is a mixture of Gamma distributions. While observations agree with the plan, the
     plan counts as much as eight observed interruptions. Once they contradict the plan, it loses its
@@ -97,7 +98,7 @@ class PlannedHazard:
 def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
     """Return Daly's optimal training time between two saves, in seconds.
 
-    It adds higher-order terms to Young's. With the save cost δ and the mean time between
+    It adds higher-order terms to Young's interval. With the save cost δ and the mean time between
     interruptions M, it is √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ if δ is below 2M, else M. For δ
     much smaller than M it equals Young's interval. Arguments, errors and the result for a hazard of
     0 are as in `young_interval_seconds`.

@@ -85,7 +85,9 @@ class RankPrice:
         return self.first
 
     def shifted(self, seconds: float) -> RankPrice:
-        """Return the same prices with their times on a clock that is `seconds` behind."""
+        """Return the prices with all times `seconds` earlier, for a clock that is behind by as
+        much.
+        """
         return replace(self, changes=[(at - seconds, usd) for at, usd in self.changes])
 
     def cost(self, start: float, end: float) -> float:
@@ -207,7 +209,9 @@ class Terms:
         return self.budget_usd - self.reserve_usd
 
     def at_price(self, usd_per_rank_second: float, *, spent_usd: float) -> Terms:
-        """Return the terms at another price of the held pool; the reserves change in proportion."""
+        """Return the terms at another price of the machines in use; the reserves change in
+        proportion.
+        """
         ratio = 1.0
         if self.usd_per_rank_second > 0:
             ratio = usd_per_rank_second / self.usd_per_rank_second
@@ -221,7 +225,8 @@ class Terms:
         )
 
     def reached(self, spent_usd: float) -> list[float]:
-        """Return the shares in `BUDGET_THRESHOLDS` of the budget that `spent_usd` has reached.
+        """Return the shares of the budget, out of `BUDGET_THRESHOLDS`, that `spent_usd` has
+        reached.
 
         The last threshold counts as reached once only the reserve of the budget is left.
         """
@@ -232,7 +237,9 @@ class Terms:
         return [share for share, usd in limits.items() if spent_usd >= usd]
 
     def out_of_money(self) -> str:
-        """Return why a gang must not start if only the reserve of the budget is left, else ""."""
+        """Return why the ranks must not start if only the reserve of the budget is left, else
+        "".
+        """
         if self.spendable_usd is None or self.spent_usd < self.spendable_usd:
             return ""
         return (

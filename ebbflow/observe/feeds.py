@@ -166,7 +166,7 @@ class JobFeeds:
     def finish(self, seconds: float) -> bool:
         """Wait at most `seconds` until everything is sent, and return whether that succeeded.
 
-        If it is not, print the names of the trackers and channels that are late.
+        If not, print the names of the trackers and channels that are late.
         """
         limit = time.monotonic() + seconds
         late = []

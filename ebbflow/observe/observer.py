@@ -128,7 +128,7 @@ class PageFile:
         self._thread.wake()  # with a page that waits for the first event
 
     def add(self, events: Sequence[Event]) -> None:
-        """Do nothing, since the page shows the report."""
+        """Ignore new events, because the page is rendered from the report."""
 
     def show(self, view: JobView) -> None:
         self._report = view.report
@@ -170,7 +170,7 @@ class ProgressLines:
         self._due = 0.0  # monotonic time of the next line
 
     def add(self, events: Sequence[Event]) -> None:
-        """Do nothing, since the line shows the report's figures."""
+        """Ignore new events, because the line is rendered from the report."""
 
     def show(self, view: JobView) -> None:
         report = view.report
@@ -186,7 +186,7 @@ class ProgressLines:
         """Do nothing, since `show` writes its line at once."""
 
     def report_problem(self, error: Exception) -> None:
-        """Do nothing: the live page shows it."""
+        """Do nothing, because the live page shows the problem."""
 
     def finish(self, seconds: float) -> bool:  # noqa: ARG002 - it has no thread
         return True
@@ -284,7 +284,7 @@ def print_line(text: str) -> None:
 def _runs_elsewhere(job_store: Store, parent: int) -> bool:
     """Return whether a process other than `parent` now runs the job.
 
-    This happens after torchrun has restarted the script.
+    This happens, for example, after torchrun has restarted the script.
     """
     try:
         found = running_launcher(job_store)

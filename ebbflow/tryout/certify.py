@@ -244,7 +244,7 @@ def format_certificate(certificate: Certificate) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0 if the certificate holds, 1 if it does not."""
+    """Run `ebbflow certify`. Return 0 if the certificate holds, 1 if it does not."""
     parser = config_parser(
         "certify",
         "Run a job small, with and without interruptions, and compare losses, samples and weights.",

@@ -108,7 +108,7 @@ def format_comparison(comparison: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code."""
+    """Run `ebbflow compare`, and return its exit code."""
     parser = config_parser(
         "compare", "Measure one's own model in each parallel mode, on this machine."
     )

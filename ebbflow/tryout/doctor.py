@@ -50,7 +50,7 @@ _CUDA = re.compile(r"CUDA|NVIDIA|NCCL", re.IGNORECASE)
 
 
 def main(words: list[str]) -> int:
-    """Examine a script.
+    """Run `ebbflow doctor` on a script.
 
     Return 0 if the script resumes exactly, 1 if it does not, 2 if it cannot be examined.
     """

@@ -241,8 +241,7 @@ def local_spec(config: RunConfig, prepared: JsonObject, *, job: str, logs: Path)
 
 
 def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
-    """Start a gang up to four times until its job ends, and return the outcome and number of
-    starts.
+    """Start a job's ranks up to four times until the job ends; return its outcome and the starts.
 
     Raises TrainingError.
     """

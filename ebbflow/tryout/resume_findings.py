@@ -137,7 +137,7 @@ def find_deciding(
 ) -> frozenset[str]:
     """Return the names of counts that a resume must restore, as far as the source shows it.
 
-    The weights of the first steps may not depend on them. They count a loop, are in the condition
+    The weights of the first steps need not depend on them. They count a loop, are in the condition
     of a loop or of its end, set a learning rate, or are saved.
 
     Args:

@@ -58,7 +58,9 @@ class QueueConfig(Section):
 
 
 class BatchConfig(Section):
-    """AWS Batch. `ebbflow adopt` writes this section from the queues and roles of an account."""
+    """Settings of AWS Batch. `ebbflow adopt` writes this section from an account's queues and
+    roles.
+    """
 
     queues: list[QueueConfig] = key(
         [], "queues for training; empty: the account's queues, looked up at launch"
@@ -156,7 +158,7 @@ class PartitionConfig(Section):
 
 
 class SlurmConfig(Section):
-    """Slurm, for `--with slurm` and `ebbflow export slurm`."""
+    """Settings of Slurm, for `--with slurm` and `ebbflow export slurm`."""
 
     partitions: list[PartitionConfig] = key(
         [],
@@ -259,7 +261,9 @@ class SchedulerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Optimization. batch_size is the number of sequences per step of all ranks together."""
+    """Settings of the optimization. batch_size is the number of sequences per step of all ranks
+    together.
+    """
 
     batch_size: int = key(32, "sequences per step over all ranks", ge=1)
     learning_rate: float = key(1e-3, "peak learning rate", gt=0)
@@ -468,7 +472,9 @@ class ClusterConfig(Section):
 
 
 class BestConfig(Section):
-    """Commits to keep for a metric of the evaluation. A plain number in YAML sets `count`."""
+    """Commits with the best value of an evaluation metric, which are also kept. A plain number in
+    YAML sets `count`.
+    """
 
     SHORT_FORM: ClassVar = "count"
     model_config = ConfigDict(json_schema_extra={"type": ["object", "integer"], "minimum": 0})
@@ -498,7 +504,7 @@ class BestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save, and which commits to keep."""
+    """Settings of checkpoints: when to save, and which commits to keep."""
 
     interval: Literal["steps", "seconds", "auto"] = key(
         "steps", "save every interval_steps, every interval_seconds, or by measured cost and hazard"
@@ -722,7 +728,7 @@ class GuardsConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Prometheus metrics.
+    """Settings of Prometheus metrics.
 
     The file metrics.prom is written with every report, regardless of these settings.
     """

@@ -31,7 +31,7 @@ _REQUEST_SECONDS = 10.0
 
 
 def adopt_store(uri: str, job: str, runs: Path, *, from_scratch: bool = False) -> str:
-    """Find or create the marker of the store at `uri`, expect it from now on, and return its id.
+    """Find or create the store's marker (its identity), expect it from now on, and return its id.
 
     Args:
         runs: the folder of this machine whose `<job>/job.json` and `report.json` tell in which

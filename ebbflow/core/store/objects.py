@@ -336,7 +336,7 @@ class Store:
 
 
 class StoreClock:
-    """Clock that returns the store's time, which is the time base for the ages of its objects.
+    """Clock that returns the store's time, by which the store dates its objects.
 
     To read the time, it puts a small probe object, reads the object's date, and deletes it. For the
     next 10 minutes it adds the elapsed time instead of probing again. The result is never later

@@ -15,8 +15,6 @@ def read_blocks(
 ) -> Iterator[list[memoryview]]:
     """Read a part of an object in a local store into buffers, and yield each block once it is read.
 
-    Yield each block of memory as soon as it is filled.
-
     The part begins at byte `start` of the object. The buffers are filled in order and completely. A
     block has at most `block_bytes`, so that its bytes are still in the CPU cache when the caller
     computes their checksum.

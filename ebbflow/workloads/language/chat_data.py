@@ -100,8 +100,8 @@ class AnswerMask:
         return _MASKS["train"] in about.shard_sha256
 
     def windows(self, side: str) -> np.ndarray:
-        """Return the numbers of a side's windows (training sequences) with a target that counts in
-        the loss.
+        """Return the numbers of the windows (token sequences) with a target that counts in the
+        loss.
 
         Args:
             side: "train" or "held_out".
@@ -122,7 +122,7 @@ class AnswerMask:
 
 
 class KeptOrder(SampleOrder):
-    """Order of samples that consist of some of the windows only."""
+    """Order of training samples, which has only selected windows (token sequences)."""
 
     def __init__(self, kept: np.ndarray, seed: int) -> None:
         super().__init__(len(kept), seed)

@@ -85,7 +85,7 @@ class RowCounts:
 
 
 class HuggingFace(TextWorkload):
-    """Next-token prediction on packed sequences of `model.sequence_length` tokens.
+    """Workload of next-token prediction on packed sequences of `model.sequence_length` tokens.
 
     `workload_options`: `model`, `dataset`, `column` (text, or messages with `chat`),
     `assistant_only_loss` (true), `choices`, `lora_rank` (0), `lora_alpha`, `lora_targets`.
@@ -267,7 +267,7 @@ class HuggingFace(TextWorkload):
 
 
 def _with_folder(context: WorkloadContext) -> WorkloadContext:
-    """Return the context with a changed `config.data`: the dataset in the options, the folder's
+    """Return the context with `config.data` changed to the options' dataset and the folder's
     tokenizer.
     """
     if unknown := sorted(context.options.keys() - _OPTIONS.keys()):

@@ -131,7 +131,7 @@ class FolderModels:
         return self._flops
 
     def describe(self) -> JsonObject:
-        """Describe the first weights as JSON, so that other weights can be told apart."""
+        """Describe the first weights as JSON, so that a change of them can be detected."""
         folders = {"model": self._folder, "reference": self._reference}
         return {name: _identify(folder) for name, folder in folders.items() if folder is not None}
 

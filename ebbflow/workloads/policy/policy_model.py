@@ -171,7 +171,7 @@ class PolicyModels(Protocol):
         ...
 
     def describe(self) -> JsonObject:
-        """Describe the first weights as JSON, so that other weights can be told apart."""
+        """Describe the first weights as JSON, so that a change of them can be detected."""
         ...
 
 

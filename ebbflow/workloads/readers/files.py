@@ -424,7 +424,7 @@ def find_files(path: str | Path, suffixes: Sequence[str] = ()) -> list[DataFile]
 
 
 def has_wildcard(path: str | Path) -> bool:
-    """Return whether a path is a glob. The path of an existing file or folder is none."""
+    """Return whether a path is a glob. An existing file or folder is not, whatever its name."""
     return glob.has_magic(str(path)) and (str(path).startswith("s3://") or not Path(path).exists())
 
 
