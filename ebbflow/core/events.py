@@ -258,7 +258,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """All events of a job, sorted by wall time, and the damaged parts of its event log."""
+    """All events of a job by wall time, and the damaged or missing parts of its event log."""
 
     events: list[Event]
     damage: tuple[Damage, ...]
