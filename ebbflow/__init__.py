@@ -33,7 +33,9 @@ install_old_names()
 
 
 def _adopt_slurm() -> None:
-    """Give a script under `srun` torchrun's variables, which `init_process_group` reads."""
+    """Set torchrun's variables for a script under `srun`, because `init_process_group` reads
+    them.
+    """
     from ebbflow.infra.slurm.environment import (
         SlurmEnvironmentError,
         adopt_slurm_environment,
@@ -57,7 +59,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    """Import public names on first use, so that `import ebbflow` stays light."""
+    """Import public names on first use, so that `import ebbflow` is fast."""
     if name == "use_records":
         from ebbflow.flows.launcher import use_records
 

@@ -1,4 +1,4 @@
-"""`python -m ebbflow`, which does the same as the console command `ebbflow`."""
+"""Entry point of `python -m ebbflow`, which does the same as the console command `ebbflow`."""
 
 import sys
 

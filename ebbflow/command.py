@@ -1,4 +1,4 @@
-"""The console command `ebbflow`: every command of the project under one help."""
+"""The console command `ebbflow`, which lists and runs all commands of the project."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMPLETIONS = {
 
 
 class Home(Enum):
-    """The part of the product that runs a command."""
+    """Part of the project that runs a command."""
 
     FLOW = auto()  # programs of their own, because Metaflow starts them again for each step
     SUPERVISOR = auto()
@@ -47,7 +47,7 @@ class Home(Enum):
 
 
 class Group(Enum):
-    """Heading of `ebbflow --help`, with the commands of one purpose below it."""
+    """Group of commands with a common purpose; its value is the heading in `ebbflow --help`."""
 
     START = "start a job"
     WATCH = "watch and steer it"
@@ -59,7 +59,7 @@ class Group(Enum):
 
 
 class Command(NamedTuple):
-    """A command's home, its heading and its line of help."""
+    """A command: the part of the project that runs it, its group, and its line of help."""
 
     home: Home
     group: Group
@@ -204,7 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render_help() -> str:
-    """Render the commands under their headings. Those for maintainers are on a page of their own."""
+    """Render the help: all commands in groups, except those for maintainers.
+
+    These are in the help of `ebbflow lab`.
+    """
     usage = (
         "usage: ebbflow COMMAND …    (ebbflow COMMAND --help shows its options; ebbflow --version)"
     )
@@ -222,7 +225,7 @@ def render_lab_help() -> str:
 
 
 def _page(name: str) -> str | None:
-    """Return the text that a word asks for which is no command, or None."""
+    """Return the text to print for a word such as --help or --version, or None for a command."""
     match name:
         case "--version" | "-V":
             return f"ebbflow {__version__}"
@@ -252,7 +255,7 @@ def _hint(name: str) -> str:
 
 
 def _load(home: Home) -> Callable[[list[str]], int | None]:
-    """Import the part of the product that runs a command, and no other."""
+    """Import only the part of the project that runs a command, and return its main function."""
     match home:
         case Home.INFRA:
             from ebbflow.infra.__main__ import main as command
@@ -278,7 +281,10 @@ def _load(home: Home) -> Callable[[list[str]], int | None]:
 
 
 def _run(words: list[str]) -> int:
-    """Train a job by the flow, or run a script: under an agent, or by the flow too."""
+    """Run `ebbflow run`: train a job with the flow, or run a script.
+
+    The script runs under an agent or, with --nodes or --with, in the flow.
+    """
     if "--help" in words[: _count_own(words)]:
         from ebbflow.flows.run_help import render_run_help
 
@@ -305,7 +311,9 @@ def _run(words: list[str]) -> int:
 
 
 def _expand_profile(words: list[str]) -> list[str]:
-    """Replace `--profile FIRST:LAST` by the settings that it stands for. Raises ValueError."""
+    """Replace `--profile FIRST:LAST` by the settings for profiling these steps. Raises
+    ValueError.
+    """
     if "--profile" not in words[: _count_own(words)]:
         return words
     place = words.index("--profile")
@@ -327,7 +335,9 @@ def _expand_profile(words: list[str]) -> list[str]:
 
 
 def _expand_memory_snapshot(words: list[str]) -> list[str]:
-    """Replace `--memory-snapshot STEP` by the setting that it stands for. Raises ValueError."""
+    """Replace `--memory-snapshot STEP` by the setting for the snapshot's step. Raises
+    ValueError.
+    """
     option = "--memory-snapshot"
     if option not in words[: _count_own(words)]:
         return words
@@ -340,7 +350,7 @@ def _expand_memory_snapshot(words: list[str]) -> list[str]:
 
 
 def _expand_tracker(words: list[str]) -> list[str]:
-    """Replace each `--tracker KIND` by one setting of trackers. Raises ValueError."""
+    """Replace all options `--tracker KIND` by one setting of `trackers`. Raises ValueError."""
     from ebbflow.core.config.schema import TrackerConfig
 
     known = get_args(TrackerConfig.model_fields["type"].annotation)
@@ -364,9 +374,7 @@ def _expand_tracker(words: list[str]) -> list[str]:
 
 
 def _name_config(words: list[str]) -> list[str]:
-    """Give a configuration file that stands alone its option: `run job.yaml` is `run --config
-    job.yaml`.
-    """
+    """Insert `--config` before a configuration file: `run job.yaml` is `run --config job.yaml`."""
     from ebbflow.flows.command_line import takes_value
 
     for place, word in enumerate(words):
@@ -385,7 +393,7 @@ def _find_script(words: list[str]) -> str | None:
 
 
 def _count_own(words: list[str]) -> int:
-    """Return the number of words before `--`; the words after it are the script's."""
+    """Return the number of words before `--`. The words after it are arguments of the script."""
     if "--" in words:
         return words.index("--")
     return len(words)

@@ -1,4 +1,4 @@
-"""The ground of all rooms: configuration, store, events, outcomes, terms and processes.
+"""Basis of all other packages: configuration, store, events, outcomes, budgets and processes.
 
-It imports no other room, and never torch, Metaflow or pandas.
+It imports no other package of the project, and never torch, Metaflow or pandas.
 """

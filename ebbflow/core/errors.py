@@ -4,7 +4,8 @@ from enum import StrEnum
 
 
 class EndReason(StrEnum):
-    """Reason why a generation, or a node's part of it, ended early.
+    """Reason for the unplanned end of a generation (one start of all ranks), or of a node's part in
+    it.
 
     A planned end has an `Outcome` instead.
     """
@@ -48,8 +49,9 @@ class Outcome(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether another start of the supervisor would repeat it. A supervisor ends with 1 or 75
-        if its own process or machine ended.
+        """Whether another start by the supervisor would end with this outcome again.
+
+        A supervisor also exits with 1 or 75 if its own process or machine ended.
         """
         return self not in (Outcome.COMPLETED, Outcome.FAILED, Outcome.INTERRUPTED)
 
@@ -97,7 +99,7 @@ _SYMPTOMS = {
 
 
 class EbbflowError(Exception):
-    """Base class of all packages' exceptions.
+    """Base class of all exceptions of the project.
 
     If the exception ends a job, `outcome` is the job's outcome.
     """
@@ -123,7 +125,9 @@ class JobIsRunning(InfraError, outcome=Outcome.PREFLIGHT):
 
 
 class JobNotInStore(InfraError, outcome=Outcome.PREFLIGHT):
-    """Error: this machine knows the job in another store of the same address."""
+    """Error: the store at this address is not the one that this machine has recorded for the
+    job.
+    """
 
 
 class StoreError(InfraError):
@@ -152,9 +156,10 @@ class StoreTimeout(StoreUnavailable):
 
 
 class WrongStore(StoreUnavailable):
-    """Error: the folder or bucket is not the store that the job began in.
+    """Error: the folder or bucket is not the store in which the job began.
 
-    Its disk is not mounted, or it was renamed, emptied or replaced. It may come back.
+    The store's disk is not mounted, or the store was renamed, emptied or replaced. It may come
+    back.
     """
 
 
@@ -208,7 +213,7 @@ class CloudRefused(CloudError, outcome=Outcome.CONFIG):
 
 
 def describe_error(error: EbbflowError) -> str:
-    """Return an error's text, followed by the symptom that `ebbflow explain` prints."""
+    """Return the text of an error, followed by the id of its symptom for `ebbflow explain`."""
     names = [*(each.__name__ for each in type(error).__mro__), error.outcome]
     symptom = next((_SYMPTOMS[name] for name in names if name in _SYMPTOMS), "O01")
     text = str(error).rstrip()

@@ -1,6 +1,4 @@
-"""Writer of the event log: a background thread writes a process's events to the store, several per
-object.
-"""
+"""Writer of the event log: a thread that writes a process's events to the store in batches."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class EventLog:
         at: tuple[float, float] | None = None,
         **data: Any,
     ) -> Event:
-        """Append one event; with `flush`, also wait until it is durable.
+        """Append an event to the log; with `flush`, also wait until it is durable.
 
         step: training step, or the name of a step of the flow.
         at: (Unix time, monotonic time) of an event in the past; None for now.
@@ -156,7 +154,7 @@ class EventLog:
                     self._changed.wait_for(lambda: self._given_up, next(pauses))
 
     def _next_segment(self) -> _Sealed | None:
-        """Wait for the next segment to write, and return it.
+        """Wait for the next segment (a batch of events) to write, and return it.
 
         Returns None if all events of a closed log are written, or `close` has reached its deadline.
         """
@@ -192,7 +190,9 @@ class EventLog:
 
 @dataclass(frozen=True)
 class _Sealed:
-    """A segment (one object with several events) that is ready to be written to the store."""
+    """A segment (an object with several events) that is complete and ready to be written to the
+    store.
+    """
 
     key: str  # key of the object
     content: bytes  # bytes of the object

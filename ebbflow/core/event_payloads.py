@@ -1,4 +1,4 @@
-"""Payloads of a job's events: one class per event name, with the types of its data.
+"""Payloads of a job's events: one class per event name, with typed fields.
 
 A payload is the typed view of an event's data. `parse_payload` makes it with pydantic. Values keep
 their JSON form: no text becomes a number, and an integer stays an integer. Fields that a payload
@@ -36,7 +36,7 @@ _WITHOUT_VALUE = frozenset({"dict_type", "list_type", "dataclass_type"})
 
 
 class LedgerClass(StrEnum):
-    """Use of paid time.
+    """What paid time was used for, such as useful steps, startup or waiting for data.
 
     Ranks report the classes up to HANG. The ledger derives the other classes from all events.
     """
@@ -68,7 +68,7 @@ class LedgerClass(StrEnum):
 
 
 class GuardAction(StrEnum):
-    """Action that a guard takes.
+    """Response of a guard (a check of losses, weights or memory), such as skipping an update.
 
     Rewind and split apply from the next start (`ebbflow.training.engine.guards.overrides`).
     """
@@ -83,12 +83,14 @@ class GuardAction(StrEnum):
 
 
 class InvalidPayload(ValueError):
-    """An event's data do not match the types of its payload. The message names the first field."""
+    """Error: an event's data do not match the types of its payload. The message names the first
+    field.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """Payload of an event. Events of unknown names have this class itself."""
+    """Base class of the payloads, and payload of events with unknown names."""
 
 
 P = TypeVar("P", bound=Payload)
@@ -114,7 +116,9 @@ Integer = Annotated[int | None, PlainValidator(check_integer)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationStartedPayload(Payload):
-    """Start of a generation, from the coordinator, which is node 0's agent."""
+    """Start of a generation (one start of all ranks), reported by node 0's agent, the
+    coordinator.
+    """
 
     parent: Text = None  # key of the commit it resumes; None: none
     parent_step: Integer = None
@@ -133,7 +137,7 @@ Flag = Annotated[bool | None, PlainValidator(_check_flag)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationEndedPayload(Payload):
-    """End of a generation, from the coordinator."""
+    """End of a generation, reported by the coordinator."""
 
     reason: Text = None  # an `EndReason`, or the `Outcome` of a planned end
     culprit: Text = None
@@ -145,7 +149,9 @@ class GenerationEndedPayload(Payload):
 
 
 def _check_number(value: Any) -> float | None:
-    """Check a number such as seconds, dollars or a count, which is summed."""
+    """Check a value that is summed, such as seconds or dollars: a number of plausible size, or
+    None.
+    """
     if value is None or (type(value) in (float, int) and abs(value) <= _LARGEST_FLOAT):
         return value
     return _unless_nan(value)
@@ -161,7 +167,7 @@ Number = Annotated[float | None, PlainValidator(_check_number)]
 
 
 def _not_null(check: Callable[[object], T]) -> Callable[[object], T]:
-    """Return the check for an element of a list or mapping, which must not be null."""
+    """Wrap the check of an element in a list or mapping so that it rejects null."""
 
     def check_element(value: object) -> T:
         if value is None:
@@ -178,8 +184,9 @@ NumberElement = Annotated[float, PlainValidator(_not_null(_check_number))]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStartedPayload(Payload):
-    """Start of a node's paid time, from its agent, with what is known of its machine
-    (`infra.instance`).
+    """Start of a node's paid time, with facts about its machine (`infra.instance`).
+
+    Reported by the node's agent.
     """
 
     ranks: list[IntegerElement] | None = None
@@ -205,7 +212,7 @@ AnyNumber = Annotated[float | None, PlainValidator(_any_number)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHeartbeatPayload(Payload):
-    """Sign of life of a node's agent, once per second."""
+    """Heartbeat of a node's agent, sent once per second, with the state of the machine."""
 
     seconds: Number = None  # since the node's start
     trained: Integer = None  # last completed step of its ranks, once they have ended
@@ -225,14 +232,14 @@ class NodeHeartbeatPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEndedPayload(Payload):
-    """End of a node's paid time in a generation, from its agent."""
+    """End of a node's paid time in a generation, reported by its agent."""
 
     seconds: Number = None  # since the node's start
     reason: Text = None
 
 
 def _present(check: Callable[[object], T]) -> Callable[[object], T]:
-    """Return the check for a field that must be present and not null."""
+    """Wrap the check of a field so that it requires the field to be present and not null."""
 
     def check_presence(value: object) -> T:
         if value is None:
@@ -277,7 +284,10 @@ class PhasePayload(Payload):
 
 
 def _check_measurement(value: Any) -> float | None:
-    """Check a finite number. It may be large: overflowing gradients have norms of up to 3e38."""
+    """Check that a measured value is a finite number or None.
+
+    It may be large: overflowing gradients have norms of up to 3e38.
+    """
     if value is None or (type(value) in (float, int) and abs(value) <= sys.float_info.max):
         return value
     return _unless_nan(value)
@@ -308,7 +318,7 @@ AnyInteger = Annotated[int | None, PlainValidator(_any_integer)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPayload(Payload):
-    """Training step of a rank."""
+    """A training step of a rank: its time, loss and speed."""
 
     seconds: SecondsByClass | None = None
     skipped: Text = None  # why its update was skipped
@@ -328,14 +338,17 @@ class StepPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPayload(Payload):
-    """Save that is in flight. Earlier events are flushed with it."""
+    """A save that was copied to the staging buffer and is not yet committed.
+
+    Earlier events are flushed with it.
+    """
 
     bytes: Integer = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitPayload(Payload):
-    """Durable, verified checkpoint."""
+    """A commit: a durable, verified checkpoint."""
 
     key: Text = None
     bytes: Integer = None
@@ -345,14 +358,14 @@ class CommitPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitSkippedPayload(Payload):
-    """Due save that was skipped, by policy or for lack of time."""
+    """A due save that was skipped, by policy or because time was short."""
 
     reason: Text = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFailedPayload(Payload):
-    """Save that did not become a commit."""
+    """A save that failed, so that it did not become a commit."""
 
     message: Text = None
     seconds: AnyNumber = None
@@ -360,7 +373,7 @@ class CommitFailedPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalPayload(Payload):
-    """Checkpoint interval that the job computed (`ebbflow.training.save_controller`)."""
+    """The checkpoint interval that the job computed (`ebbflow.training.save_controller`)."""
 
     seconds: Number = None
     predicted_loss: Measurement = None  # share of the paid time
@@ -377,7 +390,7 @@ AnyText = Annotated[str | None, PlainValidator(_any_text)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedCommit:
-    """Commit that a restore found damaged."""
+    """A commit that turned out to be damaged when a generation tried to restore it."""
 
     key: AnyText = None
     reason: AnyText = None
@@ -386,7 +399,7 @@ class DamagedCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePayload(Payload):
-    """Commit that a generation resumed from."""
+    """The commit from which a generation resumed."""
 
     key: Text = None
     seconds: Number = None
@@ -395,7 +408,7 @@ class RestorePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackPayload(Payload):
-    """Store that was restored from an older snapshot, which a person has accepted."""
+    """Return of the store to an older snapshot, which the user has accepted."""
 
     key: Text = None  # newest commit in the events
     found_key: Text = None  # newest commit in the store; None: none
@@ -404,7 +417,7 @@ class RollbackPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialWeightsPayload(Payload):
-    """Weights that a new job began with."""
+    """The weights with which a new job began."""
 
     tensors: Integer = None
     seconds: Number = None
@@ -413,7 +426,7 @@ class InitialWeightsPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakPayload(Payload):
-    """Measured peak speed of one rank."""
+    """Measured peak speed of one rank, in floating point operations per second."""
 
     flops_per_second: Number = None
     dtype: Text = None
@@ -421,7 +434,7 @@ class PeakPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemoryPayload(Payload):
-    """Peak memory of a rank's GPU since the rank started, whenever it has grown."""
+    """Peak GPU memory of a rank since its start; emitted each time the peak grows."""
 
     allocated_bytes: Integer = None  # by tensors
     reserved_bytes: Integer = None  # by torch's allocator, from the driver
@@ -429,7 +442,7 @@ class GpuMemoryPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePayload(Payload):
-    """Profile of the steps `first` to `last` of a rank."""
+    """A profile of one rank, for the steps `first` to `last`."""
 
     first: Integer = None
     last: Integer = None
@@ -439,7 +452,7 @@ class ProfilePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkPayload(Payload):
-    """Figures of the worst links between machines (`ebbflow.training.network_probe`)."""
+    """Measurements of the worst links between machines (`ebbflow.training.network_probe`)."""
 
     nodes: RequiredInteger
     mtu: Integer = None
@@ -453,7 +466,7 @@ class NetworkPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPayload(Payload):
-    """Evaluation of the model. Pictures are SVG by name, of a workload that draws some."""
+    """Results of an evaluation: metrics, and pictures as SVG if the workload draws some."""
 
     metrics: dict[str, AnyNumber] | None = None
     non_finite: dict[str, TextElement] | None = None  # metrics that are inf or NaN, as texts
@@ -462,7 +475,9 @@ class EvaluationPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoticePayload(Payload):
-    """Notice that an agent received, or a remark of a rank (`message`)."""
+    """A notice that an agent received, such as a spot interruption, or a remark (`message`) of a
+    rank.
+    """
 
     source: Text = None
     action: Text = None
@@ -475,7 +490,7 @@ class NoticePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeSourcesPayload(Payload):
-    """Sources of notices that an agent watches."""
+    """The sources of notices that an agent watches, such as the instance metadata."""
 
     watched: list[TextElement] | None = None
     absent: dict[str, Any] | None = None  # why, by source
@@ -484,7 +499,7 @@ class NoticeSourcesPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardPayload(Payload):
-    """Action of a guard, from the rank whose guard acts, or from rank 0 if all do."""
+    """An action of a guard, reported by the guard's rank, or by rank 0 if all ranks act."""
 
     action: OptionalAction = None
     reason: Text = None
@@ -495,7 +510,7 @@ class GuardPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificatePayload(Payload):
-    """Resume certificate (`ebbflow.tryout.certify`), if requested."""
+    """The resume certificate (`ebbflow.tryout.certify`), if the user requested one."""
 
     holds: Flag = None
     interruptions: list[Any] | None = None
@@ -504,7 +519,7 @@ class CertificatePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromisePayload(Payload):
-    """How exactly a script, or a job on GPUs, resumes."""
+    """Statement of how exactly a script, or a job on GPUs, resumes."""
 
     level: Text = None
     same_data: Text = None  # by which means it reads the same data; "": it may differ
@@ -513,7 +528,7 @@ class PromisePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultInjectedPayload(Payload):
-    """Data of the event `fault_injected`: which fault was rehearsed, and where."""
+    """A fault that was injected as a rehearsal, and its target."""
 
     kind: Text = None
     target: Text = None
@@ -521,7 +536,7 @@ class FaultInjectedPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPayload(Payload):
-    """Evidence about a rank that failed or that the others wait for."""
+    """Evidence about a rank that failed, or for which the other ranks wait."""
 
     culprit: Text = None
     reason: Text = None
@@ -534,12 +549,12 @@ class FaultPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultDetectedPayload(FaultPayload):
-    """Fault that ended a generation, from the coordinator."""
+    """The fault that ended a generation, reported by the coordinator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallPayload(FaultPayload):
-    """Idle rank that the others wait for. It is not ended yet, and may continue."""
+    """An idle rank for which the other ranks wait. It still runs, and may continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -553,7 +568,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredPayload(Payload):
-    """Configuration of the job, with one setting for each key."""
+    """The job's configuration, with one setting for each key."""
 
     settings: list[Setting]
 
@@ -611,7 +626,7 @@ RequiredDollars = Annotated[float | str, PlainValidator(_present(_check_dollars)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPool:
-    """Pool that a plan chose (`ebbflow.cost.plan.pools.Candidate`)."""
+    """The pool that a plan chose (`ebbflow.cost.plan.pools.Candidate`)."""
 
     instance_type: RequiredText
     market: RequiredText
@@ -670,7 +685,7 @@ class PlanPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPayload(Payload):
-    """Placement of an attempt on AWS Batch or Kubernetes."""
+    """The placement of an attempt: where it runs on AWS Batch or Kubernetes."""
 
     placement: dict[str, Any] | None = None  # `ebbflow.cost.capacity.Placement` as JSON
     after_generation: Integer = None  # the newest known generation
@@ -681,7 +696,7 @@ class PlacedPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSubmittedPayload(Payload):
-    """Batch job that was submitted."""
+    """A job that was submitted to AWS Batch."""
 
     job_id: Text = None
     job_name: AnyText = None
@@ -693,9 +708,9 @@ class BatchSubmittedPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAttemptPayload(Payload):
-    """Batch's record of a finished job, and of its placement (`ebbflow.cost.capacity`).
+    """A finished job of AWS Batch, with its placement (`ebbflow.cost.capacity`).
 
-    Times are Unix seconds by Batch's clock; None if they were not reached.
+    Times are Unix seconds by Batch's clock; None for a state that the job did not reach.
     """
 
     job_id: RequiredText
@@ -717,7 +732,7 @@ class BatchAttemptPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJobPayload(Payload):
-    """Slurm job that was submitted, adopted from a former launcher, or has ended.
+    """A Slurm job that was submitted, was adopted from an earlier launcher, or has ended.
 
     Times are Unix seconds by Slurm's clock.
     """
@@ -743,7 +758,7 @@ class SlurmJobPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPayload(Payload):
-    """Share of the budget that was reached."""
+    """A share of the budget, such as 0.5 or 0.8, that spending has reached."""
 
     threshold: RequiredNumber  # share of the budget
     spent_usd: Number = None
@@ -764,7 +779,7 @@ PricePart = Annotated[float | str, PlainValidator(_not_null(_check_price_part))]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPrices:
-    """Price changes of a pool, each [Unix time, dollars per hour]."""
+    """Price changes of a pool, as pairs of Unix time and dollars per hour."""
 
     instance_type: RequiredText
     market: RequiredText
@@ -776,7 +791,7 @@ class PoolPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricesPayload(Payload):
-    """Prices that the launcher asked for during the run, or the report step after it."""
+    """Prices that the launcher fetched during the run, or the report step fetched after it."""
 
     pools: list[PoolPrices] | None = None
     asked_utc: Number = None  # Unix time of the newest answer; None: unknown
@@ -785,7 +800,7 @@ class PricesPayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomePayload(Payload):
-    """Outcome of the job."""
+    """The job's final outcome."""
 
     outcome: RequiredOutcome
     weights_sha256: Text = None
@@ -794,7 +809,7 @@ class OutcomePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedPayload(Payload):
-    """Run of the flow under the supervisor."""
+    """One run of the flow that the supervisor started, with its result."""
 
     verdict: Any = None  # `ebbflow.flows.supervising.record.RunVerdict`
     exit_code: Integer = None
@@ -804,7 +819,7 @@ class SupervisedPayload(Payload):
 
 
 def parse_payload(kind: type[P], data: dict[str, Any]) -> P:
-    """Make the payload of an event from its data.
+    """Parse the data of an event into its payload.
 
     Raises:
         InvalidPayload: A field is missing, or its value is of another type.

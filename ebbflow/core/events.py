@@ -160,11 +160,13 @@ _P = TypeVar("_P", bound=Payload)
 
 
 class InvalidEvent(ValueError):
-    """A line of the log is not an event. The message names the first field that does not match."""
+    """Error: a line of the log is not an event. The message names the first field that does not
+    match.
+    """
 
 
 class _PayloadSlot:
-    """Place for an event's payload, apart from the fields, which are compared and written."""
+    """Slot for an event's parsed payload, kept out of the fields that are compared and written."""
 
     __slots__ = ("_payload",)
 
@@ -213,7 +215,7 @@ class Event(_PayloadSlot, Generic[PayloadT]):
 
     @property
     def payload(self) -> PayloadT:
-        """The typed data of the event.
+        """The event's data, parsed into its payload class.
 
         Raises:
             InvalidPayload: The data do not match. Events of a log were checked as they were read.
@@ -225,7 +227,7 @@ class Event(_PayloadSlot, Generic[PayloadT]):
         return self._payload
 
     def to_json(self) -> str:
-        """Return the event as a line of strict JSON, with null for non-finite numbers.
+        """Serialize the event as one line of strict JSON, with null for non-finite numbers.
 
         Raises TypeError if the data contains an object that JSON cannot represent.
         """
@@ -256,7 +258,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class LogContent:
-    """All events of a job, sorted by wall time, and the damaged or missing parts of its event log."""
+    """All events of a job by wall time, and the damaged or missing parts of its event log."""
 
     events: list[Event]
     damage: tuple[Damage, ...]
@@ -279,8 +281,8 @@ class LogFollower:
         self._segments = Segments()
 
     def read_new(self) -> Iterator[list[Event]]:
-        """Read the segments that were added since the last call, and yield their events, some
-        thousand at a time.
+        """Read the segments that were added since the last call; yield their events, a few thousand
+        at a time.
 
         Raises StoreError.
         """
@@ -367,8 +369,10 @@ def read_log(job_store: Store) -> LogContent:
 
 
 def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> str:
-    """Describe the data of a `network` event. before: medians of earlier `network` events, for
-    comparison.
+    """Describe the data of a `network` event, such as "slowest link 900 MB/s".
+
+    Args:
+        before: medians of earlier `network` events, for comparison.
     """
     parts = []
     for key, name in (
@@ -395,8 +399,8 @@ def describe_network(probe: Mapping[str, Any], before: Mapping[str, Any] | None 
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities with None, also in nested values, because JSON does not support
-    them.
+    """Replace NaN and infinities with None, also in nested values, because JSON has no such
+    numbers.
     """
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
@@ -464,8 +468,7 @@ def _event_adapter() -> TypeAdapter[Event]:
 def _missing_writers(
     unsealed: Unsealed, events: Sequence[Event], newest: Mapping[str, float]
 ) -> Iterator[Damage]:
-    """Yield one damage record per process whose events, or whose final segment, should be in the
-    log but are missing.
+    """Yield a damage record for each process whose events, or whose last segment, are missing.
 
     newest: Unix time of the newest event in each segment.
     """
@@ -514,7 +517,7 @@ def _generations_ended(events: Sequence[Event], outcomes: Set[Outcome]) -> set[i
 def _expected_writers(
     events: Sequence[Event], closed_by_plan: set[int], heard: set[str]
 ) -> set[str]:
-    """Return the key prefixes of the agents, ranks and flow steps that must have written events.
+    """Return the key prefixes of all agents, ranks and flow steps that must have written events.
 
     The set is empty for logs of version 1.
 
@@ -549,7 +552,7 @@ def _expected_writers(
 def _generations_of_ranks(
     events: Sequence[Event], closed_by_plan: set[int], with_ranks: set[int]
 ) -> set[int]:
-    """Return the generations in which every rank must have written at least one event.
+    """Return the generations in which every rank must have written events.
 
     - Completed generations.
     - Generations with another planned end, if any rank wrote events. A job whose budget is spent

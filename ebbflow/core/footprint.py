@@ -1,4 +1,4 @@
-"""Model sizes, and estimates of the memory that a rank, a machine and a commit need.
+"""Model sizes, and estimates of the memory needed by a rank, a machine and a commit.
 
 Tests of `training` compare the estimates with real modules. `cost` uses them to check whether a job
 fits into memory, and to estimate its throughput.
@@ -35,7 +35,7 @@ NODE_PROCESSES_BYTES = 3 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Size of a model: parameters, and memory and floating point operations per sample."""
+    """A model's number of parameters, and its memory and floating point operations per sample."""
 
     parameters: int  # number of all parameters
     largest_unit_parameters: int  # parameters of the largest unit that FSDP gathers at once
@@ -96,7 +96,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HostGang:
-    """Number of nodes and of ranks per node. In a local run, one machine runs all nodes."""
+    """Number of nodes, and of ranks per node."""
 
     nodes: int
     processes_per_node: int
@@ -202,8 +202,9 @@ def causal_lm_shape(model: ModelConfig, tensor_size: int = 1) -> ModelShape:
 
 
 def local_gang(config: RunConfig) -> HostGang | None:
-    """Return the configured nodes and ranks per node, or None if either is "auto" (chosen by the
-    plan).
+    """Return the configured number of nodes and of ranks per node.
+
+    Return None if either is "auto", because the plan then chooses it.
     """
     nodes = config.cluster.nodes
     processes = config.cluster.processes_per_node
@@ -213,11 +214,10 @@ def local_gang(config: RunConfig) -> HostGang | None:
 
 
 def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> int:
-    """Return the number of ranks over which one copy of the model is sharded: 1 in mode ddp, all in
-    fsdp2.
+    """Return the number of ranks over which one copy of the model is sharded.
 
-    In hsdp, the number is parallel.shard_size if that is set, else `ranks_per_node`, else all
-    `ranks`.
+    In mode ddp this is 1, in fsdp2 all ranks. In hsdp it is parallel.shard_size if that is set,
+    else `ranks_per_node`, else all `ranks`.
     """
     if config.parallel.mode == "hsdp":
         return config.parallel.shard_size or ranks_per_node or ranks
@@ -227,11 +227,9 @@ def shard_ranks(config: RunConfig, ranks: int, ranks_per_node: int | None = None
 
 
 def data_ranks(config: RunConfig, ranks: int) -> int:
-    """Return the number of ranks with different samples.
+    """Return the number of ranks that read different samples, at least 1.
 
-    The ranks of a tensor group have the same, and count as one.
-
-    The result is at least 1.
+    The ranks of a tensor group read the same samples, and count as one.
     """
     return max(1, ranks // config.parallel.tensor_size)
 
@@ -245,9 +243,7 @@ def stays_gathered(parameters: int) -> bool:
 
 
 def reduced_bytes_per_parameter(config: RunConfig) -> int:
-    """Return the bytes per gradient element in a sharded mode's reduce-scatter: 4, or 2 with
-    bfloat16.
-    """
+    """Return the bytes per gradient element that reduce-scatter sends: 4, or 2 with bfloat16."""
     halves = config.fsdp.mixes_precision and config.fsdp.reduce_dtype == "bfloat16"
     if halves:
         return BFLOAT16_BYTES
@@ -255,8 +251,9 @@ def reduced_bytes_per_parameter(config: RunConfig) -> int:
 
 
 def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> int:
-    """Return the bytes that a rank holds in addition to its shards at the peak of a step; 0 in mode
-    ddp.
+    """Return the bytes that a rank holds besides its shards at the peak of a step.
+
+    The result is 0 in mode ddp, and for a single rank without mixed precision and offloading.
 
     A small model (`stays_gathered`) needs all parameters, one FSDP unit's newest gradient and, with
     several micro-batches per step, the accumulated gradients. A larger model needs the unit in use,
@@ -379,7 +376,7 @@ def rank_bytes(  # noqa: C901, PLR0912, PLR0915 - one sum whose terms a reader c
 
 
 def optimizer_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of the optimizer's state of the whole model, and of the averages with
+    """Return the bytes of the whole model's optimizer state, including averages with
     `training.ema`.
 
     AdamW keeps two float32 moments of a trained parameter. Muon keeps one momentum of a hidden
@@ -395,9 +392,7 @@ def optimizer_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 
 def commit_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of one commit: weights and optimizer state of the whole model, for any
-    number of ranks.
-    """
+    """Return the bytes of one commit: weights and optimizer state of the whole model."""
     return FLOAT32_BYTES * shape.parameters + optimizer_bytes(config, shape)
 
 
@@ -426,8 +421,8 @@ def host_memory_bytes(config: RunConfig, gang: HostGang) -> int:
 
 
 def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
-    """Estimate the main memory, in bytes, of one node with GPUs: processes, staging buffers and
-    offloaded tensors.
+    """Estimate the main memory in bytes of one GPU node: processes, staging buffers, offloaded
+    tensors.
 
     Each rank keeps STAGING_SLABS page-locked buffers for its share of a commit. The built-in data
     pipeline maps its token files into memory and has no worker processes. Data workers of other
@@ -449,8 +444,9 @@ def gpu_host_bytes(config: RunConfig, shape: ModelShape, gang: HostGang) -> int:
 
 
 def open_files_per_rank(gang: HostGang) -> int:
-    """Estimate the open file descriptors of the busiest process: a base for Python and torch, and
-    sockets per rank.
+    """Estimate the number of open file descriptors of the busiest process.
+
+    The estimate is a base for Python and torch, plus sockets for each rank.
     """
     return 256 + 16 * gang.ranks
 

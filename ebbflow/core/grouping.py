@@ -10,7 +10,7 @@ N = TypeVar("N", int, float, Decimal)
 
 
 def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return the values of each key as a list, from pairs of (key, value)."""
+    """Collect the values of each key in a list, from pairs of (key, value)."""
     found: dict[K, list[V]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)
@@ -18,7 +18,7 @@ def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def sum_by_key(pairs: Iterable[tuple[K, N]]) -> dict[K, N]:
-    """Return the sum of the values of each key, from pairs of (key, number)."""
+    """Sum the values of each key, from pairs of (key, number)."""
     found: dict[K, N] = {}
     for key, number in pairs:
         if key in found:

@@ -1,5 +1,5 @@
-"""The keeper: a small process on each node that starts all programs for the agent and kills them if
-the agent ends.
+"""The keeper: a small process on each node that starts programs for the agent, and kills them all
+if the agent ends.
 
 The keeper is a subreaper (`PR_SET_CHILD_SUBREAPER`): if a process below it loses its parent, the
 keeper becomes the parent, even of a daemon with its own session and environment. All processes that
@@ -139,7 +139,11 @@ class RemoteChild:
 
 
 class Keeper:
-    """The agent's handle of a running keeper. log: file for the keeper's own errors."""
+    """Handle of a running keeper, by which the agent starts programs.
+
+    Args:
+        log: file for the keeper's own errors.
+    """
 
     def __init__(self, log: Path) -> None:
         import subprocess
@@ -212,8 +216,9 @@ class Keeper:
         return self._ended.get(pid, -signal.SIGKILL if self.lost else None)
 
     def close(self) -> None:
-        """End the keeper and all processes below it; only those in uninterruptible sleep (state D)
-        may remain.
+        """End the keeper and all processes below it.
+
+        Only processes in uninterruptible sleep (state D) may remain.
         """
         import subprocess
 
@@ -275,9 +280,7 @@ class Keeper:
 
 
 def kill_descendants(keeper: int, seconds: float) -> list[int]:
-    """Kill the processes below the keeper, and return the ids of the processes that are still alive
-    after `seconds`.
-    """
+    """Kill the processes below the keeper, and return the ids of those alive after `seconds`."""
     return kill_until_none(lambda: process.descendants(keeper), seconds)
 
 
@@ -288,8 +291,8 @@ def kill_until_none(
     spare_groups: Collection[int] = (),
     reap: Callable[[], bool] = lambda: True,
 ) -> list[int]:
-    """Kill the processes that `find` returns, repeatedly, until `find` and `reap` report that none
-    is left.
+    """Kill the processes that `find` returns, again and again until `find` and `reap` report none
+    left.
 
     Processes may fork faster than `find` lists them. If `find` returns new processes in the third
     round or later, their whole process groups are killed, because a fork cannot escape a signal to
@@ -373,9 +376,7 @@ def _cleans_up(pid: int) -> bool:
 
 
 class _Desk:
-    """Event loop of the keeper, which starts programs on request and reports child processes that
-    exited.
-    """
+    """The keeper's event loop: it starts programs on request and reports which children exited."""
 
     def __init__(self, agent: int, channel: socket.socket, woken: int) -> None:
         self._agent = agent
@@ -442,7 +443,7 @@ class _Desk:
 def _become(
     argv: list[str], environment: dict[str, str], fds: list[int], mask: Collection[int]
 ) -> NoReturn:
-    """Turn a forked child of the keeper into a program in its own session.
+    """Replace a forked child of the keeper by a program, in its own session.
 
     The program inherits no file descriptors of the keeper except `fds`, which become stdin, stdout
     and stderr. mask: signals that are blocked when the program starts.
@@ -466,8 +467,9 @@ def _become(
 
 
 def _reap_one() -> tuple[int, int] | None:
-    """Reap one ended child and return (pid, status); (0, 0) if all children still run; None without
-    children.
+    """Reap one ended child, and return (pid, status).
+
+    Return (0, 0) if all children still run, and None if there are no children.
     """
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -1,5 +1,5 @@
-"""Claims on a job: each launcher (`run`, `resume`, `supervise`, torchrun) writes one, so that no
-two run the same job.
+"""Claims on a job: each launcher (`run`, `resume`, `supervise`, torchrun) writes one, so that the
+job never runs twice at the same time.
 
 A claim is the object launchers/<number>.json in the job's part of the store. A launcher creates it
 only if no object with that number exists, so only one of two simultaneous launchers succeeds. The
@@ -89,8 +89,9 @@ class Launcher:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_utc))
 
     def describe(self) -> str:
-        """Render the launcher, such as "`run` of ann on host node-7 (pid 4711), since 2026-11-22
-        20:51:03 UTC".
+        """Describe the launcher's command, user, host and start.
+
+        For example: "`run` of ann on host node-7 (pid 4711), since 2026-11-22 20:51:03 UTC".
         """
         if self.id == _UNREADABLE:
             return f"an unknown launcher, whose claim {launcher_key(self.number)} cannot be read"
@@ -139,7 +140,7 @@ class RunningJob(TypedDict):
 
 @dataclass(frozen=True)
 class RunningLauncher:
-    """The launcher that holds a job, and the age of its last renewal."""
+    """The launcher that holds a job, and the time since it last renewed its claim."""
 
     launcher: Launcher  # content of its claim
     heartbeat_age_seconds: float  # time since its last renewal by the store's clock
@@ -157,18 +158,19 @@ class RunningLauncher:
 
 @dataclass(frozen=True, kw_only=True)
 class StoppedRun:
-    """A run that `ebbflow stop` has asked to end."""
+    """A run that `ebbflow stop` has asked to end, and whether its launcher has exited."""
 
     launcher: Launcher  # content of its claim
     has_left: bool  # whether the launcher has saved and exited within the time to wait
 
 
 class Claim:
-    """This process's claim on a job, already written to the store.
+    """This process's claim on a job, which is already written to the store.
 
     A thread renews it until `release`.
 
-    on_fenced: called in that thread when another launcher has taken over the job.
+    Args:
+        on_fenced: called in that thread when another launcher has taken over the job.
     """
 
     def __init__(self, job_store: Store, launcher: Launcher, on_fenced: Callable[[], None]) -> None:
@@ -190,12 +192,15 @@ class Claim:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `ebbflow stop` has ended this run, so that no other launcher goes on with the job."""
+        """Whether `ebbflow stop` has ended this run.
+
+        In contrast to a take-over, no other launcher then continues the job.
+        """
         return self.fenced_by is not None and self.fenced_by.stops_job
 
     @property
     def is_taken_over(self) -> bool:
-        """Whether another launcher goes on with the job."""
+        """Whether another launcher has taken over the job, and continues it."""
         return self.fenced_by is not None and not self.fenced_by.stops_job
 
     def describe_loss(self) -> str:
@@ -259,8 +264,8 @@ class Claim:
         return newest[0]
 
     def _renew(self) -> None:
-        """Renew the claim, or give up the job if another launcher has written a claim with the same
-        number.
+        """Renew the claim, or give up the job if the claim's number is also used by another
+        launcher.
 
         Such a duplicate arises if the store ignores the condition that `create` must not overwrite
         an object.
@@ -395,8 +400,8 @@ def stop_job(job_store: Store, job: str, *, say: Callable[[str], None]) -> Stopp
 
 
 def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
-    """Raise JobIsRunning if a claim other than the one inherited from the parent process now holds
-    the job.
+    """Raise JobIsRunning if the job's newest claim is not the one inherited from the parent
+    process.
     """
     newest = _newest(job_store)
     # A live launcher renews a damaged claim
@@ -405,7 +410,7 @@ def check_inherited_claim(job_store: Store, job: str, claim_id: str) -> None:
 
 
 def check_run_claim(job_store: Store, job: str) -> None:
-    """Raise JobIsRunning if this process belongs to a launcher from which another has taken the job.
+    """Raise JobIsRunning if another launcher has taken the job from this process's launcher.
 
     A launcher that `ebbflow stop` has ended still writes its report. Raises StoreError.
     """
@@ -418,8 +423,9 @@ def check_run_claim(job_store: Store, job: str) -> None:
 
 
 def claim_of_parent() -> str | None:
-    """Return the id of the supervisor's claim under which this process runs, or None if it needs
-    its own claim.
+    """Return the id of the supervisor's claim, under which this process runs.
+
+    Return None if this process needs its own claim.
     """
     return os.environ.get(CLAIM_VARIABLE) or None
 
@@ -433,7 +439,7 @@ def _living(
     watch: bool,
     say: Callable[[str], None],
 ) -> Launcher | None:
-    """Return the launcher that holds the job.
+    """Return the launcher that currently holds the job, if it is still alive.
 
     Return None if it is dead, or if its claim was released or is stale.
 
@@ -460,7 +466,9 @@ def _living(
 
 def _wait_for_renewal(job_store: Store, launcher: Launcher, seconds: float) -> Launcher | None:
     """Wait until the claim is renewed or taken over, and return the launcher that then holds the
-    job. Return None if the claim is released or `seconds` pass.
+    job.
+
+    Return None if the claim is released or `seconds` pass.
     """
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
@@ -488,8 +496,10 @@ def _wait_for_former(
 
 
 def _wait_for_leaving(job_store: Store, former: Launcher) -> bool:
-    """Wait until the launcher has released its claim or its process is gone. Return whether it has
-    within HAND_OVER_SECONDS.
+    """Wait up to HAND_OVER_SECONDS until the launcher has released its claim or its process is
+    gone.
+
+    Return whether that has happened.
     """
     limit = time.monotonic() + HAND_OVER_SECONDS
     while time.monotonic() < limit:
@@ -501,8 +511,9 @@ def _wait_for_leaving(job_store: Store, former: Launcher) -> bool:
 
 
 def _newest(job_store: Store) -> tuple[Launcher, float] | None:
-    """Return the claim with the highest number and the store's Unix time of its last write, or
-    None.
+    """Return the claim with the highest number, and the Unix time at which it was last written.
+
+    The time is by the store's clock. Return None if there is no claim.
     """
     listed = job_store.list(LAUNCHERS_PREFIX)
     for meta in reversed(listed):
@@ -541,7 +552,7 @@ def _read(job_store: Store, number: int) -> Launcher | None:
 
 
 def _here() -> tuple[str, str]:
-    """Return (boot id, PID namespace) of this machine, each "" if it is unknown."""
+    """Return this machine's boot id and this process's PID namespace, each "" if unknown."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:

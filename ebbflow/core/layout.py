@@ -1,4 +1,4 @@
-"""Keys of all objects in a store, and the folder runs/ on this machine.
+"""Keys of all objects in a store, and paths in the folder runs/ on this machine.
 
 <store>/jobs/<job>/config.json
                    events/<generation>/<node>-<rank>-<segment>.jsonl
@@ -115,8 +115,8 @@ def check_job_name(name: str) -> str:
 
 
 def job_of_script(name: str | None, script: str) -> str:
-    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name derived from the
-    script's file name.
+    """Return the job's name: `name` if given, else EBBFLOW_JOB, else a name made from the script's
+    file.
 
     Raises LayoutError if the given name cannot be a job's name.
     """
@@ -143,7 +143,7 @@ def marker_key(marker: str) -> str:
 
 
 def marker_id(key: str) -> str:
-    """Return the id of a marker's key."""
+    """Extract the id of a store's marker (`core/store/marker.py`) from its key."""
     return key.rpartition("/")[2].removesuffix(".json")
 
 
@@ -164,7 +164,7 @@ def compile_cache_key(sha256: str) -> str:
 
 
 def workload_prefix(workload: str) -> str:
-    """Return the key prefix of the prepared data of a workload such as ``package.module:Name``.
+    """Return the key prefix of a workload's prepared data, for a name like ``package.module:Name``.
 
     A dot replaces the colon, because some file systems allow no colon in file names.
     """
@@ -172,14 +172,18 @@ def workload_prefix(workload: str) -> str:
 
 
 def job_history_key(day: str, job: str) -> str:
-    """Return the key of a job's history. day: a date such as 20261121, which makes keys sort by
-    time.
+    """Return the key of a job's history.
+
+    Args:
+        day: date such as 20261121, which makes keys sort by time.
     """
     return f"{JOB_HISTORY_PREFIX}{day}-{job}.json"
 
 
 def generation_name(generation: int, generation_id: str) -> str:
-    """Return the name that keys use for one start of the gang, such as ``000002-9f3c01ab``."""
+    """Return the name that keys use for one generation (start of all ranks), such as
+    ``000002-9f3c01ab``.
+    """
     return f"{generation:06d}-{generation_id}"
 
 
@@ -212,9 +216,7 @@ def permit_prefix(what: str) -> str:
 
 
 def permit_key(what: str, generation: int) -> str:
-    """Return the key of a user's permission `what` (such as ``from-scratch``), which is valid up to
-    `generation`.
-    """
+    """Return the key of a user's permission, such as ``from-scratch``, valid up to `generation`."""
     return f"{permit_prefix(what)}/{generation:06d}.json"
 
 
@@ -231,7 +233,7 @@ def secret_key(run: str, attempt: int) -> str:
 
 
 def data_key(generation: str, step: int, rank: int) -> str:
-    """Return the key of one rank's data in one save.
+    """Return the key of the data that one rank writes in one save.
 
     The key is unique if `generation` is from `generation_name`.
     """
@@ -251,7 +253,7 @@ def index_key(generation: str, step: int, rank: int) -> str:
 
 
 def commit_prefix(step: int, generation: int) -> str:
-    """Return the key prefix of a step's commits.
+    """Return the key prefix of all commits of a step in a generation.
 
     Its numbers count down, so that newer commits are listed first.
     """
@@ -263,7 +265,7 @@ def commit_key(step: int, generation: int, sha256: str) -> str:
 
 
 def parse_commit_key(key: str) -> tuple[int, int, str]:
-    """Return (step, generation, sha256 of the manifest) of a commit key.
+    """Split a commit's key into (step, generation, sha256 of the manifest).
 
     Raises ValueError for other keys.
     """
@@ -286,7 +288,9 @@ def shared_budget_key(sweep: str, number: int) -> str:
 
 
 def parse_shared_budget_key(key: str) -> int:
-    """Return the number of a record. Raises ValueError for other keys."""
+    """Extract the number of a shared budget's record from its key. Raises ValueError for other
+    keys.
+    """
     return int(key.rpartition("/")[2].removesuffix(".json"))
 
 
@@ -303,8 +307,9 @@ def clock_key(name: str) -> str:
 
 
 def runs_folder(project_root: Path) -> Path:
-    """Return the folder for reports and logs on this machine: EBBFLOW_RUNS, or runs/ in
-    `records_root`.
+    """Return the folder for reports and logs on this machine.
+
+    It is EBBFLOW_RUNS or, if that is not set, runs/ in `records_root`.
     """
     own = os.environ.get("EBBFLOW_RUNS")
     if own:
@@ -313,16 +318,14 @@ def runs_folder(project_root: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file on this machine, so that a reader sees either the old content or the whole new
-    one.
-    """
+    """Replace a local file so that a reader sees either the old or the complete new content."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_bytes(content)
     fresh.replace(path)
 
 
 def records_root(project_root: Path, name: str) -> Path:
-    """Return the folder that contains the folder `name` (`runs` or `.metaflow`).
+    """Return the folder that contains `name`, which is `runs` or `.metaflow`.
 
     It is the project's folder or, if that is read-only, the user's state folder.
     """
@@ -333,9 +336,9 @@ def records_root(project_root: Path, name: str) -> Path:
 
 
 def list_other_runs_folders(project_root: Path) -> list[Path]:
-    """Return the folders of runs of the other projects on this machine, the newest first.
+    """List the runs/ folders of other projects on this machine, newest first.
 
-    There is none if EBBFLOW_RUNS chooses the folder.
+    The list is empty if EBBFLOW_RUNS chooses the folder.
     """
     if os.environ.get("EBBFLOW_RUNS"):
         return []
@@ -345,8 +348,8 @@ def list_other_runs_folders(project_root: Path) -> list[Path]:
 
 
 def find_local_folder(project_root: Path, job: str) -> Path:
-    """Return the folder of a job on this machine: runs/<job> of this project or, if that is
-    missing, of another project.
+    """Return the local folder of a job: runs/<job> of this project, or of another one that has the
+    job.
 
     Args:
         job: the job's name, or the id of one of its Slurm jobs.
@@ -364,8 +367,10 @@ def find_local_folder(project_root: Path, job: str) -> Path:
 
 
 def find_records(project_root: Path) -> Path:
-    """Return the folder whose .metaflow has records to read: of this project or, if it has none, of
-    the newest other project with records.
+    """Return the folder whose .metaflow has the records of runs.
+
+    It is this project's folder or, if that has no records, the newest other project's folder that
+    has.
     """
     here = records_root(project_root, METAFLOW_FOLDER)
     if not (here / METAFLOW_FOLDER).is_dir():
@@ -376,8 +381,9 @@ def find_records(project_root: Path) -> Path:
 
 
 def known_job(folder: Path) -> KnownJob | None:
-    """Return the job recorded in a folder such as runs/latest; None if its job.json is missing or
-    unreadable.
+    """Read the job that is recorded in a folder such as runs/latest.
+
+    Return None if its job.json is missing or unreadable.
     """
     try:
         note = json.loads((folder / NOTE).read_text())
@@ -387,7 +393,7 @@ def known_job(folder: Path) -> KnownJob | None:
 
 
 def make_local_folder(runs: Path, job: str, store: str) -> Path:
-    """Return the folder <runs>/<job> on this machine, and create it if it is missing.
+    """Create the folder <runs>/<job> on this machine if it is missing, and return it.
 
     If the store is the folder of runs itself, <runs>/<job> is a symbolic link to the job's data in
     the store.
@@ -403,9 +409,8 @@ def make_local_folder(runs: Path, job: str, store: str) -> Path:
 
 
 def remember_job(runs: Path, job: KnownJob) -> Path:
-    """Write the store's address into <runs>/<job> and let <runs>/latest point there.
-
-    Return the folder.
+    """Record a job's store in the folder <runs>/<job>, let <runs>/latest point to it, and return
+    it.
 
     Commands on this machine then find the job by its name, or the newest job if no name is given.
     """
@@ -420,7 +425,7 @@ def remember_job(runs: Path, job: KnownJob) -> Path:
 
 
 def link_slurm_job(folder: Path, slurm_id: str) -> None:
-    """Let commands on this machine find a job by the id of one of its Slurm jobs.
+    """Link a Slurm job's id to the job's folder, so that local commands find the job by this id.
 
     Args:
         folder: the job's folder, <runs>/<job>.
@@ -443,7 +448,7 @@ def _read_folders() -> list[str]:
 
 
 def _remember_folder(runs: Path) -> None:
-    """Record a folder of runs as the newest in this machine's list."""
+    """Add a runs/ folder to this machine's list, as the newest."""
     if os.environ.get("EBBFLOW_RUNS"):
         return
     known = _read_folders()

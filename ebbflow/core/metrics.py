@@ -1,5 +1,5 @@
-"""Prometheus metrics: the catalogue of names, `MetricBoard` for current values, and how these are
-served or pushed.
+"""Prometheus metrics: the catalogue of names, the current values, and how they are served or
+pushed.
 
 Names follow Prometheus' conventions. No label has unbounded values such as steps, paths or
 messages. A test compares the catalogue with docs/metrics.md, which `docs/generate.py` writes.
@@ -131,7 +131,7 @@ class MetricBoard:
         return generate_latest(self.registry())
 
     def registry(self) -> CollectorRegistry:
-        """Return a registry that contains only this board, for the client library's functions."""
+        """Return a registry of only this board's metrics, for functions of the client library."""
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry(auto_describe=False)
@@ -241,8 +241,7 @@ class Pusher:
 
 
 class MetricsServer:
-    """HTTP server for /metrics in its own thread, on the first free one of 16 ports, starting with
-    `port`.
+    """HTTP server for /metrics in its own thread, on the first free of 16 ports from `port` on.
 
     Several nodes on one machine can thus serve metrics. The attribute `port` is the port in use.
     `address` is the address to listen on, or "" for all addresses. Raises OSError if no port is
@@ -351,8 +350,8 @@ def render_job_metrics(report: Mapping[str, Any], events: Sequence[Event]) -> by
 
 
 def weakest_kind(*words: str) -> str:
-    """Return the least certain of several kinds of figures, such as "recorded" of "measured" and
-    "recorded".
+    """Return the least certain of several kinds of figures, such as "recorded" rather than
+    "measured".
 
     The kind is the first word of each text, and "" counts as "estimated". The order, from certain
     to uncertain, is measured, live, recorded, estimated, simulated, and any other word.
@@ -364,7 +363,7 @@ def weakest_kind(*words: str) -> str:
 
 
 def delete_group(group: PushGroup, *, say: Callable[[str], object]) -> None:
-    """Delete a node's group from its Pushgateway, within 4 s.
+    """Delete a node's group of values from its Pushgateway, within 4 s.
 
     Never raises; a missing group is not an error.
     """
@@ -625,8 +624,9 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def server_bind(self) -> None:
-        """Bind without HTTPServer's lookup of the host's full name, which blocks if no name server
-        answers.
+        """Bind the socket, but skip HTTPServer's lookup of the host's full name.
+
+        The lookup blocks if no name server answers.
         """
         socketserver.TCPServer.server_bind(self)
         self.server_name = str(self.server_address[0])

@@ -1,5 +1,6 @@
-"""The process beside a launcher that observes the job: it keeps the live page current, feeds
-trackers and sends notifications (`ebbflow.observe.observer`).
+"""Starter of the observer, a process beside a launcher that keeps the job's live page current.
+
+The process also feeds trackers and sends notifications (`ebbflow.observe.observer`).
 """
 
 import json
@@ -23,11 +24,11 @@ _CHANNELS = ("webhook_env", "command", "smtp_server")
 
 
 class ObserverProcess:
-    """Process that observes a running job.
+    """The observer of a running job: a child process, and the thread that starts it.
 
-    A separate thread starts it and stays alive until it has ended, because after a signal the
-    launcher waits for the children of its main thread, and must not wait for this process. If the
-    launcher is killed, the process writes the last page, sends the remaining metrics and exits.
+    The thread stays alive until the process has ended, because after a signal the launcher waits
+    for the children of its main thread, and must not wait for this process. If the launcher is
+    killed, the process writes the last page, sends the remaining metrics and exits.
     """
 
     def __init__(
@@ -160,12 +161,14 @@ def start_observer(
 
 
 def shows_live_page() -> bool:
-    """Return whether the user wants a live page: unless EBBFLOW_LIVE_PAGE is 0."""
+    """Return whether the job has a live page: yes, unless EBBFLOW_LIVE_PAGE is 0."""
     return os.environ.get(_LIVE_PAGE_SWITCH) != "0"
 
 
 def describe_start(job: str, work: str, store: str, folder: Path) -> str:
-    """Return the first line that a job prints: its work, its store, and its live page in `folder`."""
+    """Render the line that a job prints at its start, with its work, store and live page in
+    `folder`.
+    """
     page = folder / LIVE_PAGE
     if page.is_relative_to(Path.cwd()):
         page = page.relative_to(Path.cwd())
@@ -182,11 +185,11 @@ def start_script_observer(
     *,
     writes_report: bool = True,
 ) -> ObserverProcess | None:
-    """Start the process that observes a script's job: its live page in `folder`, progress lines, and
-    at the end, if it `writes_report`, the report in `folder` and the closing lines.
+    """Start the process that observes a script's job, with a live page in `folder` and progress
+    lines.
 
-    With EBBFLOW_LIVE_PAGE=0, there are trackers and notifications
-    only.
+    If it `writes_report`, it also writes the report to `folder` at the end, and prints the closing
+    lines. With EBBFLOW_LIVE_PAGE=0, there are only trackers and notifications.
     """
     if not shows_live_page():
         return start_observer(job, store, config)

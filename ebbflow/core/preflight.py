@@ -1,4 +1,4 @@
-"""Preflight: run checks in parallel before anything is paid for, and render their results.
+"""Preflight: checks that run in parallel before anything is paid for, and their rendered results.
 
 The packages infra, cost, training and flows each list their own checks in CHECKS. A check that
 reaches its deadline or raises is reported as failed, and does not delay other checks.
@@ -73,7 +73,7 @@ _MARKS: dict[Status, str] = {"passed": "ok", "failed": "FAIL", "warning": "warn"
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightContext:
-    """The information about a run that every check receives."""
+    """Information about a run that is passed to every check."""
 
     config: RunConfig  # the job's configuration
     project_root: Path  # folder of the project
@@ -85,7 +85,7 @@ class PreflightContext:
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """The return value of one check: its status, the details, and how to repair a failure."""
+    """Result that a check returns: its status, the details, and how to repair a failure."""
 
     status: Literal["passed", "failed", "skipped"]  # passed, failed or skipped
     detail: str  # what the check found
@@ -101,7 +101,7 @@ class CheckFinding:
 
     @classmethod
     def skipped(cls, reason: str) -> CheckFinding:
-        """Make the finding of a check that could not run.
+        """Return the finding of a check that could not run.
 
         `reason` completes "skipped, because …".
         """
@@ -115,7 +115,7 @@ skipped = CheckFinding.skipped
 
 @dataclass(frozen=True)
 class Check:
-    """A preflight check: its function, and how to run it and report its result."""
+    """A preflight check: its function, deadline, severity and title."""
 
     id: str  # name of the check in reports
     title: str  # short description
@@ -129,7 +129,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """The finding of a check, with the check's properties.
+    """The finding of a check, together with the check's id, title, severity and tier.
 
     A failed check of severity "warning" has the status "warning".
     """
@@ -156,7 +156,7 @@ class CheckResult:
 def run_checks(
     checks: Sequence[Check], context: PreflightContext, *, quick_only: bool = False
 ) -> list[CheckResult]:
-    """Run the checks in parallel, and return their results in the order of the checks.
+    """Run the checks in parallel, and return one result for each, in the same order.
 
     With `quick_only`, checks of the full tier are left out. The call takes no longer than the
     longest deadline, unless a check still computes then, as on a busy machine: at most
@@ -176,14 +176,12 @@ def run_checks(
 
 
 def failed_results(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Return the results that forbid the run: failures, but neither warnings nor skipped checks."""
+    """Return the results that forbid the run: failures, without warnings and skipped checks."""
     return [result for result in results if result.status == "failed"]
 
 
 def render_results(results: Sequence[CheckResult]) -> str:
-    """Render one line per check, the fix below each failed check, and a last line that counts each
-    status.
-    """
+    """Render one line per check, fixes below failed checks, and a last line with the counts."""
     width = max((len(result.id) for result in results), default=0)
     lines = []
     for result in results:
@@ -214,7 +212,10 @@ def render_checks(checks: Sequence[Check]) -> str:
 
 
 def _wait_for(running: Sequence[_Running]) -> None:
-    """Wait until each check has answered, or has passed its deadline and does not compute."""
+    """Wait for the answers of all checks, or until their deadlines.
+
+    A check that uses the processor after its deadline is given more time.
+    """
     waiting = list(running)
     while waiting:
         # All checks of one window share it, so that those that hang do not add up
@@ -261,8 +262,10 @@ class _Running:
         )
 
     def is_awaited(self) -> bool:
-        """Return whether there is no answer yet, and either the deadline has not passed or the check
-        has computed since the last call.
+        """Return whether to keep waiting for the check's answer.
+
+        That is so before the deadline and, up to `_BUSY_FACTOR` times as long, while the check
+        computes.
         """
         if not self._thread.is_alive():
             return False
@@ -284,7 +287,7 @@ class _Running:
         self._thread.join(seconds)
 
     def _cpu_seconds(self) -> float:
-        """Return the processor time of the check so far; 0 before its beginning and after its end."""
+        """Return the processor time of the check's thread; 0 before its start and after its end."""
         if self._cpu_clock is None:
             return 0.0
         try:

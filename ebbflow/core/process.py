@@ -1,4 +1,4 @@
-"""Process control: end children with their parent, inspect processes, handle signals, and survive
+"""Control of processes: tie children to their parent, inspect processes, and handle signals and
 closed outputs.
 """
 
@@ -46,7 +46,7 @@ _NO_LIMIT = 1 << 60  # version 1 shows a huge number where there is no limit
 
 
 class OwnProgram(StrEnum):
-    """The modules that run as processes of their own, each by `python -m MODULE`."""
+    """Modules that run as separate processes, each started with `python -m MODULE`."""
 
     COMMAND = "ebbflow"  # `ebbflow COMMAND`
     RANK = "ebbflow.training"
@@ -87,8 +87,8 @@ class ProcessStat:
 
 
 class AwakeClock:
-    """Clock that stops while this process is paused, for measuring how long other processes have
-    been silent.
+    """Clock that stands still while this process is paused, for measuring the silence of other
+    processes.
 
     Each iteration of this process's main loop adds at most `longest_turn_seconds`. So a pause of
     the whole process (SIGSTOP, `docker pause`, a frozen virtual machine) adds at most
@@ -104,7 +104,7 @@ class AwakeClock:
         self.seconds = 0.0
 
     def tick(self) -> float:
-        """Add the time since the last call.
+        """Advance the clock by the time since the last call, at most by `longest_turn_seconds`.
 
         Return the total in seconds. The main loop calls this in each iteration.
         """
@@ -115,11 +115,10 @@ class AwakeClock:
 
 
 class StoppedProcesses:
-    """Detector of processes that have been stopped (state T, not a debugger's t) for longer than
-    `limit_seconds`.
+    """Detector of processes that have been stopped (state T) for longer than `limit_seconds`.
 
-    Time during which this process itself was stopped, for example by Ctrl-Z in a terminal, does not
-    count.
+    State t, a stop by a debugger, does not count, nor does time during which this process itself
+    was stopped, for example by Ctrl-Z in a terminal.
     """
 
     def __init__(self, limit_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +127,8 @@ class StoppedProcesses:
         self._since: dict[int, float] = {}  # awake seconds at which each was first seen stopped
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Map each process stopped for over `limit_seconds` to its seconds in that state.
+        """Map each process that has been stopped for over `limit_seconds` to the seconds since
+        then.
 
         Call this once per second.
         """
@@ -141,8 +141,7 @@ class StoppedProcesses:
 
 
 class MessageReader:
-    """Reader of JSON messages, one per line, that a child process writes to a non-blocking pipe or
-    socket.
+    """Reader of a child process's JSON messages, one per line, from a non-blocking pipe or socket.
 
     Args:
         receive: returns the available bytes, or b"" at the end; raises BlockingIOError if none are
@@ -154,12 +153,10 @@ class MessageReader:
         self._unfinished = b""
 
     def read(self, note: Callable[[dict[str, int]], None]) -> bool:
-        """Pass each available message to `note`.
+        """Pass each available message to `note`, and return whether more messages may follow.
 
-        Return False if no more messages can follow, else True.
-
-        No more messages can follow at the end of the pipe, after a read error, or after bytes that
-        are not a message. Such bytes come from another process.
+        No message can follow the end of the pipe, a read error, or bytes that are not a message.
+        Such bytes come from another process.
         """
         while True:
             try:
@@ -179,13 +176,12 @@ class MessageReader:
 
 
 def own_program_line(program: OwnProgram, *words: str) -> list[str]:
-    """Return the command line of one of our own programs."""
+    """Return the command line that starts one of the project's own programs."""
     return [sys.executable, "-m", program, *words]
 
 
 def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the kernel send this process SIGKILL, or the signal `by`, as soon as its parent ends for
-    any reason.
+    """Let the kernel kill this process, or send it the signal `by`, as soon as its parent ends.
 
     The kernel watches the parent *thread*: a thread that starts such a process must live as long as
     the parent does. If the parent `parent_pid` has already died, this process exits.
@@ -209,11 +205,10 @@ def die_with_parent(parent_pid: int | None = None, *, by: signal.Signals = signa
 
 
 def tie_forked_children() -> None:
-    """Have the kernel kill the processes that the main thread forks (data-loader workers) when this
-    process ends.
+    """Let the kernel kill forked children, such as data-loader workers, when this process ends.
 
-    Grandchildren are not affected. Children of other threads are not affected either, because those
-    threads may end before this process.
+    Grandchildren are not affected. Children that threads other than the main thread fork are not
+    affected either, because those threads may end before this process.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -232,9 +227,7 @@ def tie_forked_children() -> None:
 
 
 def read_system_file(path: Path | str) -> str:
-    """Return the stripped text of a file in /proc or /sys; "" if it does not exist or cannot be
-    read.
-    """
+    """Return the stripped text of a file in /proc or /sys, or "" if it cannot be read."""
     try:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
@@ -302,9 +295,9 @@ def descendants(
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
-    """Return the exit code of a zombie child of `parent`: -N if signal N killed it.
+    """Return the exit code of a zombie child of `parent`, or -N if signal N killed it.
 
-    Return None for others.
+    Return None if the process is not such a zombie.
     """
     stat = process_stat(pid)
     if stat is None or stat.state != "Z" or stat.parent != parent or stat.threads > 1:
@@ -327,7 +320,9 @@ def available_bytes() -> int | None:
 
 
 def memory_left() -> dict[str, int]:
-    """Return the bytes that can still be allocated, keyed by what limits them; empty if unknown.
+    """Return the bytes that can still be allocated under each limit, by the limit's name.
+
+    The result is empty if they are unknown.
 
     A container has the limit of its cgroup and those of the cgroups around it.
     """
@@ -357,15 +352,18 @@ def memory_left() -> dict[str, int]:
 
 
 def host_bytes_left() -> float:
-    """Return the bytes that can still be allocated on this machine or in this container; infinity
-    if unknown.
+    """Return the bytes that can still be allocated on this machine or in this container.
+
+    Return infinity if they are unknown.
     """
     return min(memory_left().values(), default=math.inf)
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's letter for a process's state (R running, T stopped, Z zombie, …), or ""
-    if it is gone.
+    """Return the kernel's letter for a process's state, such as R (running), T (stopped) or Z
+    (zombie).
+
+    Return "" if the process is gone.
     """
     stat = process_stat(pid)
     if stat is None:
@@ -399,7 +397,7 @@ def signal_name(number: int) -> str:
 
 
 def exit_when_interrupted() -> None:
-    """Make Ctrl-C, SIGTERM and a closed terminal kill all descendants, print one line and exit with
+    """On Ctrl-C, SIGTERM or a closed terminal, kill all descendants, print one line and exit with
     code 75.
 
     A SIGINT or SIGHUP that this process already ignores (background job, nohup) stays ignored.
@@ -425,8 +423,8 @@ def end_with_descendants(number: int, frame: object) -> None:  # noqa: ARG001 (s
 
 
 def ignore_lost_readers() -> None:
-    """Keep running when the reader of stdout or stderr is gone (`| head`, a closed terminal); drop
-    the output.
+    """Drop output to stdout or stderr once its reader is gone, as with `| head` or a closed
+    terminal.
 
     Otherwise the next line of output raises BrokenPipeError in the middle of the work.
     """
@@ -448,7 +446,7 @@ def ignore_lost_readers() -> None:
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command of the command line and return its exit code.
+    """Run a function as a console command, and return the exit code.
 
     An expected error becomes a message on stderr.
     """
@@ -464,7 +462,7 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def silence_stdout() -> int:
-    """Discard further output after a BrokenPipeError on stdout (`… | head`).
+    """Discard all further output to stdout, after a BrokenPipeError (`… | head`).
 
     Return 141, the exit code for SIGPIPE.
     """
@@ -509,8 +507,8 @@ def _end_descendants() -> None:
 
 
 class _LastingOutput(io.FileIO):
-    """An output that switches to /dev/null once its reader is gone, and drops data that a full disk
-    rejects.
+    """Output that switches to /dev/null once its reader is gone, and drops data if the disk is
+    full.
     """
 
     def write(self, data: "Buffer") -> int | None:

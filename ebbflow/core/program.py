@@ -1,5 +1,4 @@
-"""Start-up code of every program: project folders, one-line messages for missing packages, output
-on any terminal.
+"""Start-up code of every program: project folders, missing packages, and output on any terminal.
 
 This module imports only the standard library, and can be parsed by Python versions that are too old
 for the other modules.
@@ -27,7 +26,10 @@ _PART_OF = {
 
 
 def _find_configs() -> Path:
-    """Return the folder of the ready configurations: in a checkout, the link at its top."""
+    """Return the folder of the configurations that come with the project.
+
+    In a checkout this is the link at its top.
+    """
     linked = IMPORT_ROOT / "configs"
     if linked.resolve() == PACKAGE_ROOT / "configs":
         return linked
@@ -38,10 +40,10 @@ DEFAULT_CONFIG = _find_configs() / "laptop.yaml"
 
 
 def _find_project() -> Path:
-    """Return EBBFLOW_PROJECT, the directory in which the first program was started, or the checkout
-    that contains it.
+    """Return the project's folder, to which relative paths and runs/ refer.
 
-    In Metaflow's code package it is the package's folder.
+    It is EBBFLOW_PROJECT if that is set. Else it is the checkout if the program was started inside
+    it, else the current directory. In Metaflow's code package it is the package's folder.
     """
     if given := os.environ.get(_PROJECT_VARIABLE):
         return Path(given).absolute()
@@ -94,8 +96,8 @@ _PLAIN = {
 
 
 def begin_program() -> None:
-    """Prepare the streams and error messages of a program; call it before importing any third-party
-    package.
+    """Prepare a program's streams and error messages; call it before importing third-party
+    packages.
 
     If Python is too old, print one line and exit with code 3. Install an exception hook that also
     prints one line and exits, without a traceback, if a package is missing.
@@ -117,8 +119,9 @@ def begin_program() -> None:
 
 
 def _open_missing_streams() -> None:
-    """Open /dev/null as stdin, stdout or stderr if it is closed (`>&-`), before another file takes
-    its descriptor.
+    """Open /dev/null in place of each closed stdin, stdout or stderr (`>&-`).
+
+    Otherwise the next file that is opened would take its descriptor.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -129,7 +132,7 @@ def _open_missing_streams() -> None:
 
 
 def _leave_ascii_locale() -> None:
-    """If the locale is ASCII, change it to C.UTF-8, because Metaflow refuses ASCII.
+    """Change an ASCII locale to C.UTF-8, because Metaflow refuses ASCII.
 
     Output remains ASCII.
     """
@@ -141,8 +144,10 @@ def _leave_ascii_locale() -> None:
 
 
 def python_path(environment=os.environ):  # type: ignore[no-untyped-def]
-    """Return the PYTHONPATH with which a child process, whose variables are `environment`, can
-    import ebbflow.
+    """Return the PYTHONPATH with which a child process can import ebbflow.
+
+    Args:
+        environment: variables of the child process.
     """
     if INSTALLED:
         own = None  # site-packages must not come before the standard library
@@ -152,7 +157,7 @@ def python_path(environment=os.environ):  # type: ignore[no-untyped-def]
 
 
 def own_command():  # type: ignore[no-untyped-def]
-    """Return the command with which the user can run `ebbflow` in the current directory."""
+    """Return the command that runs `ebbflow` when typed in the current directory."""
     if shutil.which("ebbflow"):
         return "ebbflow"
     beside = Path(sys.executable).with_name("ebbflow")
@@ -168,8 +173,8 @@ def own_command():  # type: ignore[no-untyped-def]
 
 
 def print_on_any_terminal() -> None:
-    """Make stdout and stderr replace unencodable characters with ASCII or an escape instead of
-    raising an error.
+    """Let stdout and stderr replace characters that the terminal cannot encode, instead of
+    failing.
     """
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
@@ -192,7 +197,7 @@ codecs.register_error(REPLACE_UNPRINTABLE, _replace_unprintable)
 
 
 def _explain_missing_package(kind, error, trace):  # type: ignore[no-untyped-def]
-    """Print one line if a required package is missing, and exit; else print the traceback.
+    """Explain a missing required package in one line, and exit; print other errors as usual.
 
     Used as sys.excepthook.
     """
@@ -221,8 +226,9 @@ def _extra_of(module):  # type: ignore[no-untyped-def]
 
 
 def _right_command(extra: str = "") -> str:
-    """Return how to fix a missing package: use the project's .venv interpreter, or install the
-    packages, of an extra of Ebbflow if it names one.
+    """Return advice for a missing package: use the project's .venv, or install the package.
+
+    If the package belongs to `extra`, an extra of Ebbflow, the advice names the extra.
     """
     if INSTALLED and extra:
         return f"{sys.executable} -m pip install 'ebbflow[{extra}]'"

@@ -1,5 +1,4 @@
-"""Logs of the ranks: the record of one line, reading and merging of records, and the command
-`ebbflow logs`.
+"""Logs of the ranks: records of single lines, their reading and merging, and `ebbflow logs`.
 
 A record is one line of JSON with these fields:
 
@@ -78,14 +77,14 @@ class LogLine:
 
     @property
     def identity(self) -> tuple[int, int, int, int, str]:
-        """Key that only copies of this record share.
+        """Key that identifies this record, so that copies of it can be recognized.
 
         Records of a deleted job with the same name have other keys.
         """
         return self.generation, self.node, self.rank, self.start, self.t
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON that is safe to print, without empty optional
+        """Serialize the record as one line of JSON that is safe to print, without empty optional
         fields.
         """
         record = dict(self.__dict__)
@@ -119,9 +118,7 @@ class LogLine:
 
 
 class NativeWarnings:
-    """Filter that removes messages of torch's C++ code, and the stacks that follow them, from the
-    lines of a log.
-    """
+    """Filter that removes messages of torch's C++ code, and their stacks, from log lines."""
 
     def __init__(self) -> None:
         self._inside = False
@@ -143,7 +140,7 @@ class LogsError(InfraError, outcome=Outcome.CONFIG):
 
 
 def escape_controls(text: str) -> str:
-    """Return a line of a rank's output without colours, and with other control characters escaped.
+    """Strip colours from a line of a rank's output, and escape other control characters.
 
     A progress bar that overwrites itself is reduced to its last state, preceded by the number of
     overwritten states.
@@ -187,7 +184,7 @@ class LogFilter:
 
 @dataclass(frozen=True)
 class JobPlace:
-    """The locations of a job's files."""
+    """Locations in which a job's files are searched: its store, and folders on this machine."""
 
     name: str  # name of the job
     uri: str  # URI of the store, or the path of its folder
@@ -220,8 +217,7 @@ def utc_text(unix_seconds: float) -> str:
 
 
 def split_lines(data: bytes, *, at_end: bool, most: int | None = None) -> list[tuple[bytes, bool]]:
-    """Split `data` into lines, and lines longer than 16 KiB into pieces, without cutting through a
-    UTF-8 character.
+    """Split `data` into lines, and lines longer than 16 KiB into pieces of whole UTF-8 characters.
 
     For each piece, return its bytes including any line feed, and whether the line continues in the
     next piece.
@@ -284,9 +280,7 @@ def filter_lines(lines: Iterable[LogLine], wanted: LogFilter) -> list[LogLine]:
 
 
 def render_lines(lines: Sequence[LogLine]) -> str:
-    """Summarize log lines in one line of text: how many there are, and their generations, nodes,
-    ranks and steps.
-    """
+    """Summarize log lines in one sentence: their number, generations, nodes, ranks and steps."""
     if not lines:
         return "no lines at all"
     parts = [f"{len(lines)} lines"]
@@ -428,7 +422,7 @@ def _whole_characters(piece: bytes) -> bytes:
 
 
 def _around(lines: list[LogLine], step: int, context: int) -> list[LogLine]:
-    """Return the lines whose step is nearest to `step`, with `context` lines before and after them.
+    """Return the lines nearest to `step`, with `context` lines before and after them.
 
     Often no line has exactly this step, since ranks do not print at every step. If lines of several
     generations are equally near, return lines of each of these generations.
@@ -465,10 +459,10 @@ def _read_rank(raw: Path, notices: list[str]) -> list[LogLine]:
 
 
 def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[LogLine]:
-    """Return records for the last lines of a raw log if the agent was killed before it recorded
-    these lines.
+    """Make records for the last lines of a raw log, if the agent was killed before it recorded
+    them.
 
-    The time of these records is the raw log's time of modification.
+    Their time is the raw log's time of modification.
     """
     if not raw.exists():
         return []
@@ -513,7 +507,7 @@ def _unrecorded(raw: Path, lines: list[LogLine], notices: list[str]) -> list[Log
 
 
 def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, end, is_hole) for each hole or data block in a part of a file.
+    """Yield the data blocks and holes of a part of a file, each as (start, end, is_hole).
 
     Agents punch holes to save space.
     """
@@ -538,8 +532,9 @@ def _ranges(descriptor: int, start: int, end: int) -> Iterator[tuple[int, int, b
 
 
 def _place(raw: Path, lines: list[LogLine]) -> dict | None:
-    """Return the job, generation, node and rank of a raw log, from its records or its spec file;
-    None if unknown.
+    """Return the job, generation, node and rank of a raw log, or None if unknown.
+
+    They are read from the log's records or from its spec file.
     """
     if lines:
         return {name: getattr(lines[0], name) for name in ("job", "generation", "node", "rank")}

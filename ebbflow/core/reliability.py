@@ -1,6 +1,4 @@
-"""Formulas for interruption rates, optimal save intervals, and the time that a given interval is
-expected to lose.
-"""
+"""Formulas for interruption rates, optimal save intervals, and the expected loss of an interval."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _GUESSES = (
 
 @dataclass(frozen=True)
 class GammaHazard:
-    """Estimate of the interruptions per hour: a Gamma distribution, the conjugate prior of Poisson
+    """Gamma-distributed estimate of interruptions per hour, the conjugate prior of Poisson
     arrivals.
     """
 
@@ -30,7 +28,7 @@ class GammaHazard:
 
     @classmethod
     def from_prior(cls, hazard_per_hour: float, *, weight: float = 1.0) -> GammaHazard:
-        """Make a prior with mean `hazard_per_hour` that counts as much as `weight` observed
+        """Make a prior with mean `hazard_per_hour` and the weight of `weight` observed
         interruptions.
         """
         if hazard_per_hour <= 0 or weight <= 0:
@@ -54,8 +52,8 @@ class GammaHazard:
 
 @dataclass(frozen=True)
 class PlannedHazard:
-    """Estimate of the interruptions per hour from a plan whose rate may be several times too high
-    or too low.
+    """Estimate of interruptions per hour, from a planned rate that may be several times too high or
+    low.
 
     The estimate is a mixture of Gamma distributions. While observations agree with the plan, the
     plan counts as much as eight observed interruptions. Once they contradict the plan, it loses its
@@ -98,12 +96,12 @@ class PlannedHazard:
 
 
 def daly_interval_seconds(save_seconds: float, hazard_per_hour: float) -> float:
-    """Return Daly's optimal training time between two saves in seconds, which adds higher-order
-    terms to Young's.
+    """Return Daly's optimal training time between two saves, in seconds.
 
-    With the save cost δ and the mean time between interruptions M, it is √(2δM) · (1 + ⅓·√(δ/2M) +
-    ⅑·δ/2M) − δ if δ is below 2M, else M. For δ much smaller than M it equals Young's interval.
-    Arguments, errors and the result for a hazard of 0 are as in `young_interval_seconds`.
+    It adds higher-order terms to Young's interval. With the save cost δ and the mean time between
+    interruptions M, it is √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ if δ is below 2M, else M. For δ
+    much smaller than M it equals Young's interval. Arguments, errors and the result for a hazard of
+    0 are as in `young_interval_seconds`.
 
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
     dumps", Future Generation Computer Systems 22(3), 2006, equation 37.

@@ -1,4 +1,4 @@
-"""Remarks of a rank: lines about a trouble that training survived, such as a dead data worker.
+"""Remarks of a rank: messages about a problem that training survived, such as a dead data worker.
 
 A remark is printed, and it is in the job's report and on its live page.
 """
@@ -16,7 +16,7 @@ _emit: Emit | None = None  # of this process's event log, while it is open
 
 
 def remark(text: str) -> None:
-    """Print the text, and record it as an event if this process has an event log.
+    """Print a remark, and record it as an event if this process has an event log.
 
     May be called from any thread.
     """
@@ -28,7 +28,7 @@ def remark(text: str) -> None:
 
 @contextlib.contextmanager
 def record_remarks(emit: Emit) -> Iterator[None]:
-    """Record this process's remarks with `emit` in this context."""
+    """Record remarks of this process with `emit` while the context is active."""
     global _emit
     with _lock:
         before = _emit

@@ -104,7 +104,7 @@ RENAMED = {
 
 
 class RenamedModules:
-    """Meta path finder and loader of moved modules under their old names.
+    """Import hook that finds and loads moved modules under their old names.
 
     Both names give the same module object, so that a class has one identity. It comes before
     Python's own finders: those would find `ebbflow.infra.store.folder` in the moved package
@@ -135,7 +135,7 @@ class RenamedModules:
         return module
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Refuse `python -m OLDNAME`, which runpy then explains in one line."""
+        """Refuse `python -m OLDNAME` with an error that names the new module."""
         current = current_name(fullname)
         raise ImportError(f"{fullname} is now {current}; fix: python -m {current}")
 
@@ -146,7 +146,7 @@ class RenamedModules:
 
 
 def current_name(name: str) -> str | None:
-    """Return the module that `name` is called today, or None if it has not moved."""
+    """Return the current name of a module that has moved, or None if `name` has not moved."""
     prefix = name
     while prefix:
         if prefix in RENAMED:
@@ -156,6 +156,6 @@ def current_name(name: str) -> str | None:
 
 
 def install_old_names() -> None:
-    """Make old import paths work."""
+    """Install the import hook for old import paths."""
     if not any(isinstance(finder, RenamedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, RenamedModules())

@@ -1,6 +1,4 @@
-"""The packages that a job needs, with the supported versions of each package (the same ranges as in
-setup.cfg).
-"""
+"""Packages that a job needs, with their supported versions (the same ranges as in setup.cfg)."""
 
 import platform
 import re
@@ -18,7 +16,7 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A required distribution, the module it provides, and the supported range of versions."""
+    """A required package: its distribution, the module it provides, and the supported versions."""
 
     name: str
     module: str
@@ -71,9 +69,7 @@ REQUIREMENTS = (
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, of the NVIDIA driver and of the required packages, without
-    those not installed.
-    """
+    """Return the installed versions of Python, the NVIDIA driver and the required packages."""
     driver = re.search(
         r"\b([0-9]{3,}\.[0-9.]+)\b", DRIVER_FILE.read_text() if DRIVER_FILE.exists() else ""
     )

@@ -17,11 +17,10 @@ T = TypeVar("T")
 
 
 def backoff_pauses(*, first_seconds: float = 0.02, longest_seconds: float = 2.0) -> Iterator[float]:
-    """Yield random pauses in seconds, without end.
+    """Yield random pauses in seconds, endlessly, for exponential backoff.
 
-    Their upper limit doubles until it reaches `longest_seconds`.
-
-    Randomness keeps processes that failed together from retrying together.
+    Their upper limit doubles until it reaches `longest_seconds`. Randomness keeps processes that
+    failed together from retrying together.
     """
     limit = first_seconds
     while True:
@@ -38,7 +37,7 @@ def retry(
     pauses: Iterator[float] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Call a function until it succeeds, and return its result.
+    """Call a function again until it succeeds, and return its result.
 
     Stop at the deadline or if an error is not `curable`.
 

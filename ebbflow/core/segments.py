@@ -1,5 +1,4 @@
-"""Segments of the event log: write one with its checksums, and read and verify all segments of a
-job.
+"""Segments of the event log: objects with several events and checksums, and their verification.
 
 A segment is an object with one event per line. Its last line is a seal with the checksums of the
 events:
@@ -49,9 +48,7 @@ _MOST_NODES = 100_000  # limit for a generation: a larger number is damage
 
 @dataclass(frozen=True)
 class Damage:
-    """A damage record: a part of the event log that is missing, unreadable or does not match its
-    checksums.
-    """
+    """A part of the event log that is missing, unreadable or does not match its checksums."""
 
     segment: str  # key of the segment
     what: str  # description of the damage
@@ -64,7 +61,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Line:
-    """An event line of a segment."""
+    """A line of a segment, with one event."""
 
     segment: str  # key of the segment that contains it
     number: int  # number of the line, counted from 1
@@ -97,8 +94,7 @@ class Unsealed:
 
 
 def seal_segment(key: str, lines: Sequence[str], *, last: bool) -> bytes:
-    """Return the bytes of a segment: JSON lines of events, then the seal (a line with their
-    checksums).
+    """Encode events as a segment: one JSON line each, then the seal (a line with their checksums).
 
     last: whether this is the writer's final segment.
     """
@@ -181,8 +177,8 @@ def read_segments(job_store: Store) -> Segments:
 def read_new_segments(
     job_store: Store, known: Segments, wanted: Callable[[str], bool]
 ) -> Iterator[dict[str, bytes]]:
-    """Yield the contents of the wanted segments that are not in `known`, by key, and add their keys
-    to `known`.
+    """Yield the contents of segments that are not in `known`, by key, and add their keys to
+    `known`.
 
     Raises StoreError.
     """
@@ -210,7 +206,7 @@ def _unseal_one(
     damage: list[Damage],
     last: dict[str, bool],
 ) -> None:
-    """Verify one segment. Add its lines to `own` and `foreign`, and its damage records to `damage`.
+    """Verify one segment, and add its lines to `own` or `foreign`, and its damage to `damage`.
 
     A seal is a line with the checksums of the lines before it. `own` gets the lines under the
     segment's own seal or a damaged seal, and all lines of a segment without a seal. `foreign` gets
@@ -274,7 +270,7 @@ def _unseal_one(
 
 
 def _once(lines: Sequence[Line], damage: list[Damage]) -> list[Line]:
-    """Return the lines without duplicates. Add a damage record for each segment with duplicates.
+    """Remove duplicate lines, and add a damage record for each segment that has duplicates.
 
     Equal lines are always copies, because no two events of a process have the same time.
     """
@@ -316,8 +312,8 @@ def _read_seal(line: bytes) -> tuple[str, list[str], bool] | None:
 def _verify(
     pending: list[tuple[int, bytes]], checksums: list[str]
 ) -> tuple[list[tuple[int, bytes]], list[tuple[int, bytes]]]:
-    """Split numbered lines into those whose checksum is in `checksums` (in any order) and the
-    others.
+    """Split numbered lines into those whose checksum is in `checksums`, in any order, and the
+    rest.
     """
     left = Counter(checksums)
     good = []
@@ -364,7 +360,7 @@ def _read_unknown(
     found: Segments,
     wanted: Callable[[str], bool] = lambda key: True,  # noqa: ARG005 - a default for all keys
 ) -> Iterator[dict[str, bytes]]:
-    """Yield the contents of the wanted segments that are not in `found`.
+    """Yield the contents of segments that are wanted and not yet in `found`.
 
     Record unreadable segments in `found`.
     """
@@ -424,9 +420,7 @@ def _get(job_store: Store, key: str) -> bytes | str:
 
 
 def _list_folder(folder: Path) -> tuple[list[str], list[Damage]]:
-    """Return the keys of the segments in a folder, and a damage record for each other entry, such
-    as a pipe.
-    """
+    """List the keys of the segments in a folder, and a damage record for each other entry."""
     keys: list[str] = []
     damage: list[Damage] = []
     for name, path in _entries(folder, "events", damage):

@@ -1,4 +1,4 @@
-"""The environment variable that contains the key for signing commits.
+"""Check of the environment variable that holds the key for signing commits.
 
 The key is secret: it is read only where it is used, and is never in a configuration, argument,
 event or stored object.
@@ -14,8 +14,8 @@ NAME_PATTERN = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")  # a secret given by mistake
 
 
 def signing_key_problem(name: str) -> str:
-    """Return why the environment variable `name` does not contain a usable signing key; "" if it
-    does.
+    """Return why the environment variable `name` holds no usable signing key; "" if it holds
+    one.
     """
     variable = f"the environment variable {name} (checkpoint.signing_key_env)"
     length = len(os.fsencode(os.environ.get(name, "")))

@@ -1,4 +1,4 @@
-"""Addresses of stores: which are understood, and what to write instead of the others."""
+"""Check of store addresses, with a correction for those that are not supported."""
 
 import os
 import re
@@ -65,7 +65,7 @@ _BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def find_address_problem(address: str) -> tuple[str, str] | None:
-    """Return (what is wrong with a store's address, what to write instead), or None.
+    """Return what is wrong with a store's address and what to write instead; None if it is valid.
 
     Without this check, an address in another tool's spelling would become a local folder of that
     name, and the job would look safe.
@@ -83,7 +83,7 @@ def find_address_problem(address: str) -> tuple[str, str] | None:
 
 
 def resolve_address(address: str) -> str:
-    """Return the address with environment variables expanded.
+    """Expand environment variables in a store's address, and return it.
 
     Raises StoreMisconfigured if it cannot be the address of a store.
     """
@@ -107,7 +107,7 @@ def resolve_address(address: str) -> str:
 
 
 def _find_foreign_problem(address: str) -> tuple[str, str] | None:
-    """Return the problem of an address that is no place in S3 with a bucket, or None for a folder."""
+    """Return the problem of an address that is neither a folder nor a valid S3 address, or None."""
     in_s3 = address.startswith("s3://")
     for spelling, problem in _REFUSED[:1] if in_s3 else _REFUSED:
         if spelling.match(address):

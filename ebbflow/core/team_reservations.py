@@ -1,4 +1,4 @@
-"""Documents in the store with the reservations of a team's budget.
+"""Reader of the documents in the store that record which jobs reserve a part of a team's budget.
 
 `ebbflow.cost.finance.team_store` writes them; the agents of a job only look for its name.
 """
@@ -16,7 +16,7 @@ from ebbflow.core.store import Store
 
 @dataclass(frozen=True)
 class ReservationsDocument:
-    """The newest document; number 0 without rows if there is none."""
+    """The newest document of reservations; if there is none, its number is 0 and it has no rows."""
 
     key: str = ""
     number: int = 0
@@ -24,7 +24,7 @@ class ReservationsDocument:
 
 
 def read_newest_document(root: Store) -> ReservationsDocument:
-    """Read the newest document. Raises StoreError, also if it is damaged."""
+    """Read the newest document of reservations. Raises StoreError, also if it is damaged."""
     for meta in reversed(root.list(RESERVATIONS_PREFIX)):
         name = meta.key.rpartition("/")[2].removesuffix(".json")
         if not name.isdigit():
@@ -44,5 +44,5 @@ def damaged_document(root: Store, key: str, error: Exception) -> StoreError:
 
 
 def is_reserved(root: Store, job: str) -> bool:
-    """Return whether the newest document has a reservation of the job. Raises StoreError."""
+    """Return whether the job has a reservation in the newest document. Raises StoreError."""
     return any(row["job"] == job for row in read_newest_document(root).rows)

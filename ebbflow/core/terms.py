@@ -1,5 +1,5 @@
-"""Budget, deadline and prices of a running job: computed by `cost`, passed on by the flow, used by
-`training`.
+"""Terms of a running job (budget, deadline and prices), which `cost` computes and `training`
+uses.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ _ANSWER_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class PriceWatch:
-    """The interval at which the price of a held Spot pool is asked while a job runs."""
+    """Settings for watching the price of a job's Spot pool: how often it is requested."""
 
     seconds: float  # `cost.price_seconds`; 0: the price is not watched
     budget_usd: float | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> PriceWatch:
-        """Return the watch of a run of `TrainFlow` on EC2's types; prices that are stated, for the pools
-        of a cluster or the partitions of Slurm, do not change while a job runs.
+        """Return the settings for a run of `TrainFlow` with this configuration.
+
+        Stated prices, of a cluster's pools or of Slurm's partitions, do not change while a job runs
+        and are not watched.
         """
         cost = config.cost
         target = config.cluster.plan_for
@@ -47,8 +49,9 @@ class PriceWatch:
         return cls(cost.price_seconds, cost.budget_usd)
 
     def look_seconds(self, gang_usd_per_hour: float) -> float:
-        """Return the seconds between two looks: at most a hundredth of the time that the budget
-        lasts, and 2 s at least.
+        """Return the seconds between two requests for the price.
+
+        They are at most a hundredth of the time for which the budget lasts, but at least 2 s.
         """
         if self.budget_usd is None or gang_usd_per_hour <= 0:
             return self.seconds
@@ -56,8 +59,10 @@ class PriceWatch:
         return min(self.seconds, max(_SHORTEST_LOOK_SECONDS, lasts / _LOOKS_PER_BUDGET))
 
     def rise_usd(self, gang_usd_per_hour: float, busy_seconds: float) -> float:
-        """Return the dollars by which spending may exceed what the ranks know: the price has risen
-        by `PRICE_RISE`, two looks ago (the launcher's and the agent's), and for `busy_seconds` more.
+        """Return the dollars by which spending may exceed what the ranks know of.
+
+        The estimate assumes that the price rises to `PRICE_RISE` times the known one, and that the
+        ranks learn of it after two intervals (the launcher's and the agent's) plus `busy_seconds`.
         """
         if not self.seconds:
             return 0.0
@@ -80,11 +85,13 @@ class RankPrice:
         return self.first
 
     def shifted(self, seconds: float) -> RankPrice:
-        """Return the price on a clock that is `seconds` behind."""
+        """Return the prices with all times `seconds` earlier, for a clock that is behind by as
+        much.
+        """
         return replace(self, changes=[(at - seconds, usd) for at, usd in self.changes])
 
     def cost(self, start: float, end: float) -> float:
-        """Return the dollars of one rank from `start` to `end`."""
+        """Return the dollars that one rank costs from `start` to `end`."""
         total = 0.0
         at = start
         for moment, _ in self.changes:
@@ -96,9 +103,7 @@ class RankPrice:
 
 @dataclass(frozen=True, kw_only=True)
 class Fallback:
-    """Time and dollars that an attempt on Spot keeps in reserve, so that the job can still finish
-    on demand.
-    """
+    """Reserve of time and dollars with which an attempt on Spot can still finish on demand."""
 
     # time to wait for on-demand machines, start them, redo the work that an interruption now would
     # lose, and save once more
@@ -127,7 +132,7 @@ class Fallback:
     spot_usd: float = 0.0
 
     def at_spot_price(self, ratio: float) -> Fallback:
-        """Return the reserve after the price of Spot has changed by the factor `ratio`."""
+        """Return the reserve adjusted to a Spot price that has changed by the factor `ratio`."""
         return replace(
             self,
             usd=self.usd + self.spot_usd * (ratio - 1),
@@ -136,7 +141,7 @@ class Fallback:
         )
 
     def needs(self, steps: float, *, restart: bool) -> FallbackNeeds:
-        """Return the time and the dollars that finishing on on-demand machines may take.
+        """Return the time and dollars that may be needed to finish on on-demand machines.
 
         Args:
             steps: number of steps left, in steps of planned duration.
@@ -186,14 +191,14 @@ class Terms:
 
     @property
     def price_rise(self) -> float:
-        """The factor by which the price may have risen since it was last known."""
+        """Factor by which the price may have risen since the last known price."""
         if self.price_look_seconds:
             return PRICE_RISE
         return 1.0
 
     @property
     def is_priced(self) -> bool:
-        """Whether the price is known; if not, dollars mean nothing."""
+        """Whether the price is known. If it is not, amounts in dollars have no meaning."""
         return self.price_kind != UNPRICED
 
     @property
@@ -204,8 +209,8 @@ class Terms:
         return self.budget_usd - self.reserve_usd
 
     def at_price(self, usd_per_rank_second: float, *, spent_usd: float) -> Terms:
-        """Return the terms at another price of the held pool, in proportion to which the reserves
-        change.
+        """Return the terms at another price of the machines in use; the reserves change in
+        proportion.
         """
         ratio = 1.0
         if self.usd_per_rank_second > 0:
@@ -220,7 +225,8 @@ class Terms:
         )
 
     def reached(self, spent_usd: float) -> list[float]:
-        """Return the `BUDGET_THRESHOLDS` (shares of the budget) that `spent_usd` has reached.
+        """Return the shares of the budget, out of `BUDGET_THRESHOLDS`, that `spent_usd` has
+        reached.
 
         The last threshold counts as reached once only the reserve of the budget is left.
         """
@@ -231,9 +237,8 @@ class Terms:
         return [share for share, usd in limits.items() if spent_usd >= usd]
 
     def out_of_money(self) -> str:
-        """Return why a gang must not start: only the reserve of the budget is left.
-
-        Return "" if the gang may start.
+        """Return why the ranks must not start if only the reserve of the budget is left, else
+        "".
         """
         if self.spendable_usd is None or self.spent_usd < self.spendable_usd:
             return ""
@@ -252,8 +257,7 @@ class Terms:
         slowness: float = 1.0,
         restart: bool = False,
     ) -> str:
-        """Return why the attempt must leave its machines now, to finish on others; "" if it may
-        stay.
+        """Return why the attempt must now move to other machines to finish; "" if it may stay.
 
         Args:
             spent_usd: dollars spent so far, including this attempt.
@@ -304,8 +308,10 @@ class Terms:
 
 
 def describe_unwatched_limits(config: RunConfig, command: str) -> str:
-    """Return a line about limits of the configuration that nothing watches in a job without terms; ""
-    without such limits.
+    """Return a warning that the configured budget or deadline is not watched in a job without a
+    plan.
+
+    Return "" if neither is set.
 
     Args:
         command: the command that plans the job and watches them.

@@ -1,5 +1,4 @@
-"""Escape untrusted text before it reaches a terminal: exception messages, rank output, job names,
-keys, AWS messages.
+"""Escaping of untrusted text before it is printed, such as exception messages and rank output.
 
 A terminal executes control characters in its input: escape sequences move the cursor, erase lines,
 and set the window's title or the clipboard; a carriage return overwrites a line; bidirectional
@@ -53,7 +52,9 @@ class GuardedStream:
 
     @property
     def unguarded(self) -> TextIO:
-        """The underlying stream, for a program that moves the cursor and escapes all text itself."""
+        """The underlying stream, for a program that moves the cursor and escapes its text
+        itself.
+        """
         return self._stream
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -65,8 +66,7 @@ class GuardedStream:
 
 
 def printable(text: object) -> str:
-    """Return the text with each unsafe character replaced by a JSON escape, such as \\u001b for
-    ESC.
+    """Replace each unsafe character by a JSON escape, such as \\u001b for ESC.
 
     Tabs and line feeds stay; a carriage return before a line feed is removed. The function is
     idempotent, and does not change the meaning of a JSON document.
@@ -75,7 +75,7 @@ def printable(text: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return printable text with each run of line breaks and tabs replaced by one space."""
+    """Make text printable, and replace each run of line breaks and tabs by one space."""
     return printable(re.sub(r"[\t\n\v\f\r\x85\u2028\u2029]+", " ", str(text)).strip())
 
 
@@ -101,8 +101,7 @@ def strip_colours(text: str) -> str:
 
 
 def guard_terminal(*, keep_colours: bool = False) -> None:
-    """Escape unsafe characters in everything that this process writes to sys.stdout and sys.stderr
-    from now on.
+    """From now on, escape unsafe characters in all output of this process to stdout and stderr.
 
     With `keep_colours`, Metaflow's own colours stay; use it in processes in which Metaflow writes
     to the terminal.

@@ -1,5 +1,4 @@
-"""Adapters to other training libraries. Each module has the name of its library and needs it
-installed.
+"""Adapters to other training libraries: one module per library, which must be installed.
 
 They import `core` and `training`, and never prices or Metaflow.
 """
@@ -27,8 +26,10 @@ _TRIAL = {"lightning": {"accelerator": "cpu", "devices": 1, "num_nodes": 1}}
 
 
 def switch_on(*, trial: bool = False) -> None:
-    """Make Trainers that this process imports later add a CommitCallback and resume from the newest
-    commit.
+    """Change the Trainers that this process imports from now on: they make commits and resume from
+    them.
+
+    Each gets a CommitCallback, and starts from the newest commit.
 
     Args:
         trial: whether this process is the only rank of a trial, without accelerators.
@@ -37,7 +38,7 @@ def switch_on(*, trial: bool = False) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finder that lets the other finders import a module, and changes its Trainer afterwards."""
+    """Import hook that changes the Trainer of a library's module once the module is imported."""
 
     def __init__(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
         self._left = dict(_TRAINERS)
@@ -101,7 +102,7 @@ def _committing(
 
 
 def _commit_callback(library: str) -> Any:
-    """Import the callback of a library. Each adapter needs its own library."""
+    """Import and return the CommitCallback for a library, which must be installed."""
     if library == "transformers":
         from ebbflow.integrations.transformers import CommitCallback
     else:

@@ -1,4 +1,4 @@
-"""Run a script as the only rank of a trial:
+"""Command that runs a script as the only rank of a trial:
 
 `python -m ebbflow.integrations SCRIPT.py ARGUMENTS`.
 """

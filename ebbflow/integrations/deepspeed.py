@@ -1,4 +1,4 @@
-"""Make commits from a DeepSpeed engine. `ebbflow.attach(engine)` uses this module by itself.
+"""Commits from a DeepSpeed engine, for scripts that call `ebbflow.attach(engine)`.
 
 DeepSpeed writes its own checkpoint for every commit, and the commit holds its files beside the
 state of the loop. Such a checkpoint fits only the number of ranks that wrote it.
@@ -30,7 +30,7 @@ _TAG = "engine"
 
 
 class DeepSpeedState(ScriptState):
-    """State of a script that trains with a DeepSpeed engine in a loop of its own."""
+    """State of a script that trains a DeepSpeed engine in its own loop."""
 
     def __init__(
         self,
@@ -119,7 +119,8 @@ def make_state(
     _optimizer: object,
     states: Mapping[str, Stateful],
 ) -> DeepSpeedState:
-    """Return the state of a script's job, with the engine's own optimizer.
+    """Return the state to save for a script with a DeepSpeed engine, including the engine's
+    optimizer.
 
     Raises AttachError for an engine that cannot be saved.
     """

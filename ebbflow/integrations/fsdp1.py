@@ -1,6 +1,5 @@
-"""Make commits from a model in `FullyShardedDataParallel` (FSDP1).
-
-`ebbflow.attach` uses this module by itself.
+"""Commits from a model in `FullyShardedDataParallel` (FSDP1), for scripts that call
+`ebbflow.attach`.
 
 FSDP1 keeps the parameters of a module in one flat buffer, cut where a rank's share ends. torch's
 sharded state dict cuts each parameter along its first dimension instead. So a commit holds
@@ -62,12 +61,15 @@ def make_state(
     optimizer: Optimizer | None,
     states: Mapping[str, Stateful],
 ) -> Fsdp1State:
-    """Return the state of a script's job. Raises AttachError for a model that cannot be saved."""
+    """Return the state to save for a script with an FSDP1 model.
+
+    Raises AttachError for a model that cannot be saved.
+    """
     return Fsdp1State(gang, model, optimizer, states)
 
 
 class _ShardedState:
-    """State of model and optimizer, each tensor as a DTensor that is cut along its first dimension."""
+    """State of model and optimizer, as DTensors that are sharded along their first dimension."""
 
     def __init__(self, model: FullyShardedDataParallel, optimizer: Optimizer) -> None:
         self._model = model
@@ -112,7 +114,10 @@ class _ShardedState:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return the parameters by their names without wrappers. Collective."""
+        """Return the parameters by their names in the unwrapped model.
+
+        Collective.
+        """
         buffers = {
             name.replace("_fsdp_wrapped_module.", "") for name, _ in self._model.named_buffers()
         }
@@ -154,7 +159,7 @@ class _ShardedState:
 
 
 class _Parameters(nn.Module):
-    """The parameters of a model that FSDP1 has flattened, each with its own name."""
+    """Module that has the unflattened parameters of an FSDP1 model under their own names."""
 
     def __init__(self, parameters: dict[str, Tensor]) -> None:
         super().__init__()

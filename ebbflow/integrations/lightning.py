@@ -1,4 +1,4 @@
-"""Make commits from Lightning's Trainer.
+"""Commits from Lightning's Trainer, by a callback.
 
     trainer = Trainer(..., callbacks=[CommitCallback()])
     trainer.fit(model, loader, ckpt_path=CommitCallback.restore(trainer, loader))
@@ -28,7 +28,7 @@ from ebbflow.training.errors import AttachError
 
 
 class CommitCallback(Callback):
-    """Callback that saves and commits whenever a commit is due.
+    """Callback that saves the Trainer's state and commits it, each time a commit is due.
 
     The arguments are those of `ebbflow.attach`.
     """
@@ -48,8 +48,8 @@ class CommitCallback(Callback):
 
     @staticmethod
     def restore(trainer: Trainer, loader: Any = None) -> str | None:
-        """Restore the newest commit, and return the path of the checkpoint for `fit`; None if there
-        is no commit.
+        """Restore the newest commit, and return the checkpoint's path for `fit`, or None without a
+        commit.
 
         If the training loader is given, a resumed run reads the same samples as an uninterrupted
         one.

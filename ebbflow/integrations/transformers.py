@@ -1,5 +1,5 @@
-"""Make commits from the Trainer of Hugging Face transformers, and of libraries that extend it, such
-as TRL and PEFT.
+"""Commits from the Trainer of Hugging Face transformers and of its extensions, such as TRL and
+PEFT.
 
     trainer = Trainer(..., callbacks=[CommitCallback()])
     trainer.train(resume_from_checkpoint=CommitCallback.restore(trainer))
@@ -25,8 +25,8 @@ from ebbflow.training.errors import AttachError
 
 
 class CommitCallback(TrainerCallback):
-    """Callback that makes a Trainer save when a commit is due, and commits every folder that the
-    Trainer saves.
+    """Callback that lets a Trainer save when a commit is due, and commits each folder that it
+    saves.
 
     The arguments are those of `ebbflow.attach`. The Trainer also saves when its own arguments say
     so.

@@ -1,4 +1,4 @@
-"""What shows a job: the live page, trackers, notifications, dashboards, alerts and the timeline.
+"""Displays of a job: live page, trackers, notifications, dashboards, alerts and timeline.
 
-It imports `core`, `infra`, `diagnose` and `cost`, and never torch or Metaflow.
+The package imports `core`, `infra`, `diagnose` and `cost`, and never torch or Metaflow.
 """

@@ -1,5 +1,4 @@
-"""`ebbflow observe`: run Prometheus with Ebbflow's alert rules on this machine, for the jobs that
-run here.
+"""`ebbflow observe`: run Prometheus with Ebbflow's alert rules for the jobs on this machine.
 
 The command needs no root rights.
 """
@@ -27,7 +26,7 @@ _NAME = re.compile(r"# (?:HELP|TYPE) (\S+) ")
 
 
 def merge_pages(pages: Sequence[str]) -> bytes:
-    """Merge pages of Prometheus' text format.
+    """Merge several pages in Prometheus' text format into one.
 
     Each family's help and type appear once, before all of its samples.
     """
@@ -50,7 +49,7 @@ def merge_pages(pages: Sequence[str]) -> bytes:
 
 
 def read_job_pages(runs: Path) -> bytes:
-    """Return the metrics of all ended jobs in runs/, read from the jobs' metrics.prom files."""
+    """Read the metrics.prom files of all ended jobs in runs/, and return them as one page."""
     pages = []
     for path in sorted(runs.glob("*/metrics.prom")):
         if path.parent.name != "latest":
@@ -62,7 +61,7 @@ def read_job_pages(runs: Path) -> bytes:
 def prometheus_config(
     nodes: Sequence[str], jobs: str, *, interval_seconds: float
 ) -> dict[str, object]:
-    """Build Prometheus' configuration, which is also valid YAML once it is written as JSON.
+    """Build Prometheus' configuration as an object that is valid YAML once it is written as JSON.
 
     Args:
         nodes: Addresses at which nodes may serve /metrics (`metrics.port`).
@@ -94,7 +93,7 @@ def add_observe_command(commands: argparse._SubParsersAction, project_root: Path
 
 
 def observe(options: argparse.Namespace, runs: Path) -> int:
-    """Run Prometheus until it ends or Ctrl-C is pressed. Return its exit code.
+    """Run Prometheus until it ends or Ctrl-C is pressed, and return its exit code.
 
     The exit code is 3 if Prometheus is not installed, and 2 if a port is unusable.
     """

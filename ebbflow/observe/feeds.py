@@ -1,4 +1,7 @@
-"""What trackers and notification channels get of a job, and the record of what was sent."""
+"""Feeds of a job's metrics to trackers and of its news to notification channels.
+
+A record of what was sent is kept in the store.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ _LOCK_SECONDS = 60.0  # an earlier attempt's process ends within this time
 
 
 class SentState(TypedDict):
-    """What was sent, as it is kept in the store.
+    """Record of what was sent to trackers and channels, as stored in `trackers.json`.
 
     sent: newest step by tracker. told: keys of the news by notification channel.
     """
@@ -58,7 +61,7 @@ class SentState(TypedDict):
 
 
 class JobFeeds:
-    """Trackers and notification channels of one job, with the record of everything sent to them
+    """Trackers and notification channels of one job, with a record of what was sent
     (`trackers.json`).
 
     It is an output of `ebbflow.observe.observer.JobObserver`. Each tracker and channel has a thread of its
@@ -99,7 +102,8 @@ class JobFeeds:
         self._threads: list[OutputThread] = []
 
     def start(self) -> None:
-        """Start the threads, unless another process on this machine sends the job's metrics.
+        """Start the threads, unless another process on this machine already sends the job's
+        metrics.
 
         Raises ReportError if that process does not end in time, and StoreError.
         """
@@ -160,9 +164,9 @@ class JobFeeds:
         self._told_problem = True
 
     def finish(self, seconds: float) -> bool:
-        """Wait at most `seconds` until everything is sent, and return whether it is.
+        """Wait at most `seconds` until everything is sent, and return whether that succeeded.
 
-        If it is not, print the names of the trackers and channels that are late.
+        If not, print the names of the trackers and channels that are late.
         """
         limit = time.monotonic() + seconds
         late = []
@@ -181,7 +185,7 @@ class JobFeeds:
 
     @property
     def run(self) -> TrackedRun | None:
-        """Job as trackers show it; None before the job has recorded its configuration."""
+        """The job as trackers show it, or None before the job has recorded its configuration."""
         if self._configured is None:
             return None
         secrets = secret_values(dict(os.environ))
@@ -239,7 +243,7 @@ class JobFeeds:
 
 
 class StepSeries:
-    """Metrics of a job's steps, from the events of rank 0. Several threads may read a series."""
+    """Metrics of a job's steps, collected from rank 0's events. Several threads may read them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -308,14 +312,14 @@ class StepSeries:
             return points
 
     def forget(self, step: int) -> None:
-        """Delete the points up to `step`, because every tracker has received them."""
+        """Delete the points up to `step`, which every tracker has received."""
         with self._lock:
             for point in [point for point in self._points if point <= step]:
                 del self._points[point]
 
 
 class SoleSender:
-    """Lock of a job's metrics, so that only one process on this machine sends them."""
+    """Lock that lets only one process on this machine send a job's metrics."""
 
     def __init__(self, store: Store) -> None:
         number = hashlib.sha256(store.uri.encode()).hexdigest()[:16]
@@ -323,8 +327,9 @@ class SoleSender:
         self._file: IO[str] | None = None  # open while this process has the lock
 
     def acquire(self) -> bool:
-        """Take the lock, and return whether this process has it. It is released at the latest when
-        the process ends.
+        """Take the lock, and return whether this process has it.
+
+        The lock is released at the latest when the process ends.
         """
         if self._file is not None:
             return True
@@ -370,7 +375,7 @@ def _totals(report: RunReport) -> dict[str, float]:
 
 
 class _TrackerFeed:
-    """Connection to one tracker of a job, with the last step that the tracker has received."""
+    """Feed of a job's metrics to one tracker, from the last step that the tracker has received."""
 
     def __init__(self, feeds: JobFeeds, config: TrackerConfig) -> None:
         settings = json.dumps(config.model_dump(exclude={"live", "key_env"}))

@@ -1,4 +1,4 @@
-"""The files of a job's report: report.json, report.html and metrics.prom."""
+"""Writer of the files of a job's report: report.json, report.html and metrics.prom."""
 
 import contextlib
 import json

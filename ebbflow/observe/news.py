@@ -1,4 +1,4 @@
-"""Messages about a job for notification channels: start, notices, failures and budget."""
+"""News about a job for notification channels: start, notices, failures and budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ebbflow.cost.report.report import RunReport
 
 
 class News(NamedTuple):
-    """Message about a job for notification channels."""
+    """A one-line message about a job, for notification channels."""
 
     key: str  # a message with the same key is not sent twice
     t_wall: float
@@ -22,8 +22,9 @@ class News(NamedTuple):
 
 
 def list_news(events: Sequence[Event], report: RunReport) -> Iterator[News]:
-    """Yield all messages that follow from the events (in order of their wall time) and the report
-    of a job so far.
+    """Yield all messages about a job so far, from its events and its report.
+
+    The events are in order of their wall time.
     """
     yield from _list_event_news(events, report)
     yield from _list_failure_news(report)

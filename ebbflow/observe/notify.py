@@ -1,4 +1,4 @@
-"""Notifications of a job: one line of text by webhook, by e-mail or to a command."""
+"""Delivery of one-line notifications by webhook, by e-mail or to a command."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class NotificationError(InfraError):
 
 
 def open_channels(config: NotificationsConfig) -> dict[str, Callable[[str], None]]:
-    """Return the configured channels by name.
+    """Return the configured channels by name, each as a function that delivers one line.
 
-    Each is a function that delivers one line, or raises an exception.
+    The function raises an exception if it fails.
     """
     channels: dict[str, Callable[[str], None]] = {}
     if config.webhook_env is not None:
@@ -48,7 +48,7 @@ def open_channels(config: NotificationsConfig) -> dict[str, Callable[[str], None
 
 
 def without_links(text: str) -> str:
-    """Return the text with each address spelled so that no program makes a link of it.
+    """Respell web addresses in a text so that no program turns them into links.
 
     A message quotes exceptions, which may quote anything that a job has read.
     """
@@ -56,8 +56,9 @@ def without_links(text: str) -> str:
 
 
 def without_markup(text: str) -> str:
-    """Return the text so that Slack, Mattermost and Discord show it as it is: without links,
-    mentions such as <!channel> or @here, and entities.
+    """Escape a text so that Slack, Mattermost and Discord show it unchanged.
+
+    It then has no links, no mentions such as <!channel> or @here, and no entities.
     """
     return _MENTION.sub("@\u200b", without_links(text)).translate(_SLACK)
 
@@ -131,7 +132,7 @@ def _connect(host: str, port: int) -> smtplib.SMTP:
 
 
 def _peer_is_here(server: smtplib.SMTP) -> bool:
-    """Return whether the server is on this machine's loopback, where messages need no TLS."""
+    """Return whether the mail server is on this machine, so that messages need no TLS."""
     assert server.sock is not None
     address = ipaddress.ip_address(server.sock.getpeername()[0])
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -1,4 +1,4 @@
-"""The process that observes a running job: `python -m ebbflow.observe.observer`.
+"""Process that observes a running job, started by `python -m ebbflow.observe.observer`.
 
 One reader of the job's event log serves all outputs: the live page, the trackers and the
 notification channels. Each output works in threads of its own, so that a slow or failing output
@@ -55,7 +55,7 @@ _ANY_WIDTH = 10_000  # columns; terminals and log viewers wrap lines themselves
 
 
 class JobObserver:
-    """Reader of one job's event log that keeps outputs up to date."""
+    """Reader of a job's event log, which passes new events and reports to several outputs."""
 
     def __init__(self, live: LiveReport, outputs: Sequence[Output]) -> None:
         self._live = live
@@ -63,7 +63,7 @@ class JobObserver:
         self._due = 0.0  # monotonic time of the next report
 
     def look(self, *, last: bool = False) -> None:
-        """Read new events, and give them and the report to the outputs.
+        """Read new events, and pass them and the newest report to the outputs.
 
         Args:
             last: Whether the launcher has ended, so that no more events will come.
@@ -88,7 +88,9 @@ class JobObserver:
                 output.wake(last=last)
 
     def leave_to_launcher(self) -> bool:
-        """Drop the outputs that the launcher replaces as it ends. Return whether others remain."""
+        """Drop the outputs that the launcher replaces at its end, and return whether others
+        remain.
+        """
         self._outputs = [output for output in self._outputs if not output.ends_with_launcher]
         return bool(self._outputs)
 
@@ -104,7 +106,7 @@ class JobObserver:
 
 
 class PageFile:
-    """Output that keeps the file of a job's live page current.
+    """Output that keeps the file of a job's live page up to date.
 
     The file is replaced atomically, so that a reader never sees a part of it. At the end of the job
     the report takes its place.
@@ -126,7 +128,7 @@ class PageFile:
         self._thread.wake()  # with a page that waits for the first event
 
     def add(self, events: Sequence[Event]) -> None:
-        """Do nothing, since the page shows the report."""
+        """Ignore new events, because the page is rendered from the report."""
 
     def show(self, view: JobView) -> None:
         self._report = view.report
@@ -159,7 +161,7 @@ class PageFile:
 
 
 class ProgressLines:
-    """Output that prints a line about the progress of the job every few seconds."""
+    """Output that prints a line about the job's progress every few seconds."""
 
     ends_with_launcher = True
 
@@ -168,7 +170,7 @@ class ProgressLines:
         self._due = 0.0  # monotonic time of the next line
 
     def add(self, events: Sequence[Event]) -> None:
-        """Do nothing, since the line shows the report's figures."""
+        """Ignore new events, because the line is rendered from the report."""
 
     def show(self, view: JobView) -> None:
         report = view.report
@@ -184,14 +186,14 @@ class ProgressLines:
         """Do nothing, since `show` writes its line at once."""
 
     def report_problem(self, error: Exception) -> None:
-        """Do nothing: the live page shows it."""
+        """Do nothing, because the live page shows the problem."""
 
     def finish(self, seconds: float) -> bool:  # noqa: ARG002 - it has no thread
         return True
 
 
 def observe(observer: JobObserver, ending: threading.Event, parent: int) -> bool:
-    """Look at the job repeatedly until the launcher has ended, then once more.
+    """Update the outputs repeatedly until the launcher has ended, then once more.
 
     Return whether all outputs have ended.
 
@@ -258,7 +260,7 @@ def main() -> None:
 
 
 def finish_job(job: str, job_store: Store, folder: Path) -> None:
-    """Write the report of a job that no launcher reports on, and print its closing lines.
+    """Write the report of a job whose launcher writes none, and print its closing lines.
 
     The report's page replaces the live page.
     """
@@ -280,7 +282,10 @@ def print_line(text: str) -> None:
 
 
 def _runs_elsewhere(job_store: Store, parent: int) -> bool:
-    """Return whether a process other than `parent` runs the job now, as after a restart by torchrun."""
+    """Return whether a process other than `parent` now runs the job.
+
+    This happens, for example, after torchrun has restarted the script.
+    """
     try:
         found = running_launcher(job_store)
     except InfraError:

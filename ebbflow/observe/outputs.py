@@ -1,5 +1,6 @@
-"""Outputs of the observer: their interface, and the threads in which they work, so that a slow or
-failing output delays nothing else.
+"""Outputs of the observer: their interface, and threads in which they do their work.
+
+With threads, a slow or failing output delays nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LONGEST_ERROR = 300  # characters
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as the observer sees it at one look."""
+    """The report and events of a job at one moment, as the observer passes them to outputs."""
 
     report: RunReport
     events: Sequence[Event]  # all events so far, merged
@@ -41,31 +42,38 @@ class Output(Protocol):
     ends_with_launcher: bool
 
     def add(self, events: Sequence[Event]) -> None:
-        """Take new events, unmerged."""
+        """Receive new events.
+
+        They are not merged (see `ebbflow.observe.watch.merge_committed_steps`).
+        """
         ...
 
     def show(self, view: JobView) -> None:
-        """Take the newest report and all events."""
+        """Receive the newest report and all events."""
         ...
 
     def wake(self, *, last: bool) -> None:
-        """Let the output's threads write what they were given, also without a report."""
+        """Let the output's threads write what they have received, even if there was no report."""
         ...
 
     def report_problem(self, error: Exception) -> None:
-        """Report that the observer's last reading of the job failed with `error`."""
+        """Report that the observer could not read the job or build its report, because of
+        `error`.
+        """
         ...
 
     def finish(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the threads. Return whether they have ended."""
+        """Wait at most `seconds` until the output's threads have ended, and return whether they
+        have.
+        """
         ...
 
 
 class OutputThread(threading.Thread):
-    """Thread that calls `work` each time `wake` is called. It ends after the first call of `work`
-    without an error that follows `wake(last=True)`.
+    """Thread that calls `work` each time `wake` is called.
 
-    It prints the first of consecutive errors, and retries.
+    It ends after `wake(last=True)`, once `work` has succeeded. It prints the first of consecutive
+    errors, and retries.
 
     Args:
         work: called with whether the job has ended.

@@ -1,5 +1,6 @@
-"""Timeline of a job in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open:
-`ebbflow trace JOB`.
+"""`ebbflow trace JOB`: timeline of a job in the Trace Event Format.
+
+ui.perfetto.dev and chrome://tracing open this format.
 
 Each node is a process and each rank a thread. A slice is an interval of one ledger class, so a step
 is split into its waits and its useful part. Commits, notices and failures are marks; loss and speed
@@ -74,14 +75,14 @@ _LAST = (LedgerClass.CHECKPOINT_STALL,)
 
 
 class TraceSource(TypedDict):
-    """Job of a trace, and the Unix time of its first event."""
+    """Origin of a trace: the job, and the Unix time of its first event."""
 
     job: str
     start_unix: float
 
 
 class Trace(TypedDict):
-    """Trace of a job, as Perfetto reads it."""
+    """Trace of a job, in the JSON format that Perfetto reads."""
 
     traceEvents: list[JsonObject]
     displayTimeUnit: str
@@ -89,7 +90,7 @@ class Trace(TypedDict):
 
 
 def build_trace(events: Sequence[Event]) -> Trace:
-    """Build the trace of a job from its events, with the first event at time 0."""
+    """Build the trace of a job from its events; times count from the first event."""
     ordered = sorted(events, key=lambda event: (event.t_wall, event.t_mono))
     zero = ordered[0].t_wall
     found = [*_names(ordered), *_spans(ordered, zero)]
@@ -103,8 +104,7 @@ def build_trace(events: Sequence[Event]) -> Trace:
 
 
 def build_spans(events: Sequence[Event]) -> list[JsonObject]:
-    """Build the spans of a job in OTLP's JSON encoding: the job, its generations, and the saves and
-    steps of each.
+    """Build OTLP spans (as JSON) of a job, its generations, and their saves and steps.
 
     Trace and span ids depend only on the job's name and the span, so sending a job twice creates no
     second span.
@@ -301,7 +301,7 @@ def _meta(kind: str, process: int, thread: int, name: str) -> JsonObject:
 
 
 def _spans(events: Sequence[Event], zero: float) -> Iterator[JsonObject]:
-    """Yield one slice per generation, and one per node of each generation.
+    """Yield the slices of all generations, and of each node in them.
 
     A slice without a recorded end lasts until the last event of the generation or node.
     """

@@ -1,4 +1,4 @@
-"""`ebbflow track`: send an ended job's metrics to trackers, as far as they lack them.
+"""`ebbflow track`: send an ended job's metrics to trackers that do not have all of them yet.
 
 While a job runs, its observer (`ebbflow.observe.observer`) sends them.
 """
@@ -64,7 +64,7 @@ def _track(arguments: argparse.Namespace) -> int:
 
 
 def _own_config(arguments: argparse.Namespace, store: Store) -> RunConfig:
-    """Return the configuration of a job that has ended, without its notifications.
+    """Return the job's configuration, without notifications.
 
     Raises ReportError if the job is running or has no trackers.
     """

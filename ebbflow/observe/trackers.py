@@ -1,4 +1,4 @@
-"""Trackers of experiments: W&B, MLflow, TensorBoard and JSON Lines behind one interface.
+"""Trackers of experiments (W&B, MLflow, TensorBoard and JSON Lines) behind one interface.
 
 A tracker is fed from the event log by one process (`ebbflow.observe`), never by a rank. So it
 cannot slow training, and all attempts of a job are one run.
@@ -28,7 +28,7 @@ _MLFLOW_PARAMETERS = 100
 
 
 class TrackerError(InfraError):
-    """Error: a tracker cannot be used, such as for a missing package."""
+    """Error: a tracker cannot be used, for example because its package is missing."""
 
     outcome = Outcome.CONFIG
 
@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """A job as trackers show it: one run, whatever the number of attempts."""
+    """A job as trackers show it: as a single run, even if it has several attempts."""
 
     id: str  # the same in all attempts
     name: str
@@ -61,28 +61,28 @@ class Tracker(Protocol):
     place: str  # where the user finds the run
 
     def open(self, sent: int, /) -> int:
-        """Open the run, and return its last step.
+        """Open the run at the destination, and return the last step that it has.
 
         `sent` is the last step that was sent to it, as far as is known.
         """
         ...
 
     def log(self, points: Sequence[Point]) -> None:
-        """Write points, whose steps increase and follow the last step.
+        """Write points, which are durable when this returns.
 
-        They are durable when this returns.
+        Their steps increase and follow the last step.
         """
         ...
 
     def conclude(self, facts: Mapping[str, float | str]) -> None:
-        """Write the job's totals, and whether it ended (`outcome`)."""
+        """Write the job's totals and its outcome."""
         ...
 
     def close(self) -> None: ...
 
 
 def make_tracker(config: TrackerConfig, run: TrackedRun) -> Tracker:
-    """Make the tracker of a configuration.
+    """Create the tracker that a configuration describes.
 
     Raises TrackerError if its package or its secret is missing.
     """
@@ -103,8 +103,9 @@ class _JsonLines:
         self.place = str(self._path)
 
     def open(self, _sent: int) -> int:
-        """Cut the file at its first damaged line, which is the last line if a process was killed
-        while writing.
+        """Cut the file at its first damaged line, if there is one.
+
+        If a process was killed while writing, this is the last line.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         last = 0
@@ -332,9 +333,10 @@ _KINDS = {
 
 
 def _secret(config: TrackerConfig) -> str | None:
-    """Return the value of the variable that `key_env` names, or None if it names none.
+    """Return the secret in the environment variable that `key_env` names, or None without
+    `key_env`.
 
-    Raises TrackerError if unset.
+    Raises TrackerError if the variable is not set.
     """
     if config.key_env is None:
         return None

@@ -1,5 +1,5 @@
-"""`ebbflow watch`: serve the live page of a job to this machine's browser, write it to a file, or
-print it once.
+"""`ebbflow watch`: show the live page of a job in a browser, write it to a file, or print it
+once.
 """
 
 import argparse
@@ -52,8 +52,9 @@ WAITING = "waiting for the job's first event"
 
 
 class MergingFollower(LogFollower):
-    """Reader of a growing event log that keeps all events, merged to a short list
-    (`merge_committed_steps`).
+    """Reader of a growing event log that keeps its events in memory, merged to a shorter list.
+
+    See `merge_committed_steps`.
     """
 
     def __init__(self, job_store: Store) -> None:
@@ -63,7 +64,9 @@ class MergingFollower(LogFollower):
         self._merge_at = _MOST_UNMERGED
 
     def read_new(self) -> Iterator[list[Event]]:
-        """Yield the new events, unmerged, some thousand at a time. Raises StoreError."""
+        """Yield the new events, a few thousand at a time, before they are merged. Raises
+        StoreError.
+        """
         for new in super().read_new():
             self.count += len(new)
             self.events = sorted(
@@ -76,7 +79,7 @@ class MergingFollower(LogFollower):
 
 
 class LiveReport:
-    """The report of a job that may be running, made anew from its growing event log.
+    """Report of a job that may still be running, rebuilt as its event log grows.
 
     Args:
         launcher: The launcher that is known to run the job, as JSON values; None to look up its
@@ -97,13 +100,13 @@ class LiveReport:
 
     @property
     def events(self) -> list[Event]:
-        """Events read so far, merged to a short list (`merge_committed_steps`)."""
+        """Events read so far, merged to a shorter list (`merge_committed_steps`)."""
         if self._follower is None:
             return []
         return self._follower.events
 
     def read_new(self) -> Iterator[list[Event]]:
-        """Yield the new events, unmerged, some thousand at a time.
+        """Yield the new events, a few thousand at a time, before they are merged.
 
         Raises CostError if the job is unknown, and StoreError.
         """
@@ -117,7 +120,7 @@ class LiveReport:
         yield from self._follower.read_new()
 
     def build(self, *, last: bool = False) -> RunReport:
-        """Build the report from the events that were read, of which there must be some.
+        """Build the report from the events that were read so far; there must be at least one.
 
         Args:
             last: Whether the launcher has ended. If so, the report shows the job as ended.
@@ -142,8 +145,10 @@ class LiveReport:
         return report
 
     def _find_damage(self, count: int) -> Sequence[Damage]:
-        """Return the damage to the log of an ended job: that in its report if all of `count` events
-        are in it too.
+        """Return the damage to the log of an ended job.
+
+        It is taken from the job's report if that covers all `count` events; otherwise the log is
+        read again.
         """
         # No report of this kind
         with contextlib.suppress(StoreError, ValueError, KeyError, TypeError, AttributeError):
@@ -154,7 +159,7 @@ class LiveReport:
         return read_job_log(self.job, self._store).damage
 
     def _read_logs(self) -> list[LogLine]:
-        """Return the output of the ranks.
+        """Return the log lines of the ranks.
 
         It is read again only after another generation has ended.
         """
@@ -166,7 +171,7 @@ class LiveReport:
 
 
 class LivePage:
-    """The page of a job that may be running.
+    """HTML page of a job that may still be running.
 
     The page is rendered again when the job's event log has grown.
     """
@@ -188,7 +193,7 @@ class LivePage:
         return max(0.1, self._due - time.monotonic())
 
     def render(self) -> bytes:
-        """Return the page, at most a few seconds old."""
+        """Return the page's HTML, which is at most a few seconds old."""
         with self._lock:
             if not self._built or time.monotonic() >= self._due:
                 began = time.monotonic()
@@ -217,7 +222,7 @@ class LivePage:
 
 
 def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
-    """Merge step events: all steps of a rank between two commits become one event.
+    """Merge the step events of each rank between two commits into one event.
 
     For the lowest rank, which supplies the plots, only eight steps are merged at a time, or more if
     that leaves over 8,192 events. A log of several days has millions of steps, too many to evaluate
@@ -259,12 +264,12 @@ def merge_committed_steps(events: Sequence[Event]) -> list[Event]:
 
 
 def render_page(report: RunReport, earlier: Sequence[RunReport]) -> bytes:
-    """Render the report as an HTML page that compares the job with earlier jobs."""
+    """Render the report as an HTML page, with a comparison to earlier jobs."""
     return render(report, earlier=earlier).encode(errors="backslashreplace")
 
 
 def render_waiting(job: str, words: str) -> bytes:
-    """Render a placeholder for a job without events.
+    """Render a placeholder page for a job that has no events yet.
 
     The browser replaces it when the job's page is available.
     """
@@ -278,8 +283,9 @@ def render_waiting(job: str, words: str) -> bytes:
 
 
 def read_earlier_reports(job: str) -> list[RunReport]:
-    """Return the newest readable reports of other jobs on this machine, newest last, for
-    comparison.
+    """Read the newest reports of other jobs on this machine, for comparison; the newest is last.
+
+    Unreadable reports are skipped.
     """
     root = runs_folder(PROJECT_ROOT)
     found = []
@@ -311,10 +317,10 @@ def _merge(group: Sequence[Event[StepPayload]]) -> Event:
 
 
 def write_until_ended(page: LivePage, path: Path) -> bool:
-    """Keep the file of the live page current until the job ends.
+    """Write the live page to a file repeatedly until the job ends, and return whether the last
+    write succeeded.
 
-    The file is replaced atomically, so that a reader never sees a part of it. Return whether the
-    last page was written.
+    The file is replaced atomically, so that a reader never sees a part of it.
     """
     while True:
         content = page.render()
@@ -353,7 +359,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def describe_parent(pid: int) -> RunningJob:
-    """Describe the launcher that runs the job, given its process id, as JSON values."""
+    """Describe this process's launcher as JSON values, from its process id."""
     here = socket.gethostname()
     user = getpass.getuser()
     launcher = Launcher(
@@ -363,7 +369,7 @@ def describe_parent(pid: int) -> RunningJob:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """HTTP handler that answers GET requests for the page under a secret path.
+    """HTTP handler that serves the page, read-only, under a secret path.
 
     It offers no way to change anything.
     """

@@ -9,14 +9,14 @@ from ebbflow.core.untrusted_text import guard_terminal
 
 
 def main(arguments: list[str]) -> int:
-    """Run the tool that the first argument names, and return its exit code."""
+    """Run the tool named by the first argument, and return its exit code."""
     guard_terminal()
     tool = load_tool(arguments[0])
     return run_command(lambda: tool(arguments[1:]))
 
 
 def load_tool(name: str) -> Callable[[list[str]], int]:
-    """Import a tool, and return the function that runs it with its arguments.
+    """Import a tool, and return its main function, which takes the command's arguments.
 
     The other tools are not imported, because some import torch.
     """

@@ -1,4 +1,4 @@
-"""The command `ebbflow certify CONFIG`, which proves that a job resumes exactly.
+"""`ebbflow certify CONFIG`: prove that a job resumes exactly.
 
 On this machine, it runs a small copy of the job once uninterrupted and once per kind of
 interruption, and compares losses, batches and weights. Importing this module does not import torch.
@@ -61,7 +61,7 @@ _MOST_NAMED = 3  # differences of one kind that a certificate names
 
 
 class RecordedWorkload:
-    """A workload that wraps another one and records its batches.
+    """Workload that wraps another one and records the batches that it reads.
 
     Its options name the wrapped workload and the folder for the records.
     """
@@ -94,7 +94,7 @@ class RecordedWorkload:
 
 
 class InterruptedRun(TypedDict):
-    """How an interrupted run differs from the uninterrupted one; equal runs have no differences."""
+    """Entry of a certificate: how one interrupted run differs from the uninterrupted one."""
 
     interruption: str
     starts: int
@@ -105,7 +105,7 @@ class InterruptedRun(TypedDict):
 
 
 class Certificate(TypedDict):
-    """Resume certificate of a job."""
+    """Resume certificate of a job: whether interrupted runs equal the uninterrupted one."""
 
     version: int
     kind: str
@@ -137,7 +137,7 @@ class CertifiedRun:
 
 
 def record_batches(config: RunConfig, folder: Path) -> RunConfig:
-    """Return a configuration whose workload wraps that of `config` and records its batches in
+    """Return a configuration in which the workload of `config` is wrapped to record its batches in
     `folder`.
     """
     options = {
@@ -158,9 +158,7 @@ def wrapped_config(config: RunConfig) -> RunConfig:
 
 
 def content_sha256(batch: Any) -> str:
-    """Return the SHA-256 over all tensors and numbers of a batch, in the order of the batch's
-    fields.
-    """
+    """Return the SHA-256 of all tensors and numbers in a batch, in the order of its fields."""
     digest = hashlib.sha256()
     for part in _parts(batch):
         digest.update(part)
@@ -246,7 +244,7 @@ def format_certificate(certificate: Certificate) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0 if the certificate holds, 1 if it does not."""
+    """Run `ebbflow certify`. Return 0 if the certificate holds, 1 if it does not."""
     parser = config_parser(
         "certify",
         "Run a job small, with and without interruptions, and compare losses, samples and weights.",
@@ -363,9 +361,9 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _samples(folder: Path) -> list[tuple[int, int, str]]:
-    """Return (rank, first sample, SHA-256) of each recorded batch.
+    """Read the recorded batches, each as (rank, first sample, SHA-256).
 
-    Skip a last line that a kill has cut off.
+    A last line that a kill has cut off is skipped.
     """
     samples = []
     for path in sorted(folder.glob("rank-*.jsonl")):
@@ -380,7 +378,7 @@ def _samples(folder: Path) -> list[tuple[int, int, str]]:
 
 
 def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> InterruptedRun:
-    """Compare a run with the uninterrupted one, and return its entry in the certificate."""
+    """Compare an interrupted run with the uninterrupted one, and return the certificate's entry."""
     differences = [
         *_different_steps(uninterrupted, run)[:_MOST_NAMED],
         *_different_batches(uninterrupted, run)[:_MOST_NAMED],
@@ -403,7 +401,10 @@ def _compare(uninterrupted: CertifiedRun, run: CertifiedRun) -> InterruptedRun:
 
 
 def _different_steps(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
-    """Describe the steps whose `_NUMBERS` differ, also if a step ran several times."""
+    """Describe each step whose numbers (`_NUMBERS`) differ from those of the uninterrupted run.
+
+    A step that ran several times is compared each time.
+    """
     expected = dict(uninterrupted.steps)
     differences = [
         f"step {step}: {expected.get(step)} uninterrupted, {numbers} interrupted"
@@ -417,7 +418,10 @@ def _different_steps(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str
 
 
 def _different_batches(uninterrupted: CertifiedRun, run: CertifiedRun) -> list[str]:
-    """Describe the batches whose content differs, also if a batch was read several times."""
+    """Describe each batch whose content differs from that in the uninterrupted run.
+
+    A batch that was read several times is compared each time.
+    """
     expected = {(rank, first): sha256 for rank, first, sha256 in uninterrupted.samples}
     differences = [
         f"rank {rank}: the batch from sample {first} on differs"

@@ -1,5 +1,4 @@
-"""The command `ebbflow compare CONFIG`: measure speed, memory and start-up of your model in each
-parallel mode.
+"""`ebbflow compare CONFIG`: measure a model's speed, memory and start-up in each parallel mode.
 
 On this machine, it trains a small copy of the job in each mode, in turn and several times, and
 resumes the copy from its commit. Importing this module does not import torch.
@@ -89,7 +88,7 @@ def compare_modes(
 
 
 def format_comparison(comparison: dict[str, Any]) -> str:
-    """Format a comparison as a table of medians, with the lowest and highest value of the rounds in
+    """Format a comparison as a table of medians, each with its lowest and highest value in
     brackets.
     """
     ranks = f"{comparison['nodes']} × {comparison['processes_per_node']} ranks"
@@ -109,7 +108,7 @@ def format_comparison(comparison: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code."""
+    """Run `ebbflow compare`, and return its exit code."""
     parser = config_parser(
         "compare", "Measure one's own model in each parallel mode, on this machine."
     )
@@ -200,7 +199,7 @@ def _figures(events: Sequence[Event], steps: int) -> Figures:
 
 
 def _rank_memory(events: Sequence[Event], steps: Sequence[Event]) -> float | None:
-    """Return the largest memory of a node, divided by its ranks."""
+    """Return the largest memory of a node in bytes, divided by the number of its ranks."""
     resident = [
         event.data.get("resident_bytes") for event in events if event.name == NODE_HEARTBEAT
     ]

@@ -1,5 +1,4 @@
-"""`ebbflow doctor SCRIPT.py [-- ARGUMENTS]`: kill a script, let it resume, and name what its resume
-loses.
+"""`ebbflow doctor SCRIPT.py [-- ARGUMENTS]`: kill a script, resume it, and name the lost state.
 
 The script runs on the CPU in copies of its folder: once uninterrupted, and once for each kill, with
 a second start that resumes by the script's own means. `script_tracer` records what each step begins
@@ -51,7 +50,7 @@ _CUDA = re.compile(r"CUDA|NVIDIA|NCCL", re.IGNORECASE)
 
 
 def main(words: list[str]) -> int:
-    """Examine a script.
+    """Run `ebbflow doctor` on a script.
 
     Return 0 if the script resumes exactly, 1 if it does not, 2 if it cannot be examined.
     """
@@ -85,11 +84,13 @@ def main(words: list[str]) -> int:
 
 
 class _CannotExamine(Exception):
-    """The script cannot be examined. The message is for the user."""
+    """Error: the script cannot be examined. The message is for the user."""
 
 
 class _DoesNotResume(Exception):
-    """The script resumes nothing, or its runs cannot be compared. The message is for the user."""
+    """Error: the script does not resume, or its runs cannot be compared. The message is for the
+    user.
+    """
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,8 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Run:
-    """What the ranks of one run have left: records of each, the steps and places of saves, and the
-    last output.
+    """Traces of one run of the script: the records of each rank, the saves, and the output.
+
+    For saves and loads, it has their steps and their lines in the script.
     """
 
     def __init__(self, traces: list[Path], outputs: list[Path]) -> None:
@@ -146,10 +148,9 @@ class _Run:
 
 
 def _variables_in_each_file(saved: list[Any]) -> set[tuple[str, str]] | None:
-    """Return the variables whose value is in every file that one line of the script saves, always
-    at the same place inside the file.
+    """Return the variables whose values are in all files that a line of the script saves.
 
-    None if no save was seen.
+    The place inside the file must also be the same in all of them. Return None if no save was seen.
     """
     by_line: dict[str, set[tuple[str, str]]] = {}
     for line in saved:
@@ -172,8 +173,9 @@ class _Runs:
         self._folder = folder
 
     def run(self, folder: str, name: str, steps: int, *, kill: int = 0, seed: int = 0) -> _Run:
-        """Run all ranks in one copy of the script's folder for `steps` steps, or kill them after
-        the step `kill`.
+        """Run all ranks in a copy of the script's folder for `steps` steps.
+
+        With `kill`, the ranks are killed after that step.
         """
         copy = self.copy(folder)
         sys.stdout.flush()
@@ -193,7 +195,7 @@ class _Runs:
         return _Run(traces, outputs)
 
     def copy(self, folder: str, sources: Mapping[str, str] | None = None) -> Path:
-        """Return the copy of the script's folder with this name, which is made if it is not there.
+        """Return the copy of the script's folder with this name, and make it if it is missing.
 
         Args:
             sources: text of the files that differ from the original, by name.
@@ -223,7 +225,7 @@ def _wait(running: set[int]) -> None:
 
 @dataclass
 class _Verdict:
-    """What the resumed runs of a script have lost."""
+    """Result of examining a script: the state that its resumed runs have lost."""
 
     ranks_by_finding: dict[LostState, set[int]] = field(default_factory=dict)
     # Lost variables on which no weight depends, in the order in which they were found
@@ -259,7 +261,7 @@ def _examine(runs: _Runs, given: argparse.Namespace) -> int:
 
 
 def _run_whole(runs: _Runs, steps: int) -> _Run:
-    """Run the script uninterrupted: with two ranks if it turns out to need torchrun."""
+    """Run the script uninterrupted; use two ranks if it turns out to need torchrun."""
     name = runs.script.name
     whole = runs.run("whole", "whole", steps)
     if whole.steps < _FEWEST_STEPS and not runs.ranks and _TORCHRUN.search(whole.output):
@@ -288,7 +290,9 @@ def _run_whole(runs: _Runs, steps: int) -> _Run:
 def _kill_and_resume(
     runs: _Runs, whole: _Run, sources: dict[str, str], *, kills: int, seed: int
 ) -> _Verdict:
-    """Kill the script at random steps after its first save, and compare what resumes."""
+    """Kill the script at random steps after its first save, resume it, and compare the resumed
+    runs.
+    """
     passing = find_passing(sources.values())
     deciding = find_deciding(sources.values(), whole.in_file)
     choose = random.Random(seed)
@@ -327,7 +331,9 @@ def _kill_and_resume(
 def _find_repairs(
     runs: _Runs, whole: _Run, sources: dict[str, str], verdict: _Verdict, places: Places
 ) -> list[Repair]:
-    """Return the repairs with which the script resumed exactly after each kill; [] if none did."""
+    """Return the repairs with which the script resumed exactly after each kill, or [] if none
+    did.
+    """
     findings = list(verdict.ranks_by_finding)
     if len(findings) > 1 and UNEXPLAINED in findings:
         findings.remove(UNEXPLAINED)
@@ -346,7 +352,10 @@ def _find_repairs(
 def _resumes_exactly(
     runs: _Runs, whole: _Run, repaired: dict[str, str], verdict: _Verdict, stem: str
 ) -> bool:
-    """Return whether the script with these sources ends each resume with the weights of `whole`."""
+    """Return whether the script, with these sources, resumes exactly after each kill.
+
+    The weights must equal those of `whole`, the uninterrupted run.
+    """
     for number, kill in enumerate(verdict.kills):
         folder = f"{stem}-{number}"
         runs.copy(folder, repaired)

@@ -1,7 +1,7 @@
-"""Check a user's workload or script in a child process, within a deadline. This module imports no
-torch.
+"""`ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]`: try a user's workload or script.
 
-`ebbflow examine CONFIG [--set KEY=VALUE ...] [--prepare]` prints the result as JSON.
+The trial runs in a child process with a deadline, and the result is printed as JSON. This module
+imports no torch.
 """
 
 import inspect
@@ -38,9 +38,10 @@ _WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class MeasuredScript(TypedDict, total=False):
-    """Figures of a script's second step (`ebbflow.training.attach.guards.Probe`); {} if it has none.
+    """Measurements of a script's second step (`ebbflow.training.attach.guards.Probe`).
 
-    samples, flops: of one rank. divided: whether the ranks divide the steps among them.
+    It is {} if there is no second step. samples, flops: of one rank. divided: whether the ranks
+    divide the steps among them.
     """
 
     samples: float
@@ -52,8 +53,8 @@ class MeasuredScript(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Result of examining a workload: passed checks, the model's measured shape, and a description
-    of the data.
+    """Result of examining a workload: passed checks, measured model shape, and description of the
+    data.
     """
 
     text: str  # the checks that were made, and their figures
@@ -69,7 +70,7 @@ def examine(
     seconds: float = EXAMINE_SECONDS,
     script_sha256: str | None = None,
 ) -> Examination:
-    """Import, build and try out the configured workload in a child process, within `seconds`.
+    """Import, build and try the configured workload in a child process, within `seconds`.
 
     If `prepare` is True, prepare the workload's data first, within 6 hours. If it is False, a
     workload that defines `prepare` is only imported, because it cannot be tried without its data.
@@ -102,8 +103,7 @@ def examine(
 
 
 def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
-    """Run the script on the CPU as a single rank until its attached job has taken two steps, within
-    90 s.
+    """Run the script on the CPU with one rank for two steps of its attached job, within 90 s.
 
     If that fails, the returned shape has the kind "unknown", and the plan cannot estimate steps or
     hours. If the script is not on this machine, `sha256` is the hash of the archive of the script's
@@ -134,9 +134,7 @@ def examine_script(config: RunConfig, sha256: str | None = None) -> Examination:
 
 
 def script_shape(measured: MeasuredScript, config: RunConfig) -> ModelShape:
-    """Return a script's `ModelShape`, computed from the measurements of
-    `ebbflow.training.attach.guards.Probe`.
-    """
+    """Compute a script's `ModelShape` from its measurements."""
     gang = local_gang(config)
     ranks = 1 if gang is None else gang.ranks
     samples = measured.get("samples", 1.0)
@@ -159,8 +157,9 @@ def script_shape(measured: MeasuredScript, config: RunConfig) -> ModelShape:
 
 
 def check_workload(context: PreflightContext) -> CheckFinding:
-    """Check in a child process that your workload can be built and its loss is a sum, or that your
-    script compiles.
+    """Check that your workload can be built and its loss is a sum, or that your script compiles.
+
+    The workload is built in a child process.
     """
     config = context.config
     if config.script is not None:
@@ -177,7 +176,7 @@ def check_workload(context: PreflightContext) -> CheckFinding:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command `ebbflow examine`, also in the child process of `examine`."""
+    """Run `ebbflow examine`, also as the child process of `examine`."""
     parser = config_parser("examine", "Try the configured workload and print its model's shape.")
     parser.add_argument("--prepare", action="store_true", help="let it prepare its data first")
     given = parser.parse_args(arguments)
@@ -199,7 +198,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _measure_script(script: Path, words: list[str]) -> tuple[MeasuredScript, str]:
-    """Return the figures of a script's second step, or none and the problem."""
+    """Measure a script's second step; return the measurements, or {} and the problem."""
     [variables] = torchrun_variables(1)
     with tempfile.TemporaryDirectory(prefix="ebbflow-examine-") as folder:
         figures = Path(folder, "figures.json")

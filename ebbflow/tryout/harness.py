@@ -1,4 +1,4 @@
-"""What the tools share: their arguments, a child process with a deadline, and a small job.
+"""Code shared by the tools: their arguments, a child process with a deadline, and a small job.
 
 Imports no torch.
 """
@@ -40,7 +40,7 @@ _MOST_STARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ChildResult:
-    """Exit code, output and answer of a child process."""
+    """Exit code, output and JSON answer of a child process."""
 
     exit_code: int
     output: str  # stdout and stderr, or "" if they went to the terminal
@@ -48,7 +48,9 @@ class ChildResult:
 
 
 def config_parser(tool: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser of CONFIG, of `--set`, and of the hidden options that `ask_tool` passes."""
+    """Return a parser for a tool's arguments: CONFIG, `--set`, and options that only `ask_tool`
+    passes.
+    """
     parser = argparse.ArgumentParser(prog=f"ebbflow {tool}", description=description)
     parser.add_argument("config", nargs="?", help="YAML file, such as configs/laptop.yaml")
     parser.add_argument(
@@ -64,7 +66,7 @@ def config_parser(tool: str, description: str) -> argparse.ArgumentParser:
 
 
 def given_config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> RunConfig:
-    """Return the configuration of the command line, or that of the process that asks this one.
+    """Return the configuration from the command line or, in a child process, from the parent.
 
     Raises ConfigError.
     """
@@ -77,7 +79,7 @@ def given_config(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
 
 
 def write_answer(path: Path | None, answer: Mapping[str, Json]) -> None:
-    """Write the figures of a tool as JSON, if a file was requested."""
+    """Write a tool's result as JSON to `path`, if it is given."""
     if path is not None:
         path.write_text(json.dumps(answer, indent=1) + "\n")
 
@@ -112,7 +114,7 @@ def run_child(
     shown: bool,
     environment: Mapping[str, str],
 ) -> ChildResult:
-    """Run a command, and read the answer that it writes to a file.
+    """Run a command, and return its exit code, output, and the answer that it writes to a file.
 
     At the deadline, kill the command and all its children, and raise TimeoutError.
 
@@ -145,7 +147,7 @@ def run_child(
 
 
 def torchrun_variables(ranks: int) -> list[dict[str, str]]:
-    """Return the variables that torchrun sets, for each rank of one node."""
+    """Return the environment variables that torchrun would set for each rank of one node."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = {
@@ -160,11 +162,11 @@ def torchrun_variables(ranks: int) -> list[dict[str, str]]:
 
 
 def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
-    """Return the configuration of a small copy of a job: fewer steps, six commits, one or two
-    nodes, fewer ranks.
+    """Return the configuration of a small copy of a job, with fewer steps and ranks.
 
-    There is at most one rank per core. The copy never continues with fewer nodes: fewer ranks would
-    add up gradients in another order, and the sums would differ in their last bits.
+    It has six commits, one or two nodes, and at most one rank per core. The copy never continues
+    with fewer nodes: fewer ranks would add up gradients in another order, and the sums would differ
+    in their last bits.
     """
     nodes, processes = gang_size(config)
     config = config.changed(
@@ -183,7 +185,7 @@ def small_config(config: RunConfig, *, store: Path, steps: int) -> RunConfig:
 
 
 def gang_size(config: RunConfig) -> tuple[int, int]:
-    """Return the nodes of a small job, and the ranks of each."""
+    """Return the number of nodes of a small job, and of ranks per node."""
     nodes = config.cluster.nodes
     if nodes == "auto":
         nodes = 2
@@ -196,7 +198,7 @@ def gang_size(config: RunConfig) -> tuple[int, int]:
 
 
 def fixed_gang_size(config: RunConfig) -> tuple[int, int]:
-    """Return nodes and ranks per node of a configuration that `small_config` made."""
+    """Return the numbers of nodes and of ranks per node in a configuration from `small_config`."""
     nodes = config.cluster.nodes
     processes = config.cluster.processes_per_node
     assert isinstance(nodes, int) and isinstance(processes, int)
@@ -204,7 +206,7 @@ def fixed_gang_size(config: RunConfig) -> tuple[int, int]:
 
 
 def single_rank_context(config: RunConfig) -> WorkloadContext:
-    """Return the context of a workload in a gang of one rank. Imports torch."""
+    """Return the context that a workload gets in a gang of one rank. Imports torch."""
     from ebbflow.training.gang import Gang
     from ebbflow.training.workload_loader import workload_context
 
@@ -212,14 +214,16 @@ def single_rank_context(config: RunConfig) -> WorkloadContext:
 
 
 def prepare(config: RunConfig) -> JsonObject:
-    """Prepare the data of a small job, and return their description. Imports torch."""
+    """Prepare the data of a small job, and return the data's description. Imports torch."""
     from ebbflow.training.workload_loader import prepare_data
 
     return prepare_data(config, single_rank_context(config))
 
 
 def local_spec(config: RunConfig, prepared: JsonObject, *, job: str, logs: Path) -> GangSpec:
-    """Return the specification of a gang on this machine. `config` comes from `small_config`."""
+    """Return the specification of a gang on this machine, for a configuration from
+    `small_config`.
+    """
     nodes, processes = fixed_gang_size(config)
     return GangSpec(
         job=job,
@@ -237,9 +241,7 @@ def local_spec(config: RunConfig, prepared: JsonObject, *, job: str, logs: Path)
 
 
 def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
-    """Start a gang repeatedly, at most four times, until its job ends.
-
-    Return its outcome and the number of starts.
+    """Start a job's ranks up to four times until the job ends; return its outcome and the starts.
 
     Raises TrainingError.
     """
@@ -264,5 +266,5 @@ def run_to_end(spec: GangSpec, folder: Path) -> tuple[GangOutcome, int]:
 
 
 def job_events(config: RunConfig, job: str) -> list[Event]:
-    """Return all events of a small job."""
+    """Read all events of a small job."""
     return read_events(Store.open(config.store).sub(job_prefix(job)))

@@ -1,5 +1,5 @@
-"""What a resumed script has lost: records of its steps compared, and its source read for the counts
-that matter.
+"""Analysis of the state that a resumed script has lost, from records of its steps and its
+source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _EXITS = ("exit", "quit", "sys.exit")
 
 
 class LostState(NamedTuple):
-    """A lost state: its kind, and the variable that holds it, or "" if no variable is known."""
+    """A kind of lost state, and the variable that holds it ("" if unknown)."""
 
     kind: str
     variable: str
@@ -32,7 +32,7 @@ UNEXPLAINED = LostState("unknown", "")
 
 
 def why_not_repeatable(whole: list[StepRecord], killed: list[StepRecord]) -> str:
-    """Return the first difference between two equal starts of a script, or ""."""
+    """Describe the first difference between two runs that started equally; "" if there is none."""
     for step, (record, other) in enumerate(zip(whole, killed, strict=False), start=1):
         for key, name in _COMPARED.items():
             if key in other and record.get(key) != other[key]:
@@ -41,7 +41,10 @@ def why_not_repeatable(whole: list[StepRecord], killed: list[StepRecord]) -> str
 
 
 def find_unlike(whole: list[StepRecord], killed: list[StepRecord]) -> frozenset[str]:
-    """Return the counters that differ between two equal starts, such as a time in microseconds."""
+    """Return the names of counters that differ between two runs that started equally.
+
+    An example is a time in microseconds.
+    """
     unlike: set[str] = set()
     for record, other in zip(whole, killed, strict=False):
         counters = record["counters"]
@@ -61,7 +64,8 @@ def compare(
     deciding: frozenset[str] = frozenset(),
     unlike: frozenset[str] = frozenset(),
 ) -> tuple[int, list[LostState]]:
-    """Return the step from which a resumed run continued, and the state that it had lost.
+    """Compare a resumed run with the whole run; return the step where it continued, and its lost
+    state.
 
     `whole` has the records of the uninterrupted run, `resumed` those of the resumed run, both of
     one rank. A run has one record of the beginning of each step, and one of the run's end.
@@ -100,8 +104,9 @@ def compare(
 
 
 def find_passing(sources: Iterable[str]) -> frozenset[str]:
-    """Return the names of numbers that begin anew in each epoch: indices of `enumerate`, and sums
-    set in a loop.
+    """Return the names of numbers that start again in each epoch.
+
+    These are indices of `enumerate`, and sums that are set in a loop.
     """
     nodes = _walk_all(map(ast.parse, sources))
     loops = [node for node in nodes if isinstance(node, ast.For | ast.While)]
@@ -130,11 +135,10 @@ def find_passing(sources: Iterable[str]) -> frozenset[str]:
 def find_deciding(
     sources: Iterable[str], in_file: set[tuple[str, str]] | None = None
 ) -> frozenset[str]:
-    """Return the names of counts that a resume must restore even if the weights of the first steps
-    do not show it.
+    """Return the names of counts that a resume must restore, as far as the source shows it.
 
-    These count a loop, are in the condition of a loop or of its end, set a learning rate, or are
-    saved.
+    The weights of the first steps need not depend on them. They count a loop, are in the condition
+    of a loop or of its end, set a learning rate, or are saved.
 
     Args:
         in_file: variables whose value each saved file has in one place, and this place; None if no
@@ -158,14 +162,12 @@ def find_deciding(
 
 
 def last_name(variable: str) -> str:
-    """Return the name by which a variable is assigned: that of `a.b` is "b", and that of `a['b']`
-    is "a".
-    """
+    """Return the name that is assigned: "b" for `a.b`, and "a" for `a['b']`."""
     return variable.partition("[")[0].rpartition(".")[2]
 
 
 def _some_count_went_on(whole: list[StepRecord], first: StepRecord, unlike: frozenset[str]) -> bool:
-    """Return whether a count of the resumed run begins higher than that of the whole run."""
+    """Return whether any counter starts higher in the resumed run than in the whole run."""
     begun = whole[0]["counters"]
     return any(
         name in begun and name not in unlike and value > begun[name]
@@ -180,7 +182,7 @@ def _mark_unused(finding: LostState, deciding: frozenset[str]) -> LostState:
 
 
 def _histories(whole: list[StepRecord]) -> dict[str, list[int]]:
-    """Return the values of each number that the first step knows, by name."""
+    """Map each counter of the first step to its values in all steps."""
     histories: dict[str, list[int]] = {}
     for name in whole[0]["counters"]:
         histories[name] = [
@@ -199,7 +201,7 @@ def _lost_counters(whole: list[StepRecord], at: int, first: StepRecord) -> list[
 def _lost_counts(
     whole: list[StepRecord], lost: list[str], *, passing: frozenset[str], deciding: frozenset[str]
 ) -> list[LostState]:
-    """Return the lost counters, each value once, those that decide about training first.
+    """Return the lost counters without repetitions; counters that decide about training come first.
 
     A number that repeats another one, such as the steps since the start, needs no saving.
     """
@@ -216,11 +218,10 @@ def _lost_counts(
 
 
 def _lost_objects(whole: list[StepRecord], at: int, first: StepRecord) -> list[LostState]:
-    """Return the objects whose state differs, each once.
+    """Return the objects whose state was lost, each once.
 
-    A copy of the weights counts if it has changed since step 1.
-
-    A script makes other copies too, such as for a save. These are not there at the first step.
+    A copy of the weights counts if it has changed since step 1. Other copies, such as one for a
+    save, are not there at the first step.
     """
     findings: dict[str | int, LostState] = {}
     for name, (kind, state, *identity) in whole[at]["objects"].items():
@@ -237,7 +238,7 @@ def _lost_objects(whole: list[StepRecord], at: int, first: StepRecord) -> list[L
 def _lost_generators(
     whole: list[StepRecord], before: StepRecord, first: StepRecord
 ) -> list[LostState]:
-    """Return the random generators that draw in the whole run and have another state."""
+    """Return the random generators that the whole run uses and whose state was lost."""
     if before.get("rng") == first.get("rng"):
         return []
     findings = []
@@ -249,7 +250,7 @@ def _lost_generators(
 
 
 def _deciding_expressions(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the expressions of a node whose variables decide how long or how the script trains."""
+    """Yield the expressions in a node that decide how long or how the script trains."""
     match node:
         case ast.While():
             yield node.test
@@ -279,7 +280,9 @@ def _ending_conditions(loop: ast.For | ast.While) -> Iterator[ast.AST]:
 
 
 def _saved_expressions(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what a node puts into a dict, list or tuple, or hands to a function that saves."""
+    """Yield the expressions that a node puts into a dict, list or tuple, or passes to a saving
+    function.
+    """
     match node:
         case ast.Dict():
             yield from node.values
@@ -308,8 +311,9 @@ def _walk_all(nodes: Iterable[ast.AST]) -> list[ast.AST]:
 
 
 def _read_all(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the last names of the variables and attributes that expressions read, without those of
-    their texts.
+    """Return the names of variables and attributes that expressions read, except in f-strings.
+
+    For `a.b`, these are "a" and "b".
     """
     names = set()
     waiting = list(nodes)

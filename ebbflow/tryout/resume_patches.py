@@ -1,4 +1,4 @@
-"""What a script loses, in words, and what would save and restore it."""
+"""Descriptions of the state that a script loses, and code that would save and restore it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _RESTORED_TOO_EARLY = (
 
 @dataclass(frozen=True)
 class Places:
-    """The script, and file and line of its calls that save and load, such as `train.py:53`; "" for
-    a call that was not seen.
+    """The script's name, and the lines of its calls that save and load, such as `train.py:53`.
+
+    A line is "" if no such call was seen.
     """
 
     script: str
@@ -29,8 +30,8 @@ class Places:
 
 
 class Patch(NamedTuple):
-    """What saves and restores one state: the key and the value that are saved, and the statement
-    that restores it.
+    """Code that saves and restores one state: key and value to save, and the statement that
+    restores it.
     """
 
     key: str
@@ -39,11 +40,10 @@ class Patch(NamedTuple):
 
 
 def find_patch(finding: LostState, *, checkpoint: str) -> Patch | None:
-    """Return the lines of code that save and restore the lost state, or None if it is no variable
-    with a state.
+    """Return code that saves and restores the lost state, or None if no variable holds it.
 
     Args:
-        checkpoint: the variable of the script that has what is loaded.
+        checkpoint: the variable of the script that holds the loaded object.
     """
     kind, variable = finding
     key = re.sub(r"\W+", "_", variable.rpartition(".")[2]).strip("_") or "state"
@@ -69,8 +69,7 @@ def explain(
     only: str = "",
     is_repaired: bool = False,
 ) -> list[str]:
-    """Return lines of text: the lost state and the line that assigns it, and advice unless a repair
-    was found.
+    """Describe the lost state and the line that assigns it, with advice unless a repair was found.
 
     Args:
         sources: text of each file of the script, by name.
@@ -91,7 +90,7 @@ def explain(
 
 
 def find_assignment(sources: dict[str, str], variable: str) -> str:
-    """Return file and line of the first assignment to a variable or attribute; "" if there is none."""
+    """Return file and line of the first assignment to a variable or attribute, or ""."""
     name = last_name(variable)
     for file, source in sources.items():
         for node in ast.walk(ast.parse(source)):
@@ -174,8 +173,9 @@ def _describe(finding: LostState) -> str:
 def _find_call(
     sources: dict[str, str], name: str, *, of: str = "torch", loaded: bool = False
 ) -> str:
-    """Return file and line of the first call of a function of a module, else of a method of that
-    name; else "".
+    """Return file and line of the first call of `of.name`, such as torch.save.
+
+    Without one, return the first call of any method with that name, or "".
 
     Args:
         loaded: only calls whose argument is a part of something, such as `checkpoint["rng"]`.

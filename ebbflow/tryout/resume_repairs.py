@@ -1,4 +1,5 @@
-"""Repairs of a script whose resume loses a state: edits of its source that the doctor tries in a copy.
+"""Repairs of a script whose resume loses state: edits of its source, which the doctor tries in a
+copy.
 
 Only a repair with which the script resumed exactly is shown as one.
 """
@@ -21,7 +22,7 @@ _ATTACH = "attach"
 
 @dataclass(frozen=True)
 class Insertion:
-    """Text to insert into a file, before a column (from 0) of a line (from 1)."""
+    """Text to insert into a file, at a line (from 1) and before a column (from 0, in bytes)."""
 
     file: str
     line: int
@@ -31,7 +32,7 @@ class Insertion:
 
 @dataclass(frozen=True)
 class Repair:
-    """Edits that together restore one state, and the lines that show them to the user."""
+    """Edits that together restore one state, and the lines that describe them to the user."""
 
     insertions: tuple[Insertion, ...]
     lines: tuple[str, ...]
@@ -40,7 +41,10 @@ class Repair:
 def propose_repairs(
     sources: Mapping[str, str], findings: Sequence[LostState], places: Places
 ) -> list[list[Repair]]:
-    """Return sets of repairs to try, the likeliest first. Each set is for all findings together."""
+    """Return sets of repairs to try, the likeliest first.
+
+    Each set repairs all findings together.
+    """
     restored: list[Repair] = []
     complete = True
     for finding in findings:
@@ -59,7 +63,7 @@ def propose_repairs(
 
 
 def apply_repairs(sources: Mapping[str, str], repairs: Iterable[Repair]) -> dict[str, str]:
-    """Return the sources with all edits of the repairs."""
+    """Apply all edits of the repairs, and return the changed sources."""
     insertions: list[Insertion] = []
     for repair in repairs:
         insertions += repair.insertions
@@ -76,7 +80,7 @@ def apply_repairs(sources: Mapping[str, str], repairs: Iterable[Repair]) -> dict
 
 
 def _restore(sources: Mapping[str, str], finding: LostState, places: Places) -> Repair | None:
-    """Return the repair that saves and loads the lost variable, or None if there is none to try."""
+    """Return a repair that saves and loads the lost variable, or None if no repair can be tried."""
     if places.attached:
         return _give_to_attach(sources, finding)
     found_load = _find_load(sources, places.load)
@@ -126,8 +130,10 @@ def _is_of_counter(repair: Repair, findings: Sequence[LostState]) -> bool:
 
 
 def _shift_counts(sources: Mapping[str, str], places: Places) -> list[Repair]:
-    """Return repairs that take back an addition of 1 to a number that the script restores, then those
-    that add 1 to such a number, or take 1 from it.
+    """Return repairs that change a restored number by 1, because it may be off by one.
+
+    The first ones cancel an addition or subtraction of 1 in the script. The others add or subtract
+    1.
     """
     found_load = _find_load(sources, places.load)
     if found_load is None:
@@ -164,7 +170,7 @@ def _reads_from(value: ast.expr, loaded: str) -> bool:
 
 
 def _opposite_of(operation: ast.BinOp) -> str:
-    """Return the operation that cancels `… + 1` or `… - 1`; "" for any other operation."""
+    """Return the text that cancels `… + 1` or `… - 1`, or "" for any other operation."""
     if not (isinstance(operation.right, ast.Constant) and operation.right.value == 1):
         return ""
     if isinstance(operation.op, ast.Add):
@@ -173,8 +179,10 @@ def _opposite_of(operation: ast.BinOp) -> str:
 
 
 def _find_load(sources: Mapping[str, str], place: str) -> tuple[str, str, ast.stmt] | None:
-    """Return the file of the call that loads, the variable that gets what is loaded, and the last
-    statement of the block in which this is done; None if this is not known.
+    """Return the file that loads, the variable that is assigned, and the last statement of the
+    block.
+
+    Return None if the script's call that loads is unknown.
     """
     file, _, number = place.rpartition(":")
     if file not in sources or not number.isdecimal():
@@ -200,7 +208,7 @@ def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
 def _extend_save(
     sources: Mapping[str, str], place: str, key: str, value: str
 ) -> tuple[Insertion, ...] | None:
-    """Return the edits that let the call that saves also save `value` under `key`."""
+    """Return edits that make the script's saving call also save `value` under `key`."""
     file, _, number = place.rpartition(":")
     if file not in sources or not number.isdecimal():
         return None
@@ -227,7 +235,7 @@ def _reads_key(sources: Mapping[str, str], loaded: str, key: str) -> bool:
 
 
 def _saves_key(sources: Mapping[str, str], key: str) -> bool:
-    """Return whether the script puts a value under this key into a dict."""
+    """Return whether the script has a dict with this key."""
     names: list[ast.expr | None] = []
     for node in _walk(sources):
         if isinstance(node, ast.Dict):
@@ -236,7 +244,7 @@ def _saves_key(sources: Mapping[str, str], key: str) -> bool:
 
 
 def _calls(sources: Mapping[str, str], name: str) -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls of functions and methods of this name, with their files."""
+    """Yield all calls of functions and methods with this name, each with its file."""
     for file, source in sources.items():
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
@@ -249,5 +257,5 @@ def _walk(sources: Mapping[str, str]) -> Iterator[ast.AST]:
 
 
 def _line(file: str, number: int, places: Places) -> str:
-    """Return "line 53" for a line of the script itself, else "line other.py:53"."""
+    """Format a line's place: "line 53" in the script itself, "line other.py:53" in another file."""
     return f"line {f'{file}:{number}'.removeprefix(f'{places.script}:')}"

@@ -20,9 +20,10 @@ _WRITING = os.O_WRONLY | os.O_RDWR
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder. What is large becomes an absolute link to the original, and so does each link.
+    """Copy a folder, with links in place of large files.
 
-    Files of the upper folders are copied first, because the script and its modules are among them.
+    Each link of the original also becomes a link, to an absolute path. Files of the upper folders
+    are copied first, because the script and its modules are among them.
     """
     copied = 0
     count = 0
@@ -53,8 +54,8 @@ def copy_folder(source: Path, target: Path) -> None:
 
 
 def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
-    """Replace links on the way to a path of the copy, so that a script that writes there keeps the
-    originals intact.
+    """Replace each link on the path of a file in the copy, so that writing there changes no
+    original.
 
     Args:
         emptied: the script is about to replace the content of the file, so that it need not be
@@ -83,8 +84,7 @@ def detach(copy: Path, path: Any, *, emptied: bool = False) -> None:
 
 
 def detach_before(copy: Path, event: str, given: tuple[Any, ...]) -> None:
-    """Take an audit event, and detach what the script is about to write, or the folder that it is
-    about to change.
+    """Handle an audit event: detach the file or folder that the script is about to change.
 
     A removed or replaced link leaves its original as it is. Only the folders above it are detached.
     """
@@ -102,8 +102,9 @@ def detach_before(copy: Path, event: str, given: tuple[Any, ...]) -> None:
 
 
 def _place_of(link: Path, source: Path, target: Path) -> Path:
-    """Return where the copy of a link points: into the copy if the original points into its own
-    folder.
+    """Return the target of a copied link.
+
+    It is inside the copy if the original's target is inside the copied folder.
     """
     place = Path(os.path.normpath(link.parent.resolve() / os.readlink(link)))
     inside = place.is_relative_to(source) and not _LEFT_OUT & set(place.relative_to(source).parts)

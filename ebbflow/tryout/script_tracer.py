@@ -1,10 +1,9 @@
-"""Tracer of a script that `ebbflow doctor` examines.
+"""Tracer of a script that `ebbflow doctor` examines: it records the state before each optimizer
+step.
 
-It writes what each optimizer step begins with, in JSON lines.
-
-A record has digests of the batch, the random states, the weights, the buffers, and all variables
-that hold an object with state, such as a scheduler or an iterator; and the numbers among the
-variables.
+A record is one line of JSON. It has digests of the batch, the random states, the weights, the
+buffers, and all variables that hold an object with state, such as a scheduler or an iterator; and
+the numbers among the variables.
 """
 
 from __future__ import annotations
@@ -41,7 +40,10 @@ _SETTLE_SECONDS = 20.0  # for the other ranks, and for a commit of `ebbflow.atta
 
 
 class StepRecord(TypedDict):
-    """What a step begins with. The record of a run's end has weights only, and no counters."""
+    """State of a script at the beginning of a step, mostly as digests.
+
+    The record of a run's end has weights only, and no counters.
+    """
 
     batch: str
     rng: dict[str, str]  # digest by generator
@@ -53,7 +55,7 @@ class StepRecord(TypedDict):
 
 
 class Tracer:
-    """Writer of a record of each step's beginning, in the process of one of the script's ranks."""
+    """Tracer in the process of one rank, which writes a record at the beginning of each step."""
 
     def __init__(self, traces: list[Path], rank: int, steps: int, folder: Path) -> None:
         self._trace = open(traces[rank], "w")  # noqa: SIM115
@@ -73,7 +75,7 @@ class Tracer:
         self._tensor = sys.modules["torch"].Tensor
 
     def install(self) -> None:
-        """Register hooks on models and optimizers, and look at what the script saves and loads."""
+        """Register hooks on models and optimizers, and wrap the functions that save and load."""
         import torch
         import torch.distributed as dist
         from torch.nn.modules.module import register_module_forward_pre_hook
@@ -100,9 +102,9 @@ class Tracer:
             dist.init_process_group = dist.distributed_c10d.init_process_group = join_on_cpu
 
     def _detaching(self, call: Callable[P, R]) -> Callable[P, R]:
-        """Wrap a function that opens its file without an audit event.
+        """Wrap a function so that links in the path that it writes are first replaced (`detach`).
 
-        The file is its second argument.
+        The function opens its file, which is its second argument, without an audit event.
         """
 
         def detached(*given: P.args, **options: P.kwargs) -> R:
@@ -134,8 +136,8 @@ class Tracer:
         return tell
 
     def _saved_numbers(self, saved: Any) -> list[tuple[str, str]]:
-        """Return each integer variable whose value occurs in the saved object, with the place of
-        one occurrence.
+        """Return the integer variables whose values occur in the saved object, with the places
+        there.
         """
         places = dict(_integers("", saved, _DEPTH))
         counters: dict[str, int] = {}
@@ -149,8 +151,10 @@ class Tracer:
         return pairs
 
     def _on_open(self, event: str, given: tuple[Any, ...]) -> None:
-        """Take a binary file that the script writes for a save, unless it calls `torch.save`
-        somewhere.
+        """Handle an audit event: detach files that are written, and record a written binary file as
+        a save.
+
+        These saves count only if the script makes no other save.
         """
         detach_before(self._copy, event, given)
         if (
@@ -164,7 +168,7 @@ class Tracer:
             self._write({"saved": self._step, "place": self._place(), "by": "open"})
 
     def _place(self) -> str:
-        """Return file and line of the innermost call in the script's folder."""
+        """Return the current line of the innermost call in the script's folder, with its file."""
         frame = next(self._frames(), None)
         if frame is None:
             return ""
@@ -235,7 +239,7 @@ class Tracer:
         return {"params": digest(trained), "objects": objects, "counters": counters}
 
     def variables(self, frame: FrameType) -> Iterator[tuple[str, Any]]:
-        """Yield the variables of a frame, then their members, then the members of these."""
+        """Yield the variables of a frame, then their members, then the members of those."""
         level = list(frame.f_locals.items())
         for _ in range(_DEPTH):
             yield from level
@@ -245,8 +249,8 @@ class Tracer:
             level = members
 
     def _members(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        """Return the parts of an object by name: attributes of the script's own classes, or the
-        items of a list or dict.
+        """Return an object's parts by name: attributes of the script's classes, or items of a list
+        or dict.
         """
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             pairs = list(enumerate(value[:_MOST_MEMBERS]))
@@ -287,7 +291,8 @@ class Tracer:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _wait_for_ranks(self, job: Any) -> None:
-        """Wait until all ranks have come here, and until a commit that was begun is durable.
+        """Wait until all ranks have reached their end, and until a commit that has begun is
+        durable.
 
         Otherwise a rank could be killed before the step that another one has taken.
         """
@@ -304,7 +309,7 @@ class Tracer:
 
 
 class TrainedWeights:
-    """The weights that the optimizer trains, from which the states of other objects are told apart."""
+    """The weights that the optimizer trains, used to find the other objects that have state."""
 
     def __init__(self, trained: list[Tensor], model: nn.Module | None) -> None:
         self._torch = sys.modules["torch"]
@@ -317,7 +322,7 @@ class TrainedWeights:
         self._storages = {_address(tensor) for tensor in [*trained, *gradients]}
 
     def state_of(self, value: Any) -> Any:
-        """Return the state of an object that a resume must restore, or None if it has none."""
+        """Return the state of an object if a resume must restore it, else None."""
         state = None
         if is_stateful(value):
             if not self._is_trained(value):
@@ -335,7 +340,9 @@ class TrainedWeights:
         return state
 
     def _is_trained(self, value: Any) -> bool:
-        """Return whether an object is a module without parameters, or with trained ones."""
+        """Return whether an object is a module that has trained parameters, or no parameters at
+        all.
+        """
         if not isinstance(value, self._torch.nn.Module):
             return False
         parameters = list(value.parameters())
@@ -369,10 +376,10 @@ class TrainedWeights:
 def run_traced(
     script: Path, arguments: list[str], traces: list[Path], steps: int, *, seed: int, output: Path
 ) -> NoReturn:
-    """Run the script in this forked process, which is killed after its last step.
+    """Run the script in this forked process, and kill the process after its last step.
 
     Args:
-        traces: files of records, one for each rank. Write to the one of this process's rank.
+        traces: files of records, one for each rank. This process writes to the file of its rank.
     """
     import torch
 
@@ -416,7 +423,7 @@ def digest(value: Any) -> str:
 
 
 def _integers(path: str, value: Any, depth: int) -> Iterator[tuple[str, int]]:
-    """Yield the integers of nested dicts and lists, each with its place, such as `state/step`."""
+    """Yield the integers in nested dicts and lists, each with its path, such as `/state/step`."""
     if type(value) is int:
         yield path, value
     elif depth and isinstance(value, Mapping | list | tuple):

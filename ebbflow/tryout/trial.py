@@ -1,5 +1,4 @@
-"""Trial of a workload before any money is spent: build the model, compute losses of samples, and
-evaluate.
+"""Trial of a workload before money is spent: build the model, compute sample losses, and evaluate.
 
 The trial runs on the CPU, as if in a gang of one rank.
 """
@@ -84,7 +83,7 @@ class SavedBytes:
 
 @dataclass
 class Trial:
-    """Result of trying out a workload: its measured shape, the checks that it passed, and remarks."""
+    """Result of trying a workload: its measured shape, the checks that it passed, and remarks."""
 
     name: str  # the name of the workload
     shape: ModelShape | None = None  # the measured shape; None if it was not measured
@@ -101,12 +100,12 @@ class Trial:
 
 
 class FirstCrossEntropy(TorchFunctionMode):
-    """Context that compares the first cross-entropy inside it with that of a uniform guess among
-    all classes.
+    """Context that judges whether the first cross-entropy inside it is plausible for a new model.
+
+    It is compared with that of a uniform guess among all classes.
 
     Attributes:
-        remark: what is implausible about it for a new model; "" if it is plausible, or if there was
-            none.
+        remark: what is implausible; "" if it is plausible, or if there was no cross-entropy.
     """
 
     def __init__(self) -> None:
@@ -143,7 +142,7 @@ class FirstCrossEntropy(TorchFunctionMode):
 
 
 def measure_shape(workload: Workload, model: nn.Module, batch: Batch) -> tuple[ModelShape, Loss]:
-    """Run the forward pass on a batch of one sample, and return the model's measured shape and the
+    """Run the forward pass on a batch of one sample; return the model's measured shape and the
     loss.
 
     Activations, including logits, are counted as autograd saves them: in the precision of the
@@ -185,8 +184,7 @@ def try_evaluate(
     seconds: float = LONGEST_SECONDS,
     config: RunConfig | None = None,
 ) -> str:
-    """Call the workload's `evaluate` once, as if in a gang of one rank, and return a description of
-    the result.
+    """Call the workload's `evaluate` once, as if in a gang of one rank, and describe the result.
 
     After `seconds`, `evaluate` is stopped, and the description says so. Raises WorkloadError if
     `evaluate` raises an exception, if a metric is not a finite number, or if `checkpoint.keep_best`
@@ -248,8 +246,8 @@ def try_workload(config: RunConfig, context: WorkloadContext) -> Trial:
 
 
 def check_model(name: str, model: Any) -> None:
-    """Check that the model is a module with trainable parameters, and that all its tensors are on
-    the meta device.
+    """Check that the model is a module with trainable parameters and with all tensors on the meta
+    device.
     """
     if not isinstance(model, nn.Module):
         raise WorkloadError(
@@ -270,9 +268,9 @@ def check_model(name: str, model: Any) -> None:
 
 
 def check_units(name: str, model: nn.Module, units: Iterable[Any]) -> None:
-    """Check the FSDP units.
+    """Check the FSDP units: submodules of the model that do not overlap.
 
-    There must be at least one; all are submodules of the model, and none is inside another.
+    There must be at least one, and none may be inside another.
     """
     units = list(units)
     names = {id(part): path for path, part in model.named_modules()}
@@ -329,8 +327,10 @@ def check_tied(name: str, model: nn.Module, units: list[nn.Module]) -> None:
 
 
 def find_bypassed_rules(model: nn.Module) -> str:
-    """Return a remark if torch's `reset_parameters` fills matrices of a model of transformers or
-    timm; else "".
+    """Return a remark if torch's default initialization fills weights of a transformers or timm
+    model.
+
+    These libraries have their own rules for initial weights. Return "" if there is no such weight.
     """
     for part in model.modules():
         library = next(
@@ -470,8 +470,9 @@ def _check_same_again(
 def _check_sum(
     trial: Trial, workload: Workload, model: nn.Module, batch: Batch, whole: Loss
 ) -> None:
-    """Check that the losses of two micro-batches sum to the loss of the whole batch, so a split
-    changes nothing.
+    """Check that the losses of two micro-batches sum to the loss of the whole batch.
+
+    Then the number of micro-batches changes nothing.
     """
     with user_code(f"{trial.name}: batch.split"):
         parts = batch.split(2)

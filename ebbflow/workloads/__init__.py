@@ -1,4 +1,4 @@
-"""Workloads: language, vision, points and policy, and readers of their data.
+"""Built-in workloads (language, vision, points and policy) and readers of their data.
 
 `workload: ebbflow.workloads:NAME` in a configuration selects one. They use the public interface
 `Workload` of `training`, and never prices or Metaflow.
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a workload on first use, since each needs libraries that the others do not."""
+    """Import a workload on first use, because each needs libraries that the others do not need."""
     match name:
         case "HuggingFace":
             from ebbflow.workloads.language.hugging_face import HuggingFace

@@ -1,4 +1,4 @@
-"""Why an optional library cannot be imported, in one line with the fix."""
+"""One-line explanations, with a fix, for optional libraries that cannot be imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def describe_import_failure(library: str, error: BaseException) -> str:
-    """Return one line for an exception that an import raised, with the package to install.
+    """Explain in one line why a library cannot be imported, and which package to install.
 
     A torchvision that was built for another torch breaks the import of timm, and of transformers,
     which hides the cause in an exception of its own.

@@ -1,4 +1,4 @@
-"""`ebbflow new NAME --like KIND`: write a workload of one file with its test and its configuration."""
+"""`ebbflow new NAME --like KIND`: write a new workload in one file, with test and configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typed `workload_options`: a dataclass whose fields are the names, with their defaults."""
+"""Parser of `workload_options`: a dataclass defines the names, types and defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Return the dataclass `kind` with the given values.
+    """Create the options dataclass `kind` from the values that the user gave.
 
     Raises WorkloadError for unknown names and wrong types.
     """

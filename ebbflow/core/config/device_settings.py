@@ -1,7 +1,6 @@
-"""Values of the keys that are "auto" on the device on which ranks train.
+"""Values that replace "auto" in a configuration, chosen for the device on which ranks train.
 
-A configuration whose keys are still "auto" means what it means on a CPU: float32, and the logits of
-all tokens at once.
+A key that is still "auto" counts as on a CPU: float32, and the logits of all tokens at once.
 """
 
 import copy
@@ -28,8 +27,11 @@ _FORMER_DEFAULTS = {
 
 
 def renew_defaults(document: JsonObject) -> JsonObject:
-    """Return the configuration in a job's config.json, with today's defaults of these keys where an
-    earlier version wrote its own: a job that nobody has changed then has the same settings.
+    """Return the configuration of a job's config.json, with defaults of earlier versions replaced
+    by "auto".
+
+    Only values that the user did not set are replaced. An unchanged job thus has the same settings
+    as before an update of Ebbflow.
     """
     written = document.get("config")
     sources = document.get("sources")
@@ -48,9 +50,9 @@ def renew_defaults(document: JsonObject) -> JsonObject:
 
 
 def settle_for_device(config: RunConfig, capability: float | None) -> RunConfig:
-    """Return the configuration with the values that its "auto" keys have on a device.
+    """Return the configuration with each "auto" replaced by the value for a device.
 
-    A training script keeps its own precision and loss, and a workload of the user its own loss.
+    A training script keeps its own precision and loss, and a user's workload keeps its own loss.
 
     Args:
         capability: lowest compute capability of the GPUs of all ranks, such as 8.0; None: a CPU.
@@ -70,7 +72,7 @@ def settle_for_device(config: RunConfig, capability: float | None) -> RunConfig:
 
 
 def most_even_ranks(most: int, batch_size: int, parts: int) -> int | None:
-    """Return the largest number of ranks per node that divides the batch evenly; None: there is none.
+    """Return the largest number of ranks per node that divides the batch evenly, or None.
 
     Args:
         most: GPUs of a node.
@@ -84,6 +86,9 @@ def most_even_ranks(most: int, batch_size: int, parts: int) -> int | None:
 
 
 def choose_loss_chunk(vocab_size: int) -> int:
-    """Return the tokens whose logits and loss take at most LOSS_BYTES, a power of two from 256 on."""
+    """Return the number of tokens in a chunk of the loss: a power of two, 256 or more.
+
+    Logits and loss of a chunk take at most LOSS_BYTES, unless 256 tokens already take more.
+    """
     fitting = LOSS_BYTES // (_LOSS_BYTES_PER_LOGIT * vocab_size)
     return max(_SMALLEST_CHUNK, 1 << max(0, fitting.bit_length() - 1))

@@ -1,4 +1,4 @@
-"""Durations as people write them: 90m, 1.5h, 1h 30m, 1:30; and moments where a duration belongs."""
+"""Parser of durations such as 90m, 1.5h, 1h 30m or 1:30, and hints for dates given instead."""
 
 import re
 from datetime import UTC, datetime, timedelta, timezone
@@ -16,10 +16,11 @@ _UNITS = {"_seconds": 1.0, "_minutes": 60.0, "_hours": 3600.0, "_days": 86400.0}
 
 
 def read_duration(key: str, text: str) -> float | None:
-    """Return a duration in the unit that a key's name ends with, such as 1.5 for "90m" and
-    cost.deadline_hours. None if the key has no unit, or the text is no duration with a unit.
+    """Convert a duration such as "90m" to the unit in the key's name, such as 1.5 for
+    cost.deadline_hours.
 
-    h:mm and h:mm:ss are hours. A text that repeats a unit or puts a smaller one first is no duration.
+    Return None if the key's name has no unit, or if the text is not a duration with a unit. h:mm
+    and h:mm:ss are hours. A text that repeats a unit or puts a smaller one first is not a duration.
     """
     unit = next((seconds for ending, seconds in _UNITS.items() if key.endswith(ending)), None)
     seconds = _read_seconds(text.strip())
@@ -29,10 +30,13 @@ def read_duration(key: str, text: str) -> float | None:
 
 
 def explain_moment(key: str, text: str, now: datetime) -> str | None:
-    """Return what to write instead of a moment, such as "2030-03-31 14:00 Europe/Berlin", where the
-    duration `key` belongs; None if the text is no moment, or the key has no unit.
+    """Return a hint for a date or time given as the duration `key`: the number to write instead.
 
-    now: the moment from which the duration counts, with a zone
+    Return None if the text is not a date or time, or if the key's name has no unit.
+
+    Args:
+        text: such as "2030-03-31 14:00 Europe/Berlin".
+        now: time from which the duration counts, with a time zone.
     """
     unit = next((seconds for ending, seconds in _UNITS.items() if key.endswith(ending)), None)
     match = _MOMENT.fullmatch(text.strip())
@@ -53,7 +57,7 @@ def explain_moment(key: str, text: str, now: datetime) -> str | None:
 
 
 def _explain_change_of_clocks(moment: datetime) -> str | None:
-    """Return why a time of day is no moment, or two, where clocks are set forward or back."""
+    """Explain that a local time is skipped or ambiguous when clocks change, or return None."""
     zone = moment.tzinfo
     if moment.astimezone(UTC).astimezone(zone).replace(tzinfo=None) != moment.replace(tzinfo=None):
         return f"there is no {moment:%H:%M} on that day in {zone}: clocks are set forward"
@@ -74,7 +78,10 @@ def _explain_length(key: str, moment: datetime, now: datetime, unit: float) -> s
 
 
 def _read_zone(text: str) -> timezone | ZoneInfo | None:
-    """Return a zone; None if the text names none. Raises ZoneInfoNotFoundError, ValueError."""
+    """Parse a time zone such as "Z", "+02:00" or "Europe/Berlin"; return None for an empty text.
+
+    Raises ZoneInfoNotFoundError, ValueError.
+    """
     if not text:
         return None
     if text in ("Z", "UTC"):

@@ -1,6 +1,4 @@
-"""JSON schema of the configuration file, for completion and checks of keys, types and ranges in
-editors.
-"""
+"""JSON schema of the configuration file, with which editors complete and check keys and values."""
 
 import json
 from typing import Any
@@ -14,7 +12,7 @@ _DIALECT = "http://json-schema.org/draft-07/schema#"
 
 
 def json_schema() -> JsonObject:
-    """Return the JSON schema of the configuration file.
+    """Return the JSON schema of the configuration file, with all definitions inlined.
 
     Each $ref is replaced by its definition, because draft 7 of JSON schema ignores other keywords
     beside a $ref.

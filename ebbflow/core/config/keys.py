@@ -1,6 +1,4 @@
-"""Dotted configuration keys (model.num_heads), and the values given for them in a file, the
-environment or --set.
-"""
+"""Dotted configuration keys such as model.num_heads, and the values that the user gave for them."""
 
 import difflib
 import re
@@ -93,8 +91,9 @@ class Entry:
     given_key: str  # key as the user wrote it; differs from `key` if the key was renamed
 
     def place_of(self, part: Node | None) -> SourceSpan:
-        """Return the location of `part`, a YAML node inside the value, such as a list item. Without
-        `part`, return that of the whole value.
+        """Return the location of `part`, a YAML node inside the value, such as a list item.
+
+        Without `part`, return the location of the whole value.
         """
         if part is None:
             return self.place
@@ -177,10 +176,10 @@ class Given:
             self.complain(f"unknown key {shown}", key, place, _meant(key))
 
     def add_environment(self, environment: Mapping[str, str]) -> None:
-        """Add values from environment variables:
+        """Add values from environment variables: EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads.
 
-        EBBFLOW__MODEL__NUM_HEADS=8 sets model.num_heads. A name that differs from such a name in its
-        underscores, case or a letter is a problem, since it would be ignored without a word.
+        A variable that looks like a misspelled key, such as one with too few underscores, is
+        reported as a problem, because it would otherwise be ignored silently.
         """
         for name in sorted(environment):
             intended = _intended_variable(name)
@@ -245,17 +244,14 @@ def leaf_fields() -> dict[str, FieldInfo]:
 
 @cache
 def free_mappings() -> frozenset[str]:
-    """Return the keys of the free mappings: those in which the user chooses the names, such as
-    workload_options.
-    """
+    """Return the keys of mappings in which the user chooses the names, such as workload_options."""
     return frozenset(
         key for key, field in leaf_fields().items() if get_origin(field.annotation) is dict
     )
 
 
 def mapping_of(key: str) -> str | None:
-    """Return the mapping with user-chosen keys (see `free_mappings`) that contains a dotted key, or
-    None.
+    """Return the mapping with free names (see `free_mappings`) that contains a dotted key, or None.
 
     For example, workload_options contains workload_options.width.
     """
@@ -274,7 +270,7 @@ def annotation_of(key: str) -> Any:
 
 @cache
 def sections() -> dict[str, type[BaseModel]]:
-    """Map the dotted name of each section to its pydantic model; "" is the whole configuration."""
+    """Map each section's dotted name to its pydantic model; "" names the whole configuration."""
     found: dict[str, type[BaseModel]] = {"": RunConfig}
     pending = [""]
     while pending:
@@ -295,7 +291,7 @@ def environment_source(key: str) -> str:
 
 
 def override_name(override: str) -> str:
-    """Return how messages name an override: "--set key=value", with unprintable characters escaped."""
+    """Format an override for messages: "--set key=value", with unprintable characters escaped."""
     if override.isprintable():
         return f"--set {override}"
     return f"--set {override!r}"
@@ -311,8 +307,9 @@ def _what_goes_into(section: str) -> str:
 
 
 def _intended_variable(name: str) -> str:
-    """Return the variable that a mistyped name such as EBBFLOW_TRAINING__MAX_STEPS stands for, or
-    "".
+    """Return the variable meant by a misspelled name such as EBBFLOW_TRAINING__MAX_STEPS.
+
+    Return "" if no variable is similar enough.
     """
     upper = name.upper()
     if not upper.startswith(_ONE_UNDERSCORE):
@@ -346,8 +343,8 @@ def _plain(variable: str) -> str:
 
 
 def _meant(key: str) -> str:  # noqa: PLR0911 (one return for each mistake, in the order of their precedence)
-    """Return a hint for an unknown key: a similar key, the section that has such a key, or the list
-    of known keys.
+    """Return a hint for an unknown key, such as a similar key, its right section, or the known
+    keys.
     """
     mapping = next((name for name in free_mappings() if key.startswith(f"{name}.")), None)
     if mapping is not None and mapping_of(key):

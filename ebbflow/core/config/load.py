@@ -1,5 +1,6 @@
-"""Loader of the typed configuration from a YAML file, the environment and --set; it reports all
-problems at once.
+"""Loader of the typed configuration from a YAML file, the environment and --set.
+
+It reports all problems at once.
 """
 
 import difflib
@@ -79,10 +80,8 @@ class LoadedConfig:
     def script_settings(self) -> JsonObject:
         """Return the configuration of a user's script as JSON.
 
-        Its save interval is "auto" unless the user chose one.
-
-        A default in steps would be arbitrary, because the steps of an unknown script may take
-        microseconds or minutes.
+        The save interval is "auto" unless the user chose one. A default in steps would be
+        arbitrary, because the steps of an unknown script may take microseconds or minutes.
         """
         settings = self.config.model_dump(mode="json")
         intervals = (
@@ -96,7 +95,7 @@ class LoadedConfig:
 
 
 def violations(config: RunConfig, *, without: Collection[str] = ()) -> list[Violation]:
-    """Return all rules that a configuration breaks.
+    """Check a configuration against all rules, and return the violations.
 
     Rules about a key in `without` are not checked.
     """
@@ -166,7 +165,7 @@ def read_given_values(
     project_root: Path,
     cwd: Path,
 ) -> dict[str, tuple[object, str]]:
-    """Return (value, source) by key of all values that are given, without defaults.
+    """Map each key that the user set to its value and source; defaults are left out.
 
     Rules are not checked, and values that cannot be read are left out. The arguments are those of
     `load_config`.
@@ -177,7 +176,7 @@ def read_given_values(
 
 
 def sources_of(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return the source of each key's value, in the schema's order.
+    """Map each key, in the schema's order, to its value's source, such as "default" or "--set".
 
     A mapping whose names the user chooses, such as workload_options, has one source per name.
     """
@@ -199,8 +198,9 @@ def values_with_sources(config: Mapping[str, Json], sources: Mapping[str, str]) 
 
 
 def render_sources(rows: Sequence[SettingRow], *, defaults: bool = True) -> str:
-    """Render one line per key, such as "model.num_layers 6 --set"; without `defaults`, omit keys
-    that were not set.
+    """Render one line per key with its value and source, such as "model.num_layers 6 --set".
+
+    Without `defaults`, keys that were not set are omitted.
     """
     shown = [row for row in rows if defaults or row["source"] != DEFAULT]
     keys = [row["key"] for row in shown]
@@ -231,8 +231,9 @@ def _collect(
     cwd: Path,
     variables: Mapping[str, str],
 ) -> tuple[Given, Path, bool]:
-    """Read the configuration file and the overrides. Return the given values, the file, and whether
-    the whole file could be read.
+    """Read the given values from the configuration file, the environment and the overrides.
+
+    Return the values, the file's path, and whether the whole file could be read.
     """
     is_inline = isinstance(path, str) and path.lstrip().startswith("{")
     inline = str(path) if is_inline else None
@@ -258,7 +259,7 @@ def _collect(
 
 
 def _convert(given: Given) -> JsonObject:
-    """Convert each given value to the type in the schema; return the values by dotted key.
+    """Convert each given value to its type in the schema, and map each dotted key to the result.
 
     A value that cannot be converted is left out, and added to the problems of `given`.
     """
@@ -281,8 +282,7 @@ def _convert(given: Given) -> JsonObject:
 
 
 def _validate(values: Mapping[str, Json], given: Given, unknown: Collection[str]) -> RunConfig:
-    """Check values against the schema's ranges and the rules about several keys; return the
-    configuration.
+    """Validate the values against the schema and the rules, and return the configuration.
 
     Problems are added to `given`, and defaults replace wrong values. Rules about a key in `unknown`
     are not checked, because the value that the user intended for it is unknown.
@@ -503,9 +503,7 @@ def _resolve_paths(
 
 
 def _hides(bad: str, key: str, values: Mapping[str, Json]) -> bool:
-    """Return whether the intended value of `key` is unknown because of a problem with the key or
-    section `bad`.
-    """
+    """Return whether a problem with the key or section `bad` leaves the value of `key` unknown."""
     return key not in values and (key == bad or key.startswith(f"{bad}."))
 
 
@@ -533,7 +531,7 @@ def _display(file: Path, cwd: Path) -> str:
 
 
 def _column_width(texts: Sequence[str]) -> int:
-    """Return the width of a column. A long list overflows it instead of widening every line."""
+    """Return the width of a column of texts, up to a limit that a long text exceeds."""
     return min(_WIDEST_COLUMN, max(map(len, texts), default=0))
 
 

@@ -24,11 +24,10 @@ _PRICE_SOURCES = ("static", "live")
 
 
 def zone_prefix(region: str) -> str | None:
-    """Return the prefix of an AWS region's zone ids, such as use1 for us-east-1; None if `region`
-    is no region name.
+    """Return the prefix of an AWS region's zone ids, such as use1 for us-east-1.
 
     AWS shortens each compass direction and each other word to its first letter: ap-southeast-2
-    becomes apse2, eu-central-1 becomes euc1.
+    becomes apse2, eu-central-1 becomes euc1. The result is None if `region` is not a region's name.
     """
     match = _REGION.fullmatch(region)
     if match is None:
@@ -72,9 +71,10 @@ for _key in ("notifications.webhook_env", "notifications.smtp_password_env"):
 
 @RULES.about("trackers")
 def _trackers_are_possible(config: RunConfig) -> Breach:
-    """Check that key_env is a variable's name and that a url suits the tracker and has no password.
+    """Check each tracker's key_env and url: a variable's name, and a suitable address without
+    password.
 
-    Hide the values.
+    Messages omit the values, which may be secret.
     """
     for tracker in config.trackers:
         if tracker.key_env is not None and not NAME_PATTERN.fullmatch(tracker.key_env):

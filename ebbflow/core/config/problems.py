@@ -1,6 +1,4 @@
-"""Problems of a configuration, each with location, message and hint, and their rendering for a
-terminal.
-"""
+"""Problems of a configuration, with location, message and hint, rendered for a terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class Problem:
 
 
 class ConfigError(InfraError, outcome=Outcome.CONFIG):
-    """An unusable configuration.
+    """Error: the configuration cannot be used.
 
     `problems` contains every problem; the error's text is the rendered list.
     """

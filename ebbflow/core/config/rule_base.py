@@ -35,9 +35,9 @@ class Rules(list[Rule]):
     """List of rules, in the order in which they are checked."""
 
     def about(self, *keys: str) -> Callable[[Check], Check]:
-        """Return a decorator that adds a check of these keys to the rules.
+        """Return a decorator that adds a check of these keys to the list.
 
-        First comes the key that is likely wrong.
+        The key that is most likely wrong comes first.
         """
 
         def add(check: Check) -> Check:
@@ -94,8 +94,9 @@ def product(factors: Sequence[object]) -> str:
 
 
 def suggest_values(*offers: tuple[str, Sequence[object]]) -> str:
-    """Render a hint such as "set a to 1 or 2, or b to 3" from (key, values) pairs; skip pairs with
-    no values.
+    """Render a hint such as "set a to 1 or 2, or b to 3" from (key, values) pairs.
+
+    Pairs without values are skipped.
     """
     return "set " + ", or ".join(
         f"{key} to {' or '.join(map(str, values))}" for key, values in offers if values

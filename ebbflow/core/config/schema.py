@@ -21,16 +21,20 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """Base of the configuration's sections: immutable, without unknown keys, and without conversion
-    of types.
+    """Base class of the configuration's sections.
+
+    A section is immutable, rejects unknown keys, and does not convert types.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 def key(default: Any, description: str, **limits: float) -> Any:
-    """Declare a key of a section. default: `...` makes the key required. limits: pydantic limits
-    such as ge=1.
+    """Declare a configuration key with its default and description.
+
+    Args:
+        default: `...` makes the key required.
+        limits: pydantic limits such as ge=1.
     """
     return Field(default=default, description=description, **limits)  # type: ignore[arg-type]
 
@@ -54,7 +58,9 @@ class QueueConfig(Section):
 
 
 class BatchConfig(Section):
-    """AWS Batch. `ebbflow adopt` writes this section from the queues and roles of an account."""
+    """Settings of AWS Batch. `ebbflow adopt` writes this section from an account's queues and
+    roles.
+    """
 
     queues: list[QueueConfig] = key(
         [], "queues for training; empty: the account's queues, looked up at launch"
@@ -152,7 +158,7 @@ class PartitionConfig(Section):
 
 
 class SlurmConfig(Section):
-    """Slurm, for `--with slurm` and `ebbflow export slurm`."""
+    """Settings of Slurm, for `--with slurm` and `ebbflow export slurm`."""
 
     partitions: list[PartitionConfig] = key(
         [],
@@ -255,7 +261,9 @@ class SchedulerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Optimization. batch_size is the number of sequences per step of all ranks together."""
+    """Settings of the optimization. batch_size is the number of sequences per step of all ranks
+    together.
+    """
 
     batch_size: int = key(32, "sequences per step over all ranks", ge=1)
     learning_rate: float = key(1e-3, "peak learning rate", gt=0)
@@ -314,7 +322,7 @@ class TrainingConfig(Section):
 
     @property
     def loss_chunk(self) -> int | None:
-        """Tokens of a chunk of the loss; None: the loss is computed at once."""
+        """Number of tokens in a chunk of the loss, or None if the loss is computed at once."""
         if self.loss_chunk_tokens == "auto":
             return None
         return self.loss_chunk_tokens
@@ -407,7 +415,7 @@ class FsdpConfig(Section):
 
     @property
     def mixes_precision(self) -> bool:
-        """Whether the compute is in half precision; "auto" counts as on a CPU."""
+        """Whether the model computes in half precision; an unresolved "auto" counts as no."""
         return self.use_mixed_precision is True
 
     @property
@@ -450,21 +458,23 @@ class ClusterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _accept_old_names(cls, data: Any) -> Any:
-        """Accept the old names of renamed keys, which stored configurations of earlier jobs may
-        contain.
-        """
+        """Rename keys that configurations of earlier jobs contain under their old names."""
         if not isinstance(data, dict):
             return data
         return {_RENAMED_IN_CLUSTER.get(name, name): value for name, value in data.items()}
 
     @property
     def replacement_deadline_seconds(self) -> float:
-        """Time limit for a node to join whose machine the scheduler must request first."""
+        """Time limit for joining of a node whose machine must first be requested from the
+        scheduler.
+        """
         return self.expected_start_seconds + self.start_deadline_seconds
 
 
 class BestConfig(Section):
-    """Commits to keep for a metric of the evaluation. A plain number in YAML sets `count`."""
+    """Commits with the best value of an evaluation metric, which are also kept. A plain number in
+    YAML sets `count`.
+    """
 
     SHORT_FORM: ClassVar = "count"
     model_config = ConfigDict(json_schema_extra={"type": ["object", "integer"], "minimum": 0})
@@ -494,7 +504,7 @@ class BestConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When to save, and which commits to keep."""
+    """Settings of checkpoints: when to save, and which commits to keep."""
 
     interval: Literal["steps", "seconds", "auto"] = key(
         "steps", "save every interval_steps, every interval_seconds, or by measured cost and hazard"
@@ -541,8 +551,9 @@ class CheckpointConfig(Section):
 
     @property
     def drain_seconds(self) -> float:
-        """Time that a launcher that was asked to leave gives its tasks to save and to end: for a save,
-        and 30 s in which an agent's ranks leave.
+        """Seconds that a stopped launcher gives its tasks to save and exit.
+
+        This covers the save, and 30 s in which an agent's ranks exit.
         """
         return max(_SHORTEST_DRAIN_SECONDS, self.stop_seconds + 35.0)
 
@@ -717,7 +728,7 @@ class GuardsConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Prometheus metrics.
+    """Settings of Prometheus metrics.
 
     The file metrics.prom is written with every report, regardless of these settings.
     """
@@ -753,7 +764,7 @@ class TrackerConfig(Section):
 
 
 class NotificationsConfig(Section):
-    """Channels for one-line messages: start, notices, failures, budget, silence and end
+    """Channels for one-line messages about start, notices, failures, budget, silence and end
     (docs/trackers.md).
     """
 
@@ -811,8 +822,8 @@ class RunConfig(Section):
 
     @property
     def user_code(self) -> str | None:
-        """The script or workload of the user, which brings its own model and data; None for the
-        built-in model.
+        """The user's script or workload, which has its own model and data, or None for the built-in
+        model.
         """
         return self.script or self.workload
 

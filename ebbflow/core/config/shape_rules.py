@@ -1,4 +1,4 @@
-"""Configuration rules about sizes: batches, heads, ranks, shards and the quantities derived from
+"""Configuration rules about sizes, such as batches, heads, ranks, shards and values derived from
 them.
 """
 
@@ -166,8 +166,8 @@ def _suffixes_are_endings(config: RunConfig) -> Breach:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """A whole number, such as samples per micro-batch, that is computed from several keys and must
-    be at least 1.
+    """A quantity computed from several keys that must be at least 1, such as samples per
+    micro-batch.
 
     It is the product of the keys `top` divided by the product of the keys `bottom`, rounded down.
     Keys set to "auto" are left out, as is a parallel.tensor_size of 1.
@@ -185,7 +185,7 @@ class Derived:
         return self._product(config, self.top) // self._product(config, self.bottom)
 
     def formula(self, config: RunConfig) -> str:
-        """Return the calculation as text: "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4)
+        """Render the calculation, such as "training.batch_size / (cluster.nodes × …) = 4 / (2 × 4)
         = 0.5".
         """
         top = self._known(config, self.top)
@@ -318,9 +318,10 @@ def _compressed_once(config: RunConfig) -> Breach:
 def _only_with(
     key: str, default: object, selector: str, values: tuple[object, ...], why: str = ""
 ) -> None:
-    """Add a rule: an option must keep its default unless the key `selector` has one of `values`.
+    """Add a rule: `key` must keep its default unless the key `selector` has one of `values`.
 
-    `why`: the reason.
+    Args:
+        why: the reason, for the message.
     """
 
     @RULES.about(key, selector)
@@ -339,7 +340,7 @@ def _only_with(
 
 
 def _write(value: object) -> str:
-    """Return a value as it is written in YAML."""
+    """Render a value as YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -383,9 +384,9 @@ for _name, _field in ModelConfig.model_fields.items():
 
 
 def _at_most(low: str, high: str, *others: object) -> None:
-    """Add a rule: the number of the key `low` must not exceed that of `high`.
+    """Add a rule: the value of `low` must not exceed the value of `high`.
 
-    The hint also offers `others` for it.
+    The hint also offers the values `others` for `low`.
     """
 
     @RULES.about(low, high)
@@ -413,7 +414,7 @@ _at_most("cluster.min_nodes", "cluster.max_nodes")
     "cluster.nodes",
 )
 def _shards_stay_on_a_node(config: RunConfig) -> Breach:
-    """Check that each hsdp shard group is within one node, if the job may continue with fewer
+    """Check that each hsdp shard group fits within one node if the job may continue with fewer
     nodes.
     """
     shard = config.parallel.shard_size

@@ -1,4 +1,4 @@
-"""Intervals that a short job shortens, if the user did not choose them."""
+"""Shorter defaults for intervals, such as the save interval, in jobs with few steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShortenedDefault:
-    """A default that was too long for the job's steps, and the value that replaces it."""
+    """A default that exceeds the job's number of steps, and the value that replaces it."""
 
     key: str
     default: int

@@ -1,5 +1,4 @@
-"""YAML 1.2 parser that keeps source positions, and the conversion of parsed nodes to the types in
-the schema.
+"""YAML 1.2 parser that keeps source positions, and conversion of its nodes to the schema's types.
 
 The parser is ruamel.yaml, because YAML 1.1 parsers read ``1e-3`` as text, ``012`` as ten, ``1:30``
 as ninety and ``no`` as false. Each node keeps its start and end, so that errors can point at the
@@ -65,7 +64,7 @@ _SYNTAX_HINTS = (
 
 @dataclass(frozen=True)
 class SourceText:
-    """A YAML text with its name and position, from which messages show the place of a problem."""
+    """A YAML text with its name, for showing the location of a problem in messages."""
 
     name: str  # name of the text in problems, such as the file's path
     text: str  # the YAML text
@@ -73,8 +72,9 @@ class SourceText:
     before: str = ""  # these characters, such as "model.num_heads=" of an override
 
     def span(self, start: StringMark, end: StringMark | None = None) -> SourceSpan:
-        """Return the range from `start` to `end`, or to the end of the line if `end` is None or on
-        another line.
+        """Return the range from `start` to `end` on one line.
+
+        The range ends with the line if `end` is None or on another line.
         """
         lines = _LINE_BREAK.split(self.text)
         if start.line < len(lines):
@@ -103,9 +103,7 @@ class SourceText:
         return self.span(node.start_mark, node.end_mark)
 
     def span_at(self, index: int) -> SourceSpan:
-        """Return the line and column of the character at `index` in the text, as a span of length
-        1.
-        """
+        """Return the location of the character at `index`, as a span of length 1."""
         lines = _LINE_BREAK.split(self.text[:index])
         mark = _mark(len(lines) - 1, len(lines[-1]))
         return self.span(mark, mark)
@@ -248,8 +246,9 @@ def describe_node(node: Node) -> str:
 
 
 def closest_match(word: str, known: list[str] | tuple[str, ...]) -> str | None:
-    """Return the known word most similar to `word`, ignoring case and dashes; None if none is
-    similar.
+    """Return the known word most similar to `word`, ignoring case and dashes.
+
+    Return None if no word is similar.
     """
     folded = {_fold(name): name for name in known}
     matches = difflib.get_close_matches(_fold(word), folded, n=1, cutoff=0.7)
@@ -289,8 +288,9 @@ def _syntax_problem(source: SourceText, error: MarkedYAMLError) -> Problem:
 
 
 def _hint_on_line_before(text: str, line: int) -> str | None:
-    """Return a hint if the line before line number `line` (counted from 0) is what the parser
-    stumbles over: it has no space after its colon, or is indented unlike the line.
+    """Return a hint if the preceding line causes the syntax error on line number `line` (from 0).
+
+    The preceding line lacks a space after its colon, or has another indentation.
     """
     lines = _LINE_BREAK.split(text)
     before = max((number for number in range(line) if lines[number].strip()), default=None)
@@ -309,7 +309,7 @@ def _hint_on_line_before(text: str, line: int) -> str | None:
 
 
 def _convert_texts(node: MappingNode) -> dict[str, str]:
-    """Convert a mapping inside an item of a list, such as a pool's labels: of texts alone."""
+    """Convert a mapping whose values are all texts, such as a pool's labels."""
     texts: dict[str, str] = {}
     for name, value in node.value:
         if not isinstance(name, ScalarNode) or not isinstance(value, ScalarNode):
@@ -499,9 +499,9 @@ def _quoted(text: str) -> str:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union type, or a list of only the type if it is no union.
+    """List the members of a union type, without `Annotated` metadata.
 
-    Strip `Annotated` metadata.
+    Any other type yields a list of only that type.
     """
     origin = get_origin(annotation)
     if origin is Annotated:

@@ -1,4 +1,4 @@
-"""The object store, a local folder (the default) or S3, behind one interface."""
+"""Object store with one interface for a local folder (the default) and for S3."""
 
 from ebbflow.core.store.objects import Buffer, ObjectMeta, Store
 

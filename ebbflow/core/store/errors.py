@@ -1,4 +1,4 @@
-"""One-line errors of the store, made from exceptions of obstore and of the operating system.
+"""Conversion of errors of obstore and the operating system to one-line errors of the store.
 
 Each error names the operation, the object, what happened and what to do. obstore gives the HTTP
 status, the S3 error code and errno only within its exceptions' texts, so this module searches the
@@ -68,7 +68,7 @@ _FORBIDDEN_NUMBERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 def as_store_errors(
     operation: str, uri: str, otherwise: type[StoreError] = StoreError
 ) -> Iterator[None]:
-    """Raise exceptions of obstore and of the operating system as StoreError with a one-line
+    """Convert exceptions of obstore and the operating system to StoreError, with a one-line
     message.
 
     `otherwise` is the class to raise for an unrecognised error of a folder.

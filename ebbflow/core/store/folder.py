@@ -109,7 +109,7 @@ def open_regular(path: Path | str) -> int:
 
 
 class FolderBackend:
-    """Objects stored as files below `root`.
+    """Object store that keeps each object as a file below `root`.
 
     Methods raise OSError, and WrongStore if the store lacks its `marker`; `Store` runs them in a
     `HangGuard`.
@@ -171,7 +171,7 @@ class FolderBackend:
         return found.st_size, found.st_mtime
 
     def delete(self, key: str) -> None:
-        """Delete an object, and the folders that it leaves empty, since each takes an inode."""
+        """Delete an object, and each folder that becomes empty, because folders take inodes."""
         path = self._path(key)
         path.unlink()
         for folder in path.parents:
@@ -244,8 +244,7 @@ class FolderBackend:
 
 
 def create_file(path: Path, flags: int, mode: int) -> int:
-    """Open an empty file for writing, in a folder that is created if it is missing, and return the
-    descriptor.
+    """Create an empty file for writing, with its folder if needed, and return the descriptor.
 
     Another process may delete the folder while it is empty; then it is created again.
     """
@@ -257,8 +256,8 @@ def create_file(path: Path, flags: int, mode: int) -> int:
 
 
 def sync_folders(folder: Path, root: Path) -> None:
-    """Sync `folder` and each folder above it up to `root`, so that a crash does not lose the name
-    of a new file.
+    """Sync `folder` and its parents up to `root`, so that a crash cannot lose the name of a new
+    file.
     """
     for each in (folder, *folder.parents):
         descriptor = os.open(each, os.O_RDONLY)

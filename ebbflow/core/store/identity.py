@@ -1,5 +1,4 @@
-"""The first look at a job's store: which store it is, and whether it is the one that this machine
-knows the job in.
+"""Check of a job's store at the start: is it the store that this machine has recorded for the job?
 
 A store keeps its markers for ever, and several are no contradiction: of two launchers that see a
 new store at the same time, each may write one, and both are right from then on.
@@ -32,7 +31,7 @@ _REQUEST_SECONDS = 10.0
 
 
 def adopt_store(uri: str, job: str, runs: Path, *, from_scratch: bool = False) -> str:
-    """Find or make the marker of the store at `uri`, let this process expect it, and return its id.
+    """Find or create the store's marker (its identity), expect it from now on, and return its id.
 
     Args:
         runs: the folder of this machine whose `<job>/job.json` and `report.json` tell in which
@@ -67,7 +66,7 @@ def adopt_store(uri: str, job: str, runs: Path, *, from_scratch: bool = False) -
 
 
 def adopt_if_it_answers(uri: str, job: str, runs: Path, *, from_scratch: bool = False) -> str:
-    """Do the same as `adopt_store`, but return "" if the store does not answer.
+    """Call `adopt_store`, but return "" if the store does not answer.
 
     A launcher calls this before its checks, which report such a store. Raises JobNotInStore.
     """
@@ -121,7 +120,7 @@ def _is_same_place(one_uri: str, other_uri: str) -> bool:
 
 
 def _reported_steps(path: Path) -> int:
-    """Return the last step in a report on this machine; 0 without a readable one."""
+    """Return the last step in a job's local report, or 0 if there is no readable report."""
     try:
         curve = json.loads(path.read_text())["loss_curve"]
         return max((int(step) for step, _ in curve), default=0)

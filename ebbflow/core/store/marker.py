@@ -1,4 +1,4 @@
-"""The marker of a store: an object with a random id in its name, which is the store's identity.
+"""Marker of a store: an object with a random id in its name, which identifies the store.
 
 The device number of a folder changes with every mount, and two accounts may have a bucket of one
 name. So a process that works for a job expects the marker that the job's launcher found: it is in
@@ -20,20 +20,25 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class StoreMarker:
-    """The marker that a store must have, and the store's address: a folder, or s3://bucket/prefix."""
+    """A marker that a store is expected to have, and the address of that store."""
 
     id: str
     root: str
 
     def check_folder(self) -> None:
-        """Raise WrongStore unless the folder has the marker. Takes one stat of a file."""
+        """Raise WrongStore unless the folder has the marker.
+
+        This takes a single stat call.
+        """
         try:
             os.stat(os.path.join(self.root, marker_key(self.id)))
         except (FileNotFoundError, NotADirectoryError):
             raise self.error(_describe_folder(Path(self.root))) from None
 
     def error(self, seen: str) -> WrongStore:
-        """Return the error for a store without the marker. `seen` says what is there instead."""
+        """Return the error for a store that lacks the marker; `seen` describes what it has
+        instead.
+        """
         return WrongStore(
             f"{self.root} is not the store that this job began in: its marker "
             f"{marker_key(self.id)} is missing, and {seen}; nothing is written there; fix: bring "
@@ -42,8 +47,7 @@ class StoreMarker:
 
 
 def expect_marker(uri: str, marker_id: str) -> None:
-    """Let this process, and the processes that it starts, accept the store at `uri` only with this
-    marker.
+    """Let this process and its children accept the store at `uri` only if it has this marker.
 
     An empty `marker_id` changes nothing.
     """
@@ -53,8 +57,9 @@ def expect_marker(uri: str, marker_id: str) -> None:
 
 
 def find_marker(uri: str) -> StoreMarker | None:
-    """Return the marker that this process expects of the store at `uri`, which may be a part of a
-    store, such as one job; None if it expects none.
+    """Return the marker that the store at `uri` is expected to have, or None if none is expected.
+
+    `uri` may also be a part of a store, such as one job.
     """
     known = os.environ.get(VARIABLE)
     if not known:
@@ -68,7 +73,7 @@ def find_marker(uri: str) -> StoreMarker | None:
 
 
 def expected_marker_id(uri: str) -> str:
-    """Return the id that this process expects of the store at `uri`, or ""."""
+    """Return the id of the marker that the store at `uri` is expected to have, or ""."""
     marker = find_marker(uri)
     if marker is None:
         return ""

@@ -1,4 +1,4 @@
-"""The object store: the same few operations on a local folder and on a bucket.
+"""Object store with the same operations on a local folder and on a bucket.
 
 After `put` has returned, the object is durable: S3 guarantees this, and in a folder the file and
 its folders are synced. Every operation ends within its deadline, even on a hanging file system.
@@ -130,7 +130,7 @@ class Store:
         )
 
     def check_marker(self) -> None:
-        """Raise WrongStore unless the store has the marker that this process expects of it.
+        """Raise WrongStore if a marker is expected of the store, and the store does not have it.
 
         In a bucket this is one request, so callers do it once per save or start. A folder is
         checked at each of its operations besides.
@@ -253,7 +253,7 @@ class Store:
             return None
 
     def list(self, prefix: str = "", *, limit: int | None = None) -> list[ObjectMeta]:
-        """Return the objects below the folder `prefix`, sorted by key; at most `limit` of them."""
+        """List at most `limit` of the objects below the folder `prefix`, sorted by key."""
         found: list[ObjectMeta] = []
         for page in self.pages(prefix):
             found += page
@@ -262,8 +262,9 @@ class Store:
         return sorted(found, key=attrgetter("key"))[:limit]
 
     def pages(self, prefix: str = "", *, after: str = "") -> Iterator[list[ObjectMeta]]:
-        """Yield pages of up to 1,000 objects below the folder `prefix` with keys greater than
-        `after`, sorted by key.
+        """Yield the objects below the folder `prefix`, sorted by key, in pages of up to 1,000.
+
+        Only keys greater than `after` are listed.
 
         Each page is one request, which is sent when the caller asks for the page. However, a local
         folder, or a bucket whose first page is unsorted, is listed completely before the first

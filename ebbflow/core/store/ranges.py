@@ -1,6 +1,4 @@
-"""Read byte ranges of local files into existing memory, without copying and without holding the
-GIL.
-"""
+"""Reader of byte ranges of local files into existing memory, without copies and without the GIL."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,9 +13,7 @@ _MOST_BUFFERS = 1024  # limit of one preadv (POSIX IOV_MAX)
 def read_blocks(
     store: Store, key: str, start: int, buffers: Sequence[memoryview], *, block_bytes: int
 ) -> Iterator[list[memoryview]]:
-    """Read a part of an object in a local store into buffers.
-
-    Yield each block of memory as soon as it is filled.
+    """Read a part of an object in a local store into buffers, and yield each block once it is read.
 
     The part begins at byte `start` of the object. The buffers are filled in order and completely. A
     block has at most `block_bytes`, so that its bytes are still in the CPU cache when the caller

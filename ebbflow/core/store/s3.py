@@ -1,5 +1,4 @@
-"""Access to S3: credentials, region and endpoint, found as other AWS tools find them, and the
-client for a bucket.
+"""Access to S3: a client for a bucket, with credentials, region and endpoint found as by AWS tools.
 
 Uploaders must start fast, so botocore is not imported if the environment has access keys. Otherwise
 botocore searches for credentials: profile and role, web identity, SSO, shared files, container,
@@ -57,11 +56,10 @@ class AwsSettings:
 
 
 def aws_settings() -> AwsSettings:
-    """Return the region and the endpoint of S3.
+    """Return the region and the endpoint of S3 from environment variables or the AWS profile.
 
-    Environment variables take precedence over the AWS profile.
-
-    If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the profile's endpoint is ignored.
+    Environment variables take precedence. If AWS_IGNORE_CONFIGURED_ENDPOINT_URLS is true, the
+    profile's endpoint is ignored.
 
     Raises:
         StoreError: the profile cannot be read.
@@ -92,7 +90,7 @@ def aws_settings() -> AwsSettings:
 
 
 def read_certificates() -> bytes | None:
-    """Return the PEM file of private certificate authorities that other AWS tools use, or None.
+    """Read the PEM file of private certificate authorities that other AWS tools use, if one is set.
 
     Raises StoreMisconfigured if the file that a variable names cannot be read.
     """
@@ -118,8 +116,7 @@ def read_certificates() -> bytes | None:
 
 
 def credential_provider(seconds: float) -> Callable[[], dict] | None:
-    """Return a function from which obstore gets credentials within `seconds`, or None if it needs
-    no such function.
+    """Return a function that gives obstore credentials within `seconds`, or None if none is needed.
 
     obstore needs no function if the environment has access keys, or if AWS_SKIP_SIGNATURE is true
     because the bucket is public. Raises StoreForbidden if there are no credentials, and

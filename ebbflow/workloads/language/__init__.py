@@ -1,1 +1,1 @@
-"""Language models, their data and their tasks."""
+"""Language models, with their data and their tasks."""

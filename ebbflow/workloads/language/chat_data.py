@@ -1,4 +1,4 @@
-"""Token shards of conversations, with a mask of the tokens that assistants wrote.
+"""Tokens of conversations, with masks of the tokens that assistants wrote, stored in shards.
 
 <store>/tokens/<fingerprint>/train.mask  held_out.mask    one byte per token of train.bin and held_out.bin; 1: counted
 """
@@ -42,8 +42,9 @@ MarkedText = tuple[str, list[list[int]]]
 
 @dataclass(frozen=True)
 class AnswerBatch(TextBatch):
-    """Sequences of conversations, with the next token as target if an assistant wrote it, else
-    `_NOT_COUNTED`.
+    """Batch of conversations in which only tokens that an assistant wrote are targets.
+
+    All other targets are `_NOT_COUNTED`.
     """
 
     # Counted targets of each sample. They are known on the CPU, so that the GPU is not waited for
@@ -62,7 +63,9 @@ class AnswerBatch(TextBatch):
 
 
 class AnswerMask:
-    """Masks of the shards' windows. Windows without a counted target are left out.
+    """Masks of the targets that count in the loss, read from the shards.
+
+    A window is a sequence of `length` tokens. Windows without a target that counts are left out.
 
     Args:
         length: tokens of a window.
@@ -97,11 +100,16 @@ class AnswerMask:
         return _MASKS["train"] in about.shard_sha256
 
     def windows(self, side: str) -> np.ndarray:
-        """Return the numbers of the windows that have a counted target."""
+        """Return the numbers of the windows (token sequences) with a target that counts in the
+        loss.
+
+        Args:
+            side: "train" or "held_out".
+        """
         return self._kept[side]
 
     def mark(self, batch: TextBatch, side: str, windows: np.ndarray) -> AnswerBatch:
-        """Return the batch of these windows with the targets that do not count taken out."""
+        """Return the batch with `_NOT_COUNTED` for each target that does not count in the loss."""
         offsets = windows[:, None] * self._length + np.arange(1, self._length + 1)
         mask = self._masks[side][offsets]
         left_out = torch.from_numpy(~mask)
@@ -114,7 +122,7 @@ class AnswerMask:
 
 
 class KeptOrder(SampleOrder):
-    """The order of samples, of some of the windows only."""
+    """Order of training samples, which has only selected windows (token sequences)."""
 
     def __init__(self, kept: np.ndarray, seed: int) -> None:
         super().__init__(len(kept), seed)
@@ -127,12 +135,10 @@ class KeptOrder(SampleOrder):
 def prepare_chat(
     texts: Iterable[MarkedText], tokenizer: Tokenizer, fraction: float, store: Store
 ) -> Tokens:
-    """Build the shards and masks of conversations, unless the store has them.
+    """Write the token and mask shards of conversations to the store, unless it has them.
 
-    The last `fraction` is held out.
-
-    Raises DataError if there are fewer than two conversations, or none of a part has an assistant's
-    text.
+    The last `fraction` is held out. Raises DataError if there are fewer than two conversations, or
+    if the train or held-out ones have no text by an assistant.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as rows:
         digest = hashlib.sha256(f"{_FORMAT} {tokenizer.identity} {fraction!r}".encode())
@@ -201,10 +207,10 @@ def prepare_chat(
 def encode(
     text: str, spans: Sequence[Sequence[int]], tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a text with the separator after it, and which of them have a character
-    of `spans`.
+    """Return the tokens of a text, and a mask of those that overlap `spans`.
 
-    The separator counts if the text ends with a span: it then tells the assistant to stop.
+    The separator follows the text. It is in the mask if the text ends with a span, because it then
+    tells the assistant to stop.
     """
     found = tokenizer._tokenizer.encode(text, add_special_tokens=False)
     mask = [_overlaps(begin, end, spans) for begin, end in found.offsets]

@@ -1,5 +1,4 @@
-"""Train or fine-tune a causal language model of Hugging Face transformers from a folder, without
-code of your own.
+"""Workload that trains or fine-tunes a causal language model of transformers from a local folder.
 
 The folder is as `save_pretrained` or `hf download` leaves it; nothing is downloaded. Weights are
 initialised by the library's own `_init_weights`, one module at a time, and read from the folder's
@@ -67,14 +66,17 @@ _OPTIONS = {
 
 @dataclass
 class RowCounts:
-    """Numbers of rows that were read, that hold no text, and whose half characters were replaced."""
+    """Counters of the rows that were read, of those without text, and of repaired ones.
+
+    A row is repaired if lone surrogates in its text were replaced.
+    """
 
     rows: int = 0
     empty_rows: int = 0
     repaired_rows: int = 0
 
     def repair(self, text: str) -> str:
-        """Count a row, and return its text with lone surrogates replaced by U+FFFD."""
+        """Replace lone surrogates in a row's text by U+FFFD, and count the row."""
         repaired = _HALF_CHARACTERS.sub("\ufffd", text)
         self.rows += 1
         self.empty_rows += not text.strip()
@@ -83,7 +85,7 @@ class RowCounts:
 
 
 class HuggingFace(TextWorkload):
-    """Next-token prediction on packed sequences of `model.sequence_length` tokens.
+    """Workload of next-token prediction on packed sequences of `model.sequence_length` tokens.
 
     `workload_options`: `model`, `dataset`, `column` (text, or messages with `chat`),
     `assistant_only_loss` (true), `choices`, `lora_rank` (0), `lora_alpha`, `lora_targets`.
@@ -133,7 +135,7 @@ class HuggingFace(TextWorkload):
     def prepare(cls, context: WorkloadContext) -> JsonObject:
         """Tokenize and pack the dataset, unless the store already has its tokens.
 
-        Copy the questions to the store.
+        The questions for `choices` are copied to the store as well.
         """
         context = _with_folder(context)
         about = cls._prepare_text(context)
@@ -194,7 +196,7 @@ class HuggingFace(TextWorkload):
         return name
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return the decoder's blocks.
+        """Return the decoder's blocks, each of which is sharded as a unit.
 
         Embeddings and head, whose weights may be tied, stay outside.
         """
@@ -234,16 +236,17 @@ class HuggingFace(TextWorkload):
         return Loss(sum_cross_entropy(head, x, batch.targets, chunk), batch.weight)
 
     def _automatic_chunk(self) -> int | None:
-        """Return the tokens of a chunk of the loss on a GPU; None on a CPU, and for a model that
-        changes its logits.
+        """Return the number of tokens in a chunk of the loss, or None without chunks.
+
+        There are no chunks on a CPU, and for a model that changes its logits.
         """
         if self._changes_logits or self._context.device.type != "cuda":
             return None
         return choose_loss_chunk(self._folder.vocabulary)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the held-out loss, and with `choices` the shares of questions that are answered
-        rightly.
+        """Return the held-out loss and, with `choices`, the accuracies on multiple-choice
+        questions.
         """
         metrics = super().evaluate(model)
         if self._answers is not None:
@@ -264,7 +267,9 @@ class HuggingFace(TextWorkload):
 
 
 def _with_folder(context: WorkloadContext) -> WorkloadContext:
-    """Return the context with the options' dataset and the folder's tokenizer in `config.data`."""
+    """Return the context with `config.data` changed to the options' dataset and the folder's
+    tokenizer.
+    """
     if unknown := sorted(context.options.keys() - _OPTIONS.keys()):
         known = "; ".join(f"{name}: {text}" for name, text in _OPTIONS.items())
         raise WorkloadError(f"workload_options: there is no {', '.join(unknown)}; fix: {known}")
@@ -299,7 +304,10 @@ def _model_path(context: WorkloadContext) -> Path:
 
 
 def _fetch(uri: str, suffixes: Sequence[str], folder: Path) -> Path:
-    """Copy the text files of a bucket into `folder`. Return it, or the only file's path."""
+    """Copy the text files of a bucket into `folder`, and return the folder.
+
+    If there is only one file, return its path.
+    """
     files = find_files(uri)
     if len(files) > 1 and not has_wildcard(uri):
         files = find_files(uri, suffixes)
@@ -316,7 +324,7 @@ def _fetch(uri: str, suffixes: Sequence[str], folder: Path) -> Path:
 def _rows(
     files: Sequence[DataFile], column: str, chat: ChatTemplate | None, counts: RowCounts
 ) -> Iterator[str]:
-    """Yield the texts of a dataset's rows."""
+    """Yield the text of each row in a dataset."""
     for placed in read_rows(files, column):
         text = placed.row.get(column)
         if chat is not None and isinstance(text, list):
@@ -340,7 +348,7 @@ def _rows(
 def _mark_rows(
     files: Sequence[DataFile], column: str, chat: ChatTemplate, counts: RowCounts
 ) -> Iterator[MarkedText]:
-    """Yield the texts of a dataset's conversations, with the spans that assistants write."""
+    """Yield the text of each conversation in a dataset, with the spans that assistants wrote."""
     for placed in read_rows(files, column):
         messages = placed.row.get(column)
         if not isinstance(messages, list):
@@ -356,8 +364,9 @@ def _mark_rows(
 
 
 def _separator(data: DataConfig, root: Path) -> str:
-    """Return the text of the tokenizer's end-of-text token, which the tokenizer reads as that
-    token.
+    """Return the text that separates documents: the tokenizer's end-of-text token, or a blank line.
+
+    The tokenizer reads the text as that token.
     """
     tokenizer = open_tokenizer(data, project_root=root)
     vocabulary = getattr(tokenizer, "_tokenizer", None)

@@ -1,4 +1,4 @@
-"""The built-in workload: a causal language model on text.
+"""The built-in workload: a causal language model that is trained on text.
 
 A token is a byte or an entry of a tokenizer's vocabulary. The planner, which does not import torch,
 computes the model's size with `ebbflow.core.footprint.causal_lm_shape`.
@@ -35,8 +35,9 @@ _HIGH_TURNS = 4.0  # high_freq_factor
 
 
 class Linear(nn.Linear):
-    """A linear layer, whose initial weights are normally distributed with standard deviation `std`;
-    no bias or 0.
+    """Linear layer with normally distributed initial weights of standard deviation `std`.
+
+    A bias starts at 0; by default there is none.
     """
 
     def __init__(
@@ -52,17 +53,14 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table, whose initial weights are normally distributed with standard deviation
-    0.02.
-    """
+    """Embedding table with normally distributed initial weights of standard deviation 0.02."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_INITIAL_STD)
 
 
 class KeyValues:
-    """The keys and values of one block for the tokens so far: a cache, for the generation of up to
-    `capacity` tokens.
+    """Cache of one block's keys and values during generation, for up to `capacity` tokens.
 
     It is not a tensor, because FSDP2 would pass a copy in another dtype to the block.
     """
@@ -75,12 +73,13 @@ class KeyValues:
         self._both: Tensor | None = None  # [2, batch, heads, capacity, head width]
 
     def positions(self, length: int) -> slice | Tensor:
-        """Return the positions of the next `length` tokens, as an index."""
+        """Return the positions of the next `length` tokens, as an index into a sequence."""
         return slice(self.length, self.length + length)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of further tokens, `[batch, heads, length, head width]`, and
-        return all so far.
+        """Add keys and values, and return all that were added so far.
+
+        Their shape is `[batch, heads, length, head width]`.
         """
         if self._both is None:
             batch, heads, _, width = key.shape
@@ -92,11 +91,13 @@ class KeyValues:
 
 
 class Documents(KeyValues):
-    """The documents of a batch, as the context of its tokens. No earlier tokens are kept.
+    """Boundaries of the documents in a batch, so that tokens attend only within their document.
+
+    It has the interface of `KeyValues`, but keeps no keys and values.
 
     Args:
         tokens: `[batch, length]`.
-        end: the token that is the last one of a document.
+        end: the last token of a document.
     """
 
     def __init__(self, tokens: Tensor, end: int) -> None:
@@ -106,18 +107,18 @@ class Documents(KeyValues):
         self._positions = places - starts
 
     def positions(self, length: int) -> Tensor:  # noqa: ARG002 (the interface of KeyValues)
-        """Return the position of each token in its document, `[batch, length]`."""
+        """Return each token's position in its document, `[batch, length]`."""
         return self._positions
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return key, value
 
     def make_mask(self, x: Tensor) -> None:
-        """Make the mask of causal attention in each document, `[batch, 1, length, length]`, for all
-        blocks.
+        """Make the attention mask, causal within each document, that all blocks use.
 
-        It is 0 or -inf and has the dtype of the queries that are computed from `x`, because
-        attention would make such a copy of a mask of bools in each block.
+        Its shape is `[batch, 1, length, length]`. It is 0 or -inf and has the dtype of the queries
+        that are computed from `x`, because attention would make such a copy of a mask of bools in
+        each block.
         """
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -191,10 +192,10 @@ class Rotation(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Causal self-attention with rotary positions and, possibly, several query heads for each head
-    of keys and values.
+    """Causal self-attention with rotary positions.
 
-    Input and output have the shape `[batch, length, hidden]`.
+    Several query heads may share a head of keys and values. Input and output have the shape
+    `[batch, length, hidden]`.
     """
 
     def __init__(self, model: ModelConfig, rotation: Rotation) -> None:
@@ -255,8 +256,9 @@ class Block(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Embeddings of tokens, and of positions unless these are rotary: ids `[batch, length]` to
-    vectors.
+    """Token embeddings, plus position embeddings unless positions are rotary.
+
+    Maps token ids `[batch, length]` to vectors.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -281,8 +283,9 @@ class Embeddings(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the projection to logits `[batch, length, vocabulary]`, or to the loss of
-    `targets`.
+    """Final norm and projection to logits `[batch, length, vocabulary]`.
+
+    With `targets`, it returns the loss instead.
     """
 
     chunk_tokens: int | None = None  # as training.loss_chunk_tokens
@@ -318,10 +321,10 @@ class CausalLM(nn.Module):
     def forward(
         self, tokens: Tensor, past: list[KeyValues] | None = None, targets: Tensor | None = None
     ) -> Tensor:
-        """Compute the logits of `tokens`, which follow those in `past`, one `KeyValues` for each
-        block.
+        """Compute the logits of `tokens` or, with `targets`, the sum of their losses.
 
-        With `targets`, return the sum of their losses instead.
+        Args:
+            past: one `KeyValues` for each block, with the tokens before `tokens`.
         """
         end = self.config.end_of_document
         documents = None
@@ -336,7 +339,7 @@ class CausalLM(nn.Module):
         return self.head(x, targets)
 
     def units(self) -> list[nn.Module]:
-        """Return the parts of the model, each of which is sharded as a unit.
+        """Return the parts of the model that FSDP2 shards as units.
 
         Tied weights stay outside, because a parameter has one unit.
         """
@@ -345,7 +348,7 @@ class CausalLM(nn.Module):
         return [self.embeddings, *self.blocks, self.head]
 
     def split_layers(self) -> dict[nn.Module, tensor.SplitLayer]:
-        """Return how the ranks of a tensor group split each layer that has weights.
+        """Return for each layer with weights how a tensor group splits it over its ranks.
 
         Attention is split by heads. Embeddings and head are split by their width, so that their
         weights can be tied and the vocabulary can have any size.
@@ -369,7 +372,7 @@ class CausalLM(nn.Module):
 
 @dataclass(frozen=True)
 class TextBatch:
-    """A batch of token sequences, with the next token as the target of each token."""
+    """Batch of token sequences, in which each target is the next token."""
 
     inputs: Tensor  # token numbers, int64 `[samples, sequence_length]`
     targets: Tensor  # the token after each input, of the same shape
@@ -393,7 +396,7 @@ class TextBatch:
 
 
 class TextWorkload:
-    """Next-token prediction on the token shards that `prepare` built.
+    """Workload of next-token prediction on the token shards that `prepare` wrote.
 
     Raises DataError if there is too little text.
     """
@@ -420,9 +423,8 @@ class TextWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> dict:
-        """Convert the text to token shards, unless the store already has them.
-
-        Return the description of the shards.
+        """Convert the text to token shards in the store, unless it has them, and return their
+        description.
         """
         return prepare_tokens(
             context.config.data, context.store, project_root=context.project_root
@@ -435,7 +437,7 @@ class TextWorkload:
         return model
 
     def translate_weights(self, name: str) -> str | None:
-        """Return the model's name for a tensor of Llama or Qwen, as transformers names it."""
+        """Translate a tensor's name in transformers' Llama or Qwen to its name in this model."""
         if self._config.model.architecture == "llama":
             return our_name(name)
         return name
@@ -451,7 +453,9 @@ class TextWorkload:
         return TextBatch.of(self._reader.take(cursor)[0])
 
     def _read(self, cursor: Cursor) -> list[Tensor]:
-        """Read the samples of a step."""
+        """Read the samples at a cursor, and those of the next steps ahead if tokens are
+        streamed.
+        """
         self._read_ahead(cursor)
         windows = self._order.window(cursor.first, cursor.count)
         return [self._text(self._tokens.train, windows)]
@@ -529,12 +533,10 @@ class TextWorkload:
 def sum_cross_entropy(
     head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, chunk_tokens: int | None = None
 ) -> Tensor:
-    """Return the sum of the cross entropies of the logits `head(x)`, in float32.
+    """Sum the cross entropies of the logits `head(x)`, in float32.
 
-    Targets of -100 do not count.
-
-    With `chunk_tokens`, the logits of so many tokens at a time are computed, and again in the
-    backward pass, so that the logits of all tokens never exist at once.
+    Targets of -100 do not count. With `chunk_tokens`, the logits of so many tokens at a time are
+    computed, and again in the backward pass, so that the logits of all tokens never exist at once.
 
     Args:
         x: inputs of the output layer, `[batch, length, hidden]`.
@@ -601,11 +603,10 @@ def generate(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, past: KeyValues | None) -> Tensor:
-    """Return causal attention, `[batch, length, query heads × head width]`.
+    """Compute causal attention, `[batch, length, query heads × head width]`.
 
-    Key heads may be fewer than query heads.
-
-    After the first call with `past`, the length must be 1.
+    There may be fewer key heads than query heads. After the first call with `past`, the length must
+    be 1.
     """
     if past is None:
         mask = None
@@ -635,8 +636,7 @@ def _norm(model: ModelConfig, width: int) -> nn.RMSNorm:
 
 
 def _residual_std(model: ModelConfig) -> float:
-    """Return a standard deviation that keeps the variance of the residual stream from growing with
-    depth.
+    """Return an initial standard deviation for which the residual stream does not grow with depth.
 
     Source: GPT-2, section 2.3.
     """

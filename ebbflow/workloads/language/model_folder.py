@@ -1,6 +1,4 @@
-"""A folder of Hugging Face transformers: its model, with the library's initialisation or weights,
-and chat template.
-"""
+"""Reader of a transformers folder: its model, initial or stored weights, and chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ except (
 
 
 class ModelFolder:
-    """A causal language model as `save_pretrained` or `hf download` leaves it.
+    """Folder with a causal language model, as `save_pretrained` or `hf download` leaves it.
 
     Nothing is downloaded.
 
@@ -65,7 +63,9 @@ class ModelFolder:
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
-        """The folder's tensors by the model's names; none if it has no safetensors file."""
+        """Stored tensors by their names in the model; empty if the folder has no safetensors
+        file.
+        """
         if self.root.is_file() or not any(self.root.glob("*.safetensors*")):
             return {}
         model = self._plain_model()
@@ -99,7 +99,7 @@ class ModelFolder:
         return {tied.get(name, name): stored for name, stored in found.items()}
 
     def model(self, *, lora: bool = True) -> PreTrainedModel:
-        """Return the model on the meta device, with LoRA's matrices if `lora` and a rank are given."""
+        """Return the model on the meta device; with `lora` and a rank, it has LoRA's matrices."""
         model = self._plain_model()
         _use_own_initialisation(model, self.stored)
         if lora and self._rank:
@@ -127,7 +127,7 @@ class ModelFolder:
             ) from error
 
     def check_length(self, length: int) -> None:
-        """Raise WorkloadError if the model has no positions for `length` tokens."""
+        """Raise WorkloadError if the model cannot process `length` tokens."""
         longest = getattr(self.settings, "max_position_embeddings", None)
         if isinstance(longest, int) and length > longest:
             raise WorkloadError(
@@ -137,11 +137,9 @@ class ModelFolder:
 
 
 class BypassedHead:
-    """The output layer of a model.
+    """Context in which a model skips its output layer, and the caller can apply the layer itself.
 
-    Inside its context, the model's own call of the layer returns its input.
-
-    `model` may be wrapped, sharded or replicated.
+    Inside the context, the layer returns its input. `model` may be wrapped, sharded or replicated.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -162,13 +160,14 @@ class BypassedHead:
         del self._layer.forward
 
     def has_returned(self, logits: Tensor) -> bool:
-        """Return whether `logits` are what the bypassed layer returned, so that the model computed
-        nothing from it.
+        """Return whether `logits` are exactly what the bypassed layer returned.
+
+        Otherwise the model computes something from the layer's output.
         """
         return logits.shape == self._input.shape and logits.data_ptr() == self._input.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute logits as the model would have."""
+        """Apply the output layer to `x`, as the model would."""
         with torch.autocast(x.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
             return self._layer(x)
 
@@ -183,9 +182,7 @@ class BypassedHead:
 
 
 class ChatTemplate:
-    """The template of a model's folder: `chat_template` of its tokenizer_config.json, or
-    chat_template.jinja.
-    """
+    """Chat template in a model's folder: tokenizer_config.json or chat_template.jinja."""
 
     def __init__(self, root: Path) -> None:
         if root.is_file():
@@ -207,13 +204,12 @@ class ChatTemplate:
             )
 
     def mark(self, messages: Sequence[Json]) -> tuple[str, list[list[int]]]:
-        """Return the text of a conversation, and the spans of characters that assistants write.
+        """Render a conversation, and return its text and the spans of characters that assistants
+        wrote.
 
-        Raises DataError.
-
-        They are those between `{% generation %}` and `{% endgeneration %}`, if the template has
-        these. Otherwise, a span is the text that a message of an assistant adds after the beginning
-        of an answer, with its end of turn.
+        These are the spans between `{% generation %}` and `{% endgeneration %}`, if the template
+        has them. Otherwise, a span is the text that a message of an assistant adds after the
+        beginning of an answer, with its end of turn. Raises DataError.
         """
         text = self.render(messages)
         spans = []
@@ -242,13 +238,13 @@ class ChatTemplate:
         return text, spans
 
     def as_user(self, text: str) -> str:
-        """Return the text of one message by a user, up to where the assistant's answer begins."""
+        """Render a single message of a user, up to where the assistant's answer begins."""
         return self.render([{"role": "user", "content": text}], answer=True)
 
     def render(self, messages: Sequence[Json], *, answer: bool = False) -> str:
-        """Return the text of a conversation; if `answer`, up to where the next answer begins.
+        """Render the text of a conversation.
 
-        Raises DataError.
+        With `answer`, it ends where the next answer begins. Raises DataError.
         """
         try:
             return str(
@@ -294,7 +290,7 @@ def list_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def flops_per_token(model: nn.Module) -> float:
-    """Return the operations of forward and backward per token.
+    """Return the floating point operations per token of forward and backward.
 
     6 for each trained parameter (Kaplan et al. 2020, section 2.1), and 4 for frozen ones, which
     need no gradients.
@@ -308,8 +304,8 @@ def _one_line(error: Exception) -> str:
 
 
 class _Initialise:
-    """`reset_parameters` of one module: the library's rules for it and for its parents, then the
-    stored weights.
+    """Replacement of a module's `reset_parameters`: apply the library's rules, then load stored
+    weights.
 
     Some rules are those of a parent, such as GPT-2's smaller residual projections. Of a parent only
     this module has memory; the others are on the meta device, where filling them does nothing.

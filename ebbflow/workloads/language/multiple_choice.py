@@ -1,5 +1,5 @@
-"""A multiple-choice test of a language model: which choice it finds the likeliest continuation of a
-prompt.
+"""Multiple-choice test of a language model: which choice is the likeliest continuation of a
+prompt?
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Question(NamedTuple):
 
 
 class ChoiceTest:
-    """Questions as tokens.
+    """Multiple-choice questions, as tokens.
 
     A choice is the continuation of its prompt, character for character, so it usually begins with a
     space. Raises DataError if prompt and choice have more than `longest` tokens.
@@ -54,7 +54,8 @@ class ChoiceTest:
     def evaluate(
         self, logits_of: Callable[[Tensor], Tensor], context: WorkloadContext, batch: int
     ) -> dict[str, float]:
-        """Return two accuracies: by the log-probability of a choice, and by that per byte.
+        """Return two accuracies, which rank choices by log-probability, and by log-probability per
+        byte.
 
         Collective.
         """
@@ -101,7 +102,7 @@ class ChoiceTest:
 
 
 def pack_questions(store: Store, path: Path) -> str:
-    """Copy the questions of a file to the store, and return their fingerprint.
+    """Copy a file of questions to the store, and return their fingerprint.
 
     Raises DataError for a bad row.
     """
@@ -116,8 +117,9 @@ def open_questions(store: Store, fingerprint: str) -> list[Question]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a file with one object in each line: `prompt`, `choices` (texts) and `answer` (number
-    from 0, or text).
+    """Read questions from a file with one JSON object per line.
+
+    An object has `prompt`, `choices` (texts) and `answer` (number from 0, or text).
     """
     if not path.is_file():
         raise DataError(

@@ -1,4 +1,4 @@
-"""AdamW whose moments are in main memory, while weights and gradients stay on their device."""
+"""AdamW that keeps its moments in main memory, while weights and gradients stay on their device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OffloadedAdamW(torch.optim.AdamW):
-    """AdamW that computes on the CPU, one parameter after the other.
+    """AdamW whose update is computed on the CPU, parameter by parameter.
 
     A step copies each gradient and weight to main memory, and the new weight back: 12 bytes per
     parameter. On a CPU the weights are those of the fused AdamW, bit for bit.
@@ -65,7 +65,9 @@ class OffloadedAdamW(torch.optim.AdamW):
 
 
 def make_offloaded(model: nn.Module, training: TrainingConfig) -> OffloadedAdamW:
-    """Return an optimizer with the parameter groups and settings of the default one."""
+    """Return an `OffloadedAdamW` with the parameter groups and settings of the default
+    optimizer.
+    """
     usual = make_optimizer(model, training)
     groups = [
         {"params": group["params"], "weight_decay": group["weight_decay"]}

@@ -1,6 +1,4 @@
-"""A reward that is a model: a sequence classifier of transformers with one output, which scores a
-completion.
-"""
+"""Reward from a sequence classifier of transformers, whose single output scores a completion."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _NO_TOKEN = -1
 
 
 class RewardModel:
-    """The score of prompt and completion under a folder's classifier.
+    """Reward model that scores prompt and completion with the classifier in a folder.
 
     Completions are scored in batches of similar length. Those of a rank's rollouts are the same
     after a resume, and so are their scores, bit for bit; another number of ranks may round them
@@ -56,7 +54,10 @@ class RewardModel:
         self._model: Any = None
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:  # noqa: ARG002 (the interface of rewards)
-        """Return the score. Raises WorkloadError if the text is longer than the model's context."""
+        """Return the score of one completion.
+
+        Raises WorkloadError if the text is longer than the model's context.
+        """
         return self.score([(prompt, completion)])[0]
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -96,7 +97,9 @@ class RewardModel:
         return tokens
 
     def _score_rows(self, rows: Sequence[Tensor], pad: int | None) -> list[float]:
-        """Return the scores of token rows, of equal length if the model has no padding token."""
+        """Return the scores of several token sequences; without a padding token, their lengths are
+        equal.
+        """
         config = self._model.config
         if pad is None:
             config.pad_token_id = _NO_TOKEN  # else transformers refuses several rows
@@ -113,7 +116,7 @@ class RewardModel:
             config.pad_token_id = pad
 
     def load(self) -> None:
-        """Read the weights on the first call."""
+        """Load the weights, unless they are loaded."""
         if self._model is None:
             found = AutoModelForSequenceClassification.from_pretrained(
                 self._folder, local_files_only=True, dtype=torch.float32
@@ -124,7 +127,9 @@ class RewardModel:
 def _batches(
     order: Sequence[int], tokens: Sequence[Tensor], *, same_length: bool
 ) -> Iterator[list[int]]:
-    """Yield batches of places in `order`, of equal length if asked for."""
+    """Yield batches of entries of `order`; with `same_length`, the texts of a batch are equally
+    long.
+    """
     batch: list[int] = []
     for place in order:
         other_length = bool(batch) and len(tokens[place]) != len(tokens[batch[0]])

@@ -1,1 +1,1 @@
-"""Diffusion of point clouds."""
+"""Workload for the diffusion of point clouds."""

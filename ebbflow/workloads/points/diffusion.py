@@ -24,8 +24,9 @@ Denoise = Callable[[Tensor, Tensor], Tensor]
 
 
 class NoiseSchedule:
-    """The factors `alpha` and `sigma`, each `[timesteps]` in float64 on the CPU, and what follows
-    from them.
+    """Noise schedule: the factors `alpha` and `sigma` of each timestep.
+
+    Both are `[timesteps]`, in float64 on the CPU.
     """
 
     def __init__(self, kind: str, timesteps: int) -> None:
@@ -45,8 +46,9 @@ class NoiseSchedule:
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def factors(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return alpha and sigma of the timesteps `[batch]`, shaped for `like`,
-        `[batch, points, 3]`.
+        """Return alpha and sigma for the timesteps `t`, `[batch]`.
+
+        They are shaped to be multiplied with `like`, `[batch, points, 3]`.
         """
         kind = like.device, like.dtype
         # Kept there, since a copy in each step would wait for the device
@@ -60,7 +62,7 @@ class NoiseSchedule:
         return alpha * clean + sigma * noise
 
     def target(self, prediction: str, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """Return the output that the denoiser learns: the noise, or v = alpha · noise - sigma ·
+        """Return the training target of the denoiser: the noise, or v = alpha · noise - sigma ·
         clean.
         """
         if prediction == "epsilon":
@@ -71,7 +73,7 @@ class NoiseSchedule:
     def split(
         self, prediction: str, output: Tensor, noised: Tensor, t: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the clean cloud and the noise that an output of the denoiser implies."""
+        """Compute the clean cloud and the noise from an output of the denoiser."""
         alpha, sigma = self.factors(t, noised)
         if prediction == "epsilon":
             return (noised - sigma * output) / alpha, output
@@ -96,7 +98,7 @@ def sample(  # noqa: PLR0913 - the parameters of the published sampler
     steps: int,
     limit: float,
 ) -> Tensor:
-    """Return clouds `[batch, points, 3]` that the denoiser makes from the noise `start`.
+    """Generate clouds `[batch, points, 3]` with the denoiser, from the noise `start`.
 
     DDIM (Song et al. 2021, equation 12 with eta = 0) adds no noise. DDPM is the same equation with
     eta = 1, which over all timesteps is the ancestral sampler of Ho et al. 2020. Noise comes from
@@ -127,5 +129,5 @@ def sample(  # noqa: PLR0913 - the parameters of the published sampler
 
 
 def draw_normal(generators: Sequence[torch.Generator], points: int) -> Tensor:
-    """Return normal noise `[batch, points, 3]`, one generator per cloud."""
+    """Draw normally distributed noise `[batch, points, 3]`, with one generator per cloud."""
     return torch.stack([torch.randn(points, 3, generator=generator) for generator in generators])

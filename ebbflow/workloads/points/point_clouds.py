@@ -1,5 +1,4 @@
-"""Diffusion of point clouds: a workload that learns to make clouds of a category, or to complete
-partial ones.
+"""Workload for the diffusion of point clouds, which generates clouds or completes partial ones.
 
 Everything random is a function of (seed, sample, epoch): the points of a cloud, its noise and its
 timestep. So world size and restarts change nothing. docs/point-clouds.md is the guide.
@@ -66,7 +65,7 @@ _CHOICES = {"prediction": PREDICTIONS, "schedule": SCHEDULES, "sampler": SAMPLER
 
 @dataclass(frozen=True, kw_only=True)
 class PointOptions:
-    """The `workload_options`, with their defaults."""
+    """The `workload_options` of point cloud diffusion, with their defaults."""
 
     path: str = ""  # folder with the index and the clouds; "": synthetic shapes
     index: str = "index.csv"
@@ -138,7 +137,9 @@ class CloudBatch(NamedTuple):
 
 
 class PointCloudDiffusion:
-    """A denoiser of point clouds, and the evaluation of the clouds that it makes."""
+    """Workload that trains a denoiser of point clouds, and evaluates the clouds that it
+    generates.
+    """
 
     weight_unit = "clouds"
 
@@ -270,7 +271,7 @@ class PointCloudDiffusion:
         return batch.weight * count_flops(points=options.num_points, **shape)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Make clouds, one for each held-out cloud and each with its own seed, and compare them.
+        """Generate one cloud for each held-out cloud, and compare the two sets.
 
         Collective.
         """
@@ -307,7 +308,7 @@ class PointCloudDiffusion:
         return metrics
 
     def pictures(self) -> dict[str, str]:
-        """Return drawings of the last evaluation's clouds."""
+        """Return an SVG drawing of some clouds from the last evaluation."""
         known = self._options.known_points
         if self._shown:
             return {"clouds": draw_clouds(self._shown, known=known)}
@@ -384,7 +385,7 @@ class PointCloudDiffusion:
         return self._context.gather(clouds.flatten()).view(-1, *clouds.shape[1:])
 
     def _compare(self, made: Tensor, truth: Tensor, noise: Tensor) -> dict[str, float]:
-        """Return the metrics.
+        """Return metrics that compare generated clouds with held-out ones.
 
         Each rank computes its rows of the distances, and all gather them. Collective.
         """
@@ -418,7 +419,8 @@ class PointCloudDiffusion:
         return metrics | self._emd(made[partner.to(made.device)], truth)
 
     def _emd(self, made: Tensor, truth: Tensor) -> dict[str, float]:
-        """Return the mean EMD of the pairs and the largest error of one; 0 if it is exact.
+        """Return the mean EMD of all pairs of clouds, and its largest error (0 if the EMD is
+        exact).
 
         Collective.
         """
@@ -439,10 +441,10 @@ class PointCloudDiffusion:
 
 
 def draw_clouds(rows: Mapping[str, Tensor], *, known: int = 0) -> str:
-    """Return an SVG image with one labelled row of clouds, `[clouds, points, 3]`, for each entry of
-    `rows`.
+    """Draw clouds as an SVG image, with one labelled row for each entry of `rows`.
 
-    Points of the far half are lighter. The first `known` points of each cloud have another colour.
+    An entry is `[clouds, points, 3]`. Points of the far half are lighter. The first `known` points
+    of each cloud have another colour.
     """
     width = _SIZE * max(len(clouds) for clouds in rows.values())
     height = (_SIZE + _LABEL) * len(rows)
@@ -463,8 +465,9 @@ def draw_clouds(rows: Mapping[str, Tensor], *, known: int = 0) -> str:
 
 
 def _check_sizes(clouds: PackedClouds, needed: int, option: str, options: PointOptions) -> None:
-    """Raise DataError if a cloud has fewer points than are drawn of it, unless its points may be
-    repeated.
+    """Raise DataError if a cloud has fewer points than are needed.
+
+    With `short_clouds: repeat` this is no error, because points are repeated.
     """
     short = [number for number, size in enumerate(clouds.sizes) if size < needed]
     if not short or options.short_clouds == "repeat":

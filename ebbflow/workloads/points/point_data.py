@@ -1,5 +1,4 @@
-"""Point clouds to train on: synthetic shapes, or a folder of files with an index, packed into the
-store.
+"""Point clouds to train on, which are synthetic or packed from a folder of files into the store.
 
 A folder has a CSV index with the columns `split`, `category` and `path`, and for completion perhaps
 `partial`, the file with the known part of the cloud. Files are `.npy`, `.npz` or `.ply`.
@@ -63,7 +62,7 @@ _PLY_TYPES = {
 
 
 class BadCloud(Exception):
-    """A file that holds no usable point cloud."""
+    """Error: a file has no usable point cloud."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +81,7 @@ class IndexRow:
 
 
 class PackedClouds:
-    """The clouds of one split that `pack_folder` wrote, memory-mapped.
+    """Memory-mapped clouds of one split, which `pack_folder` wrote.
 
     Raises DataError if they are incomplete.
     """
@@ -128,13 +127,14 @@ class PackedClouds:
 
 
 def seeded(*parts: object) -> torch.Generator:
-    """Return a generator that depends on `parts` alone."""
+    """Return a random generator whose seed depends only on `parts`."""
     digest = hashlib.sha256("\n".join(map(str, parts)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 def synthetic_cloud(number: int, points: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Return points `[points, 3]` on the surface of shape `number`, and its category.
+    """Draw points `[points, 3]` on the surface of synthetic shape `number`; return them and its
+    category.
 
     Proportions and orientation about the vertical axis depend on `number` alone, the points on
     `generator` too.
@@ -168,8 +168,9 @@ def synthetic_cloud(number: int, points: int, generator: torch.Generator) -> tup
 
 
 def normalise(cloud: Tensor, like: Tensor) -> Tensor:
-    """Move and scale `cloud` as it moves the mean of `like` to the origin, and its mean square
-    coordinate to 1.
+    """Move and scale `cloud` by the transformation that normalises `like`.
+
+    It moves the mean of `like` to the origin, and scales its mean square coordinate to 1.
     """
     middle = like.mean(dim=0)
     return (cloud - middle) / (like - middle).square().mean().sqrt().clamp(min=1e-12)
@@ -262,8 +263,7 @@ def pack_folder(  # noqa: C901, PLR0912 - one refusal for each kind of bad file
     most_bad: int,
     most_points: int,
 ) -> JsonObject:
-    """Copy the clouds of a folder into `store`, unless they are there, and return their
-    description.
+    """Copy the clouds of a folder into `store`, unless it has them, and return their description.
 
     Of a cloud with more than `most_points`, evenly spaced points are kept. The fingerprint covers
     the index, the bytes of all files, and the arguments. Raises DataError if more than `most_bad`
@@ -352,8 +352,9 @@ def pack_folder(  # noqa: C901, PLR0912 - one refusal for each kind of bad file
 
 
 def choose_points(cloud: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return `count` points of the cloud in random order; of a smaller cloud, all of them and
-    repeated ones.
+    """Choose `count` points of the cloud at random, in random order.
+
+    Of a smaller cloud, all points are returned, and some of them repeatedly.
     """
     if len(cloud) >= count:
         return cloud[torch.randperm(len(cloud), generator=generator)[:count]]
@@ -362,8 +363,8 @@ def choose_points(cloud: Tensor, count: int, generator: torch.Generator) -> Tens
 
 
 def known_first(cloud: Tensor, known: int, generator: torch.Generator) -> Tensor:  # noqa: ARG001 (as the other rules take)
-    """Sort the points so that the first `known` are those on one side of the cloud, in a random
-    direction.
+    """Sort the points along a random direction, so that the first `known` are on one side of the
+    cloud.
     """
     direction = torch.randn(3, generator=generator)
     order = (cloud @ direction).argsort(descending=True, stable=True)
@@ -371,8 +372,9 @@ def known_first(cloud: Tensor, known: int, generator: torch.Generator) -> Tensor
 
 
 def _read_ply(path: Path) -> np.ndarray:
-    """Read x, y and z of the first element of a PLY file, which must be `vertex`, in any of the
-    three encodings.
+    """Read x, y and z of the vertices in a PLY file, in any of its three encodings.
+
+    The element `vertex` must be the first one in the file.
     """
     content = path.read_bytes()
     end = re.search(rb"end_header\r?\n", content)

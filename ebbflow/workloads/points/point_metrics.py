@@ -1,4 +1,4 @@
-"""Distances between point clouds, and metrics of sets of clouds.
+"""Distances between point clouds, and metrics that compare sets of clouds.
 
 Conventions of PointFlow (Yang et al. 2019): the Chamfer distance adds the mean squared distances of
 both directions. The earth mover's distance (EMD) is the mean distance of the best one-to-one
@@ -37,10 +37,10 @@ def chamfer_rows(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def assign(costs: np.ndarray) -> np.ndarray:
-    """Return the column of each row in the assignment of least total cost of a square matrix.
+    """Solve the assignment problem for a square cost matrix, and return the column of each row.
 
-    Shortest augmenting paths with potentials: Jonker and Volgenant 1987, without their
-    initialisation; O(n³).
+    The total cost is the lowest possible. Shortest augmenting paths with potentials: Jonker and
+    Volgenant 1987, without their initialisation; O(n³).
     """
     size = len(costs)
     row_price = np.zeros(size)
@@ -75,7 +75,7 @@ def assign(costs: np.ndarray) -> np.ndarray:
 
 
 def exact_emd(a: Tensor, b: Tensor) -> float:
-    """Return the EMD of two clouds `[n, 3]` of equally many points."""
+    """Return the exact EMD of two clouds `[n, 3]` with the same number of points."""
     costs = distances(a.double(), b.double()).numpy(force=True)
     return float(costs[np.arange(len(costs)), assign(costs)].mean())
 
@@ -83,8 +83,8 @@ def exact_emd(a: Tensor, b: Tensor) -> float:
 def sinkhorn_emd(
     a: Tensor, b: Tensor, *, strength: float = 0.01, rounds: int = 200
 ) -> tuple[float, float]:
-    """Return an upper bound of the EMD of two clouds of equally many points, and how far it may be
-    above the EMD.
+    """Return an upper bound of the EMD of two clouds of the same size, and the bound's largest
+    error.
 
     Sinkhorn's iteration on logarithms with an entropy of `strength` × the mean cost (Cuturi 2013;
     Peyré and Cuturi 2019, section 4.4). The plan is rounded to a feasible one (Altschuler et al.
@@ -114,13 +114,16 @@ def sinkhorn_emd(
 
 
 def set_metrics(pairs: Tensor, made: int) -> dict[str, float]:
-    """Compare made clouds with real ones, from the distances `[n, n]` of all pairs; the first
-    `made` are made.
+    """Compare generated clouds with real ones, from the distances of all pairs.
+
+    Args:
+        pairs: distances `[n, n]`, first those of the generated clouds.
+        made: number of generated clouds.
 
     Returns:
-        `mmd`: mean distance of a real cloud to the nearest made one. `coverage`: share of the real
-        clouds that are the nearest of a made one. `one_nna`: accuracy of a nearest-neighbour
-        classifier of made and real; 0.5 is best.
+        `mmd`: mean distance of a real cloud to the nearest generated one. `coverage`: share of the real
+        clouds that are the nearest of a generated one. `one_nna`: accuracy of a nearest-neighbour
+        classifier of generated and real clouds; 0.5 is best.
     """
     real_to_made = pairs[made:, :made]
     alone = pairs.clone()

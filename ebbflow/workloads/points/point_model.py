@@ -1,4 +1,4 @@
-"""The denoiser of point clouds: a transformer whose tokens are points, in plain torch.
+"""Denoiser of point clouds: a transformer in plain torch, whose tokens are the points.
 
 Each point attends to all others, as in Point-E (Nichol et al. 2022), or, with `latents`, to learned
 tokens that attend to all points (Set Transformer, Lee et al. 2019), which makes large clouds
@@ -20,7 +20,7 @@ _WIDENING = 4  # of the feed-forward layers
 
 
 class ZeroLinear(nn.Linear):
-    """A linear layer that starts as zero, so that each block starts as the identity."""
+    """Linear layer with initial weights of 0, so that each block starts as the identity."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -36,7 +36,7 @@ class PointAttention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
-        """Let each of the tokens `x` attend to all tokens `seen`, both `[batch, tokens, hidden]`."""
+        """Let the tokens `x` attend to the tokens `seen`, both `[batch, tokens, hidden]`."""
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.query(x), *self.key_value(seen).chunk(2, dim=-1))
@@ -47,9 +47,7 @@ class PointAttention(nn.Module):
 
 
 class PointBlock(nn.Module):
-    """Attention and a feed-forward layer, both with a normalisation that depends on `condition`,
-    `[batch, hidden]`.
-    """
+    """Transformer block whose normalisations depend on `condition`, `[batch, hidden]`."""
 
     def __init__(self, hidden: int, heads: int, latents: int) -> None:
         super().__init__()
@@ -81,8 +79,9 @@ class PointBlock(nn.Module):
 
 
 class PointEmbedding(nn.Module):
-    """Tokens of points, from their coordinates and from whether they are known, and the condition
-    of each cloud.
+    """Embedding of points as tokens, and of timestep and category as the condition of each cloud.
+
+    A token depends on the point's coordinates and on whether the point is known.
     """
 
     def __init__(self, hidden: int, categories: int) -> None:
@@ -126,11 +125,11 @@ class PointHead(nn.Module):
 
 
 class PointDenoiser(nn.Module):
-    """Noised clouds `[batch, points, 3]`, timesteps and categories `[batch]` to predictions
-    `[batch, points, 3]`.
+    """Denoiser that maps noised clouds, timesteps and categories to predictions.
 
-    The first `known` points of each cloud are given: they are not noised, and their predictions
-    have no meaning.
+    Clouds and predictions are `[batch, points, 3]`, timesteps and categories `[batch]`. The first
+    `known` points of each cloud are given: they are not noised, and their predictions have no
+    meaning.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class PointDenoiser(nn.Module):
 
 
 def count_flops(*, points: int, hidden: int, layers: int, latents: int) -> float:
-    """Return the FLOPs of forward and backward for one cloud.
+    """Return the floating point operations of forward and backward for one cloud.
 
     A multiply-add counts as two; embeddings are left out.
     """

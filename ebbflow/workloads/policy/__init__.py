@@ -1,1 +1,1 @@
-"""Policy optimization: rollouts, rewards, sandbox and the vLLM engine."""
+"""Policy optimization (reinforcement fine-tuning): rollouts, rewards, sandbox and vLLM engine."""

@@ -1,4 +1,4 @@
-"""Policies that are causal language models of Hugging Face transformers, with LoRA if wanted."""
+"""Policies from a folder of Hugging Face transformers, optionally with LoRA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ebbflow.workloads.policy.policy_options import PolicyOptions, refuse_option
 
 
 class FolderPolicy(nn.Module):
-    """A model of transformers, with a value head for PPO."""
+    """A causal language model of transformers as policy, with a value head for PPO."""
 
     def __init__(
         self, model: PreTrainedModel, *, values: bool = False, record: Record | None = None
@@ -47,8 +47,8 @@ class FolderPolicy(nn.Module):
         self.cached_numbers_per_token = 2 * shape.num_hidden_layers * heads * width
 
     def forward(self, tokens: Tensor, past: Any = None) -> Any:
-        """Return logits `[batch, length, vocabulary]`; with a value head, also values
-        `[batch, length]`.
+        """Compute logits `[batch, length, vocabulary]` and, with a value head, values `[batch,
+        length]`.
         """
         found = self.language(
             input_ids=tokens,
@@ -62,12 +62,12 @@ class FolderPolicy(nn.Module):
         return found.logits, self.values(F.rms_norm(x, x.shape[-1:]))[..., 0]
 
     def make_cache(self, capacity: int) -> DynamicCache:  # noqa: ARG002 (the interface of policies)
-        """Return an empty cache of keys and values, which grows with the tokens."""
+        """Return an empty cache of keys and values, which grows as tokens are added."""
         return DynamicCache(config=self.language.config)
 
 
 class FolderModels:
-    """The model of `workload_options.model`.
+    """Policy and reference from the folder in `workload_options.model`.
 
     With LoRA, the reference is the policy without LoRA's matrices.
     """
@@ -131,14 +131,14 @@ class FolderModels:
         return self._flops
 
     def describe(self) -> JsonObject:
-        """Return the identity of the weights, as JSON."""
+        """Describe the first weights as JSON, so that a change of them can be detected."""
         folders = {"model": self._folder, "reference": self._reference}
         return {name: _identify(folder) for name, folder in folders.items() if folder is not None}
 
 
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
-    """Return a context in which LoRA's matrices add nothing."""
+    """Disable LoRA's matrices while the context is active."""
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:

@@ -1,5 +1,4 @@
-"""Formulas of policy optimization: estimates of the KL divergence, advantages, and losses, each
-with its source.
+"""Formulas of policy optimization (KL divergence, advantages, losses), each with its source.
 
 Shapes: `[rollouts]` for rewards; `[rollouts, positions]` for everything about tokens. `mask` is 1
 for the tokens of the completion and 0 elsewhere. Rollouts of one prompt are `group` consecutive
@@ -24,14 +23,17 @@ _EPSILON = 1e-6
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of all rewards so far. Source: Chan et al. 1979 (the parallel update)."""
+    """Running mean and variance of all rewards so far.
+
+    Source: Chan et al. 1979 (the parallel update).
+    """
 
     count: float = 0.0
     mean: float = 0.0
     squares: float = 0.0  # sum of squared differences from the mean
 
     def add(self, values: Tensor) -> RunningMoments:
-        """Return the moments with further values."""
+        """Return the moments updated with further values."""
         count = len(values)
         mean = float(values.double().mean())
         squares = float((values.double() - mean).square().sum())
@@ -44,7 +46,7 @@ class RunningMoments:
         )
 
     def normalise(self, values: Tensor, *, minus_mean: bool) -> Tensor:
-        """Return the values divided by the standard deviation, with or without their mean.
+        """Divide values by the standard deviation; with `minus_mean`, subtract the mean first.
 
         While all values so far are equal, their deviation is 0, and they are not divided.
         """
@@ -58,7 +60,7 @@ class RunningMoments:
 
 
 def estimate_kl(kind: str, log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Return estimates of KL(policy ‖ reference) per token, for tokens that the policy drew.
+    """Estimate KL(policy ‖ reference) for each token, from tokens that the policy drew.
 
     k1 is -log r, k2 is (log r)² / 2 and k3 is r - 1 - log r, where r = reference / policy. Source:
     Schulman 2020, "Approximating KL Divergence". k3 is GRPO's (Shao et al. 2024, section 4.1.1).
@@ -74,18 +76,18 @@ def estimate_kl(kind: str, log_probs: Tensor, reference: Tensor) -> Tensor:
 def adapt_kl_coefficient(
     coefficient: float, kl: float, target: float, rollouts: int, horizon: float
 ) -> float:
-    """Return the coefficient after a step: coefficient · (1 + error · rollouts / horizon).
+    """Return the KL coefficient after a step, moved so that the KL divergence approaches `target`.
 
-    The error is kl / target - 1, clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2. More
-    rollouts than the horizon count as the horizon; otherwise the coefficient could become negative.
+    It is coefficient · (1 + error · rollouts / horizon), where the error is kl / target - 1,
+    clipped to ±0.2. Source: Ziegler et al. 2019, section 2.2. More rollouts than the horizon count
+    as the horizon; otherwise the coefficient could become negative.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * min(1.0, rollouts / horizon))
 
 
 def group_advantages(rewards: Tensor, group: int, *, scaled: bool) -> Tensor:
-    """Return the rewards minus their group's mean, and if `scaled` divided by its standard
-    deviation.
+    """Subtract the group's mean from each reward; if `scaled`, divide by the group's deviation.
 
     Source: GRPO, Shao et al. 2024, section 4.1.2. The deviation is that of the sample (n - 1).
     Without scaling it is the advantage of CPGD (Liu et al. 2025).
@@ -98,16 +100,16 @@ def group_advantages(rewards: Tensor, group: int, *, scaled: bool) -> Tensor:
 
 
 def accepted(rewards: Tensor, group: int) -> Tensor:
-    """Return whether a group's rewards differ, for each of its rollouts.
+    """Return for each rollout whether the rewards in its group differ.
 
-    If they are equal, none has an advantage.
+    If they are equal, no rollout of the group has an advantage.
     """
     groups = rewards.view(-1, group)
     return (groups.amax(dim=1) > groups.amin(dim=1)).repeat_interleave(group)
 
 
 def leave_one_out_advantages(rewards: Tensor, group: int) -> Tensor:
-    """Return each reward minus the mean of the other rewards of its group.
+    """Subtract from each reward the mean of the other rewards in its group.
 
     Source: RLOO, Ahmadian et al. 2024.
     """
@@ -116,8 +118,8 @@ def leave_one_out_advantages(rewards: Tensor, group: int) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, coefficient: float) -> Tensor:
-    """Return rewards per token: minus the KL divergence at each, plus the rollout's reward at the
-    last.
+    """Return rewards per token: minus coefficient · KL, plus the rollout's reward at its last
+    token.
 
     Source: Ziegler et al. 2019, section 2; REINFORCE++, Hu 2025.
     """
@@ -126,12 +128,12 @@ def token_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, coefficient: float)
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of the rewards from each token on, without discount."""
+    """Sum the rewards from each token to the end, without discount."""
     return (rewards * mask).flip(1).cumsum(1).flip(1) * mask
 
 
 def normalise_over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Return values with mean 0 and variance 1 over all tokens of the batch.
+    """Normalise values to mean 0 and variance 1 over all tokens of the batch.
 
     Source: REINFORCE++, Hu 2025.
     """
@@ -144,9 +146,10 @@ def normalise_over_tokens(values: Tensor, mask: Tensor) -> Tensor:
 def generalised_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float, trace: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns per token, with the value 0 after the last token.
+    """Compute generalized advantages (GAE) and returns for each token.
 
-    Source: GAE, Schulman et al. 2016, equations 11 and 16. `trace` is its λ.
+    The value after the last token counts as 0. Source: Schulman et al. 2016, equations 11 and 16.
+    `trace` is its λ.
     """
     advantages = torch.zeros_like(rewards)
     after = torch.zeros_like(rewards[:, 0])
@@ -161,7 +164,7 @@ def generalised_advantages(
 
 
 def clipped_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """Return the clipped surrogate loss per token.
+    """Compute PPO's clipped surrogate loss for each token.
 
     Source: PPO, Schulman et al. 2017, equation 7.
     """
@@ -172,8 +175,7 @@ def clipped_loss(log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float
 def drift_loss(
     log_probs: Tensor, old: Tensor, advantages: Tensor, clip: float, coefficient: float
 ) -> Tensor:
-    """Return CPGD's loss per token: a clipped policy gradient, and a penalty of the drift from the
-    old policy.
+    """Compute CPGD's loss for each token: a clipped policy gradient and a penalty of policy drift.
 
     The policy gradient is log r · advantage with log r clipped to log(1 ± clip), where r = new /
     old. The gradient of the drift KL(old ‖ new) is (r - 1) · ∇log(new), with r - 1 limited to
@@ -188,7 +190,7 @@ def drift_loss(
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return the clipped squared error of the values per token.
+    """Compute the clipped squared error of the values for each token.
 
     Source: PPO's reference code; Huang et al. 2022.
     """
@@ -197,7 +199,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ten
 
 
 def sum_over_rollouts(per_token: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum over rollouts of the mean over the tokens of each.
+    """Average each rollout over its tokens, and sum the averages.
 
     Source: GRPO, Shao et al. 2024, equation 3.
     """

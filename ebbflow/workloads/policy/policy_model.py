@@ -1,5 +1,4 @@
-"""The policy of reinforcement fine-tuning: its model, the record in its commits, and its first
-weights.
+"""The policy of reinforcement fine-tuning: its model, its first weights, and its record in commits.
 
 The policy is the built-in language model (`BuiltInModels`), or one of a folder of transformers
 (`FolderModels`).
@@ -51,11 +50,11 @@ Weights = Mapping[str, Callable[[], Tensor]]  # functions that read a weight, by
 
 
 class Record(nn.Module):
-    """What a commit keeps besides the weights: running figures, and rollouts that later steps still
-    train on.
+    """State in a commit besides the weights: running metrics, and rollouts that later steps train
+    on.
 
-    `figures` has two rows: before and after the last rollouts. The first makes a repeated rollout
-    the same.
+    `figures` has two rows of metrics: before and after the last rollouts. With the first row,
+    rollouts can be repeated with the same result.
     """
 
     figures: Tensor  # float64 `[2, figures]`
@@ -89,8 +88,9 @@ class Record(nn.Module):
         self.figures[:, self.NAMES.index("kl_coefficient")] = self._coefficient
 
     def read(self, *, before_round: int | None = None) -> dict[str, float]:
-        """Return the figures of the last round; if that is `before_round`, those of the round
-        before.
+        """Return the metrics after the last round of rollouts.
+
+        If that round is `before_round`, return the metrics before it.
         """
         first, last = self.figures.tolist()
         before: dict[str, float] = dict(zip(self.NAMES, first, strict=True))
@@ -108,7 +108,7 @@ class Record(nn.Module):
 
 
 class Policy(CausalLM):
-    """The built-in causal language model, with a value head for PPO and the record of the training."""
+    """The built-in causal language model, with a record and, for PPO, a value head."""
 
     def __init__(
         self, model: ModelConfig, *, values: bool = False, record: Record | None = None
@@ -123,8 +123,8 @@ class Policy(CausalLM):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (no loss of its own)
         self, tokens: Tensor, past: Any = None
     ) -> Any:
-        """Return logits `[batch, length, vocabulary]`; with a value head, also values
-        `[batch, length]`.
+        """Compute logits `[batch, length, vocabulary]` and, with a value head, values `[batch,
+        length]`.
         """
         x = self.embeddings(tokens, past[0] if past else None)
         for number, block in enumerate(self.blocks):
@@ -147,37 +147,38 @@ class Policy(CausalLM):
 
 
 class PolicyModels(Protocol):
-    """The models of a job: the policy, and the reference, from which it may not stray too far."""
+    """Interface of a job's models: the policy, and the reference, near which the policy is kept."""
 
     config: RunConfig  # with the vocabulary and the tokenizer of the policy
     stop: int | None  # token that ends a completion; None: the tokenizer's
     parameters: int
 
     def policy(self, record: Record | None = None) -> nn.Module:
-        """Return the policy on the meta device. It begins with the first weights."""
+        """Return the policy on the meta device, set up to start with its first weights."""
         ...
 
     def reference(self, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
         """Return the reference on a device, not sharded.
 
-        None: it is the policy without LoRA's matrices.
+        Return None if the reference is the policy without LoRA's matrices.
         """
         ...
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]: ...
 
     def flops_per_token(self) -> float:
-        """Return the operations of forward and backward."""
+        """Return the floating point operations per token of forward and backward."""
         ...
 
     def describe(self) -> JsonObject:
-        """Return the identity of the weights, as JSON."""
+        """Describe the first weights as JSON, so that a change of them can be detected."""
         ...
 
 
 class BuiltInModels:
-    """The built-in language model, with weights of a safetensors file, of a supervised start, or
-    random ones.
+    """The built-in language model as policy.
+
+    Its first weights come from a safetensors file, a supervised start or random numbers.
     """
 
     stop: int | None = None
@@ -259,7 +260,7 @@ class BuiltInModels:
 
 
 def unwrap(model: nn.Module) -> Any:
-    """Return the policy without DDP's wrapper."""
+    """Return the policy inside DDP's wrapper, or the policy itself if it is not wrapped."""
     return getattr(model, "module", model)
 
 
@@ -270,7 +271,7 @@ def plain_policy(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Policy:
-    """Return a policy with its first weights, not sharded, without value head and record."""
+    """Return an unsharded policy with its first weights, but without value head and record."""
     with torch.device("meta"):
         model = Policy(config.model)
         blank = Policy(config.model)
@@ -281,7 +282,7 @@ def plain_policy(
 def fill(
     model: Any, blank: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype
 ) -> Any:
-    """Fill a model on the meta device, one module after the other, and return it without gradients.
+    """Initialise a model on the meta device module by module, and return it without gradients.
 
     Parameters get the given type. Buffers, such as rotary frequencies, keep theirs.
     """
@@ -293,9 +294,7 @@ def fill(
 
 
 def start_with(model: nn.Module, start: Weights) -> None:
-    """Let the modules of a model on the meta device begin with given weights instead of random
-    ones.
-    """
+    """Let a model on the meta device start with given weights instead of random ones."""
     # Of a tied weight, its first name
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
@@ -311,10 +310,10 @@ def start_with(model: nn.Module, start: Weights) -> None:
 def make_start(
     context: WorkloadContext, options: PolicyOptions, prompts: Prompts, codec: Codec
 ) -> str:
-    """Train on right answers until enough drawn completions are right, and return the key of the
-    weights in the store.
+    """Train a policy on the right answers, and return the key of its weights in the store.
 
-    Raises DataError if the prompts have no answers, or if that takes too many steps.
+    The training ends when enough drawn completions are right. Raises DataError if the prompts have
+    no answers, or if the training takes too many steps.
     """
     config = context.config
     names = [
@@ -352,7 +351,9 @@ def _same(value: Tensor) -> Tensor:
 
 
 class _Stored:
-    """Replacement of a module's `reset_parameters`, which copies given weights over the initial ones."""
+    """Replacement of a module's `reset_parameters` that copies given weights over the initial
+    ones.
+    """
 
     def __init__(self, module: nn.Module, given: Weights) -> None:
         self._module = module
@@ -436,7 +437,7 @@ def _train_start(
 def _answers(
     prompts: Sequence[Prompt], options: PolicyOptions, codec: Codec
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens of prompts with their answers, and which of them are the answers'."""
+    """Return the tokens of prompts with their answers, and a mask of the answers' tokens."""
     tokens = torch.full((len(prompts), options.sequence), codec.stop)
     mask = torch.zeros(len(prompts), options.sequence - 1)
     for row, prompt in enumerate(prompts):

@@ -1,5 +1,4 @@
-"""Reinforcement fine-tuning of a causal language model: rollouts, rewards, advantages and updates
-of a policy.
+"""Reinforcement fine-tuning of a causal language model: rollouts, rewards and policy updates.
 
 A step of the engine is one update. Prompts and random numbers of a rollout are functions of (seed,
 prompt, position in the order of prompts), and rollouts that several steps use are part of the
@@ -80,9 +79,9 @@ _WIDTHS = (260, 260, 160, 60)
 
 
 class RolloutBatch(NamedTuple):
-    """Rollouts to train on.
+    """Rollouts with all that the loss needs, such as log-probabilities and advantages.
 
-    The figures of tokens are `[rollouts, sequence - 1]`, as in `Rollouts`.
+    Tensors with a value per token are `[rollouts, sequence - 1]`, as in `Rollouts`.
     """
 
     tokens: Tensor  # int64 `[rollouts, sequence]`
@@ -111,7 +110,7 @@ class RolloutBatch(NamedTuple):
 
 
 class PolicyOptimization:
-    """A policy that is trained on rewards of its own completions."""
+    """Workload that trains a policy on rewards of its own completions."""
 
     weight_unit = "rollouts"
     batch_phase = "forward"  # rollouts are computed, not waited for
@@ -158,9 +157,11 @@ class PolicyOptimization:
 
     @classmethod
     def check(cls, context: WorkloadContext) -> str:
-        """Return the arithmetic of the rollouts, from the prompts and without the store.
+        """Check the job's options and prompts, and return how many rollouts an episode has, as
+        text.
 
-        Preflight calls this. Raises WorkloadError or DataError if the job cannot be prepared.
+        Preflight calls this, without the store. Raises WorkloadError or DataError if the job cannot
+        be prepared.
         """
         options = PolicyOptions.of(context)
         held_out = options.held_out_prompts
@@ -188,7 +189,7 @@ class PolicyOptimization:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> JsonObject:
-        """Copy the prompts to the store, and make the supervised start.
+        """Copy the prompts to the store, and train the supervised start if the options ask for one.
 
         Raises DataError for unusable prompts.
         """
@@ -250,8 +251,9 @@ class PolicyOptimization:
         return self._models.units(model)
 
     def other_bytes(self) -> int:
-        """Return the bytes that a rank keeps beside the policy: the reference, and the engine's
-        gathered weights.
+        """Return the bytes of the other weights that a rank keeps beside the policy.
+
+        These are the reference, the engine's gathered weights, and models that give rewards.
         """
         kept = self._uses_reference and not (
             self._options.lora_rank and not self._options.reference
@@ -262,7 +264,7 @@ class PolicyOptimization:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's state is in main memory."""
+        """Whether the optimizer's state is kept in main memory."""
         return self._options.adam_offload
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -333,16 +335,20 @@ class PolicyOptimization:
         return Loss(math_of.sum_over_rollouts(losses, mask), batch.weight)
 
     def flops(self, batch: RolloutBatch) -> float:
-        """Return the operations of the update, and of a share of the forward passes of engine and
-        reference.
+        """Return the floating point operations of an update and of its share of generation and
+        scoring.
+
+        Rollouts that several updates train on are generated once, and scored once by the reference.
         """
         rollout = self._models.flops_per_token() * (self._options.sequence - 1)
         passes = (1 + self._uses_reference) / 3 / self._options.max_epochs
         return batch.weight * rollout * (1 + passes)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Complete the held-out prompts with their likeliest tokens, and return the figures of
-        training. Collective.
+        """Complete the held-out prompts with the likeliest tokens; return their reward and training
+        metrics.
+
+        Collective.
         """
         options = self._options
         context = self._context
@@ -377,7 +383,8 @@ class PolicyOptimization:
         return metrics
 
     def _figures(self, figures: dict[str, float]) -> dict[str, float]:
-        """Return the means since the last evaluation, and how long rollouts and updates took.
+        """Return means of the training metrics since the last evaluation, and the time of each
+        phase.
 
         Collective.
         """
@@ -403,7 +410,7 @@ class PolicyOptimization:
         }
 
     def pictures(self) -> dict[str, str]:
-        """Return a table of the last evaluation's first completions."""
+        """Return an SVG table of some completions of the last evaluation."""
         if self._shown:
             return {"completions": draw_table(self._shown)}
         return {}
@@ -413,7 +420,7 @@ class PolicyOptimization:
         return self._options.init_kl_coef > 0
 
     def _coefficient(self, model: nn.Module) -> Tensor:
-        """Return the coefficient with which the last rollouts are trained on."""
+        """Return the coefficient of the KL divergence for the newest rollouts."""
         return unwrap(model).record.figures[0, Record.NAMES.index("kl_coefficient")].float()
 
     def _open_engine(self) -> Engine:
@@ -458,8 +465,10 @@ class PolicyOptimization:
 
     @torch.no_grad()
     def _roll_out(self, module: Any, step: int, number: int) -> RolloutBatch:
-        """Draw and judge this rank's share of a round's rollouts, and return the rollouts of all
-        ranks. Every rank must call it.
+        """Draw and reward this rank's share of a round's rollouts; return the rollouts of all
+        ranks.
+
+        A round is a set of rollouts that one or several steps train on. Collective.
         """
         options = self._options
         context = self._context
@@ -508,8 +517,9 @@ class PolicyOptimization:
         return self._judge(module.record, step, number, *parts)
 
     def _round(self, number: int) -> tuple[list[Prompt], Tensor]:
-        """Return this rank's prompts of a round, each as often as it is rolled out, and their
-        random numbers.
+        """Return this rank's prompts of a round, and the random numbers for their rollouts.
+
+        Each prompt is repeated for each of its rollouts.
         """
         options = self._options
         context = self._context
@@ -530,7 +540,10 @@ class PolicyOptimization:
         return prompts, torch.cat(draws)
 
     def _find_recorded_round(self, record: Record, expected: int) -> float:
-        """Return the round whose rollouts a record has. To read it, a GPU's host waits."""
+        """Return the number of the round whose rollouts the record holds.
+
+        Reading it from a GPU makes the host wait.
+        """
         known = self._recorded
         if known is None or known[0] is not record or known[1] != expected:
             known = record, record.read()["round"]
@@ -550,9 +563,11 @@ class PolicyOptimization:
         reference: Tensor,
         further: Tensor | None = None,
     ) -> RolloutBatch:
-        """Return the rollouts with their advantages, and update the figures, alike on all ranks.
+        """Compute the advantages of all rollouts, and update the record in the same way on all
+        ranks.
 
-        `further` has the values of ppo, or the weights of `correct_importance`.
+        Args:
+            further: the values of ppo, or the weights of `correct_importance`.
         """
         if self._options.advantage_estimator == "ppo":
             values = further
@@ -641,7 +656,10 @@ class PolicyOptimization:
         return table
 
     def _score(self, model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and values of tokens. Collective if the model is sharded."""
+        """Return the log-probabilities and the values of tokens under a model.
+
+        Collective if the model is sharded.
+        """
         options = self._options
         parts = []
         if isinstance(self._engine, TorchEngine):
@@ -693,7 +711,7 @@ class PolicyOptimization:
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Start `work` in a thread that ends with the process."""
+    """Start `work` in a daemon thread, and return a future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -707,7 +725,7 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def draw_table(rows: Sequence[tuple[str, str, str, float]]) -> str:
-    """Return an SVG table of prompts, completions, answers and rewards."""
+    """Draw an SVG table of prompts, completions, answers and rewards."""
     width = sum(_WIDTHS)
     height = _ROW * (len(rows) + 1) + 4
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -741,7 +759,7 @@ def draw_table(rows: Sequence[tuple[str, str, str, float]]) -> str:
 
 
 def _find_models(context: WorkloadContext, options: PolicyOptions) -> PolicyModels:
-    """Return the models that the options name.
+    """Return the policy's and the reference's models, as the options choose them.
 
     Raises WorkloadError if they do not fit each other.
     """

@@ -1,4 +1,4 @@
-"""The `workload_options` of reinforcement fine-tuning, and what they refuse."""
+"""The `workload_options` of reinforcement fine-tuning, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ZERO = {
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """The `workload_options`, with their defaults."""
+    """The `workload_options` of reinforcement fine-tuning, with their defaults."""
 
     # Rows with prompts: a file, a folder or a glob, also s3://; "": additions of two-digit numbers
     path: str = ""
@@ -194,9 +194,9 @@ class PolicyOptions:
 
     @classmethod
     def of(cls, context: WorkloadContext) -> PolicyOptions:
-        """Return the options of a configuration.
+        """Read and check the options of a configuration.
 
-        Raises WorkloadError for those that do not fit it or each other.
+        Raises WorkloadError for options that do not fit the configuration or each other.
         """
         options = read_options(cls, context.options)
         model = context.config.model
@@ -235,9 +235,9 @@ class PolicyOptions:
         return options
 
     def explain_zero(self, config: RunConfig) -> str:
-        """Return the parallel modes that correspond to `zero_stage`, as a sentence for the user.
+        """Explain to the user which parallel modes correspond to `zero_stage`.
 
-        Raises WorkloadError if `parallel.mode` is another.
+        Raises WorkloadError if `parallel.mode` is none of them.
         """
         modes, text = _ZERO[self.zero_stage]
         found = f"zero_stage {self.zero_stage}: parallel.mode {' or '.join(modes)}, {text}"
@@ -246,12 +246,11 @@ class PolicyOptions:
         return found
 
     def check_tensor_group(self, config: RunConfig, groups: int) -> None:
-        """Raise WorkloadError if the ranks of `parallel.tensor_size` cannot train and generate
-        together.
+        """Raise WorkloadError if `parallel.tensor_size` does not suit the policy or the engine.
 
         Args:
-            groups: the number of tensor groups; if the configuration names the number of ranks,
-                that counts.
+            groups: the number of tensor groups, which is used if the configuration does not set the number
+                of ranks.
         """
         tensor = config.parallel.tensor_size
         gang = local_gang(config)
@@ -282,14 +281,15 @@ class PolicyOptions:
 
     @property
     def kl_kind(self) -> str:
-        """Estimate of the KL divergence: `kl_estimator`, or the one that the papers of the
-        estimator use.
+        """Kind of estimate of the KL divergence: k1, k2 or k3.
+
+        It is `kl_estimator` if that is set, else the kind in the papers on the advantage estimator.
         """
         return self.kl_estimator or ("k1" if self.advantage_estimator in KL_IN_REWARD else "k3")
 
     @property
     def sequence(self) -> int:
-        """The largest number of tokens of a prompt with its completion."""
+        """Largest number of tokens in a prompt with its completion."""
         return self.prompt_max_len + self.generate_max_len
 
     def prompts_per_rollout(self, batch_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Prompts of reinforcement fine-tuning: rows of a data set, or additions of two numbers.
+"""Prompts of reinforcement fine-tuning: rows of a data set, or sums of two numbers.
 
 A prompt is a function of its number, so that restarts and world size change nothing.
 """
@@ -28,7 +28,7 @@ ARITHMETIC_PAIRS = _NUMBERS**2
 
 
 class Prompt(NamedTuple):
-    """A prompt: its text, and the whole row, in which rewards find the answer."""
+    """A prompt's text, with its row of the data set, which rewards read."""
 
     text: str
     row: Mapping[str, Any]
@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Prompts to train on, numbered from 0, and held-out ones."""
+    """A job's prompts: those to train on, numbered from 0, and held-out ones."""
 
     def __init__(self, train: list[Prompt], held_out: list[Prompt]) -> None:
         self.train = train
@@ -47,7 +47,7 @@ class Prompts:
 
 
 class Codec:
-    """Texts to tokens and back.
+    """Converter of texts to tokens and back.
 
     Args:
         stop: the token that ends a completion; None: the tokenizer's end of text, or byte 0.
@@ -96,12 +96,10 @@ class Codec:
 
 
 def addition(number: int) -> Prompt:
-    """Return pair `number` of two-digit numbers.
+    """Return the prompt of the addition with this number, such as "12+34=".
 
-    The answer's digits are in reverse order, the last digit first.
-
-    A model that writes the sum from its last digit can carry (Lee et al. 2023, "Teaching Arithmetic
-    to Small Transformers").
+    The answer's digits are in reverse order, the last digit first. A model that writes the sum from
+    its last digit can carry (Lee et al. 2023, "Teaching Arithmetic to Small Transformers").
     """
     a = _LOWEST + number // _NUMBERS
     b = _LOWEST + number % _NUMBERS
@@ -109,7 +107,9 @@ def addition(number: int) -> Prompt:
 
 
 def additions(held_out: int, seed: int) -> Prompts:
-    """Return all sums of two two-digit numbers, of which `held_out` in a random order are held out."""
+    """Return all sums of two two-digit numbers, in random order; the first `held_out` are held
+    out.
+    """
     order = SampleOrder(ARITHMETIC_PAIRS, seed).window(0, ARITHMETIC_PAIRS).tolist()
     prompts = [addition(number) for number in order]
     return Prompts(prompts[held_out:], prompts[:held_out])
@@ -118,8 +118,7 @@ def additions(held_out: int, seed: int) -> Prompts:
 def pack_prompts(store: Store, path: str | Path, *, column: str, held_out: int) -> str:
     """Copy the rows of a data set to the store, and return their fingerprint.
 
-    Every so many rows, one is held out, `held_out` in all. Raises DataError for a row without a
-    prompt.
+    `held_out` rows, evenly spaced, are held out. Raises DataError for a row without a prompt.
     """
     rows = read_prompts(path, column=column, held_out=held_out)
     chosen = {place * len(rows) // held_out for place in range(held_out)}
@@ -139,7 +138,7 @@ def pack_prompts(store: Store, path: str | Path, *, column: str, held_out: int) 
 
 
 def read_prompts(path: str | Path, *, column: str, held_out: int) -> list[Mapping[str, Any]]:
-    """Return the rows of a data set.
+    """Read the rows of a data set, each of which has a prompt.
 
     Raises DataError for a row without a prompt, or if all rows are held out.
     """
@@ -167,7 +166,7 @@ def read_prompts(path: str | Path, *, column: str, held_out: int) -> list[Mappin
 
 
 def open_prompts(store: Store, fingerprint: str, column: str) -> Prompts:
-    """Read the prompts that `pack_prompts` put into the store."""
+    """Read the prompts that `pack_prompts` wrote to the store."""
     content = store.get(f"prompts/{fingerprint}.json")
     if hashlib.sha256(content).hexdigest() != fingerprint:
         raise DataError(

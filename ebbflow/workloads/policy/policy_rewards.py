@@ -1,6 +1,4 @@
-"""Rewards of completions: exact match, a unit test in a subprocess, functions, models, and weighted
-sums of them.
-"""
+"""Rewards of completions, such as exact match, a unit test or a model, and their weighted sums."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ class Reward:
             )
 
     def __call__(self, prompt: Prompt, completion: str) -> float:
-        """Return the reward.
+        """Return the reward of one completion.
 
         Raises WorkloadError if a function raises, takes too long or returns no finite number.
         """
@@ -85,9 +83,9 @@ class Reward:
         )
 
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[float]:
-        """Return the rewards of many completions; models judge them in batches.
+        """Return the rewards of many completions. Models score them in batches.
 
-        Raises WorkloadError as a call does.
+        Raises the errors of `__call__`.
         """
         pairs = list(zip(prompts, completions, strict=True))
         rewards = [0.0] * len(pairs)
@@ -210,8 +208,9 @@ class Reward:
 
 
 def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Return 1.0 if the completion is the row's `answer`, without white space at both ends, else
-    0.0.
+    """Return 1.0 if the completion equals the row's `answer`, else 0.0.
+
+    White space at both ends is ignored.
     """
     if "answer" not in row:
         raise WorkloadError(
@@ -221,8 +220,10 @@ def exact_match(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 
 
 def shared_start(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Return the share of the row's `answer` up to the first character in which the completion
-    differs.
+    """Return the length of the common start of completion and `answer`, as a share of the longer
+    one.
+
+    White space at both ends is ignored.
     """
     if exact_match(prompt, completion, row):
         return 1.0
@@ -236,8 +237,8 @@ def shared_start(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
 def run_unit_test(
     prompt: str, completion: str, row: Mapping[str, Any], *, seconds: float, memory_mib: int
 ) -> float:
-    """Return 1.0 if the completion and then the row's `test` run to their end as one Python
-    program, else 0.0.
+    """Return 1.0 if the completion, followed by the row's `test`, runs to its end in Python, else
+    0.0.
 
     A program that ends itself before its test, even with exit code 0, has not passed. It runs in an
     empty folder and without the environment's variables, with limits of memory, file size and

@@ -1,5 +1,4 @@
-"""Rollouts: completions that an engine draws from a policy, with their log-probabilities and weight
-version.
+"""Rollouts: completions that an inference engine draws from a policy, with log-probabilities.
 
 A rollout's tokens depend on its prompt, the policy and its own uniform random numbers, one for each
 token. The size of a generation batch changes nothing but the rounding of the log-probabilities. In
@@ -28,7 +27,7 @@ _OTHER_WEIGHTS = 0.5
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Completions of prompts.
+    """Completions of a batch of prompts, with their log-probabilities.
 
     A row of `tokens` has the prompt, the completion with its stop token, and padding.
     """
@@ -42,14 +41,14 @@ class Rollouts:
 
     @property
     def mask(self) -> Tensor:
-        """Return 1 where a position predicts a token of the completion, else 0:
-        `[rollouts, sequence - 1]`.
+        """Mask `[rollouts, sequence - 1]`: 1 where a position predicts a token of the completion,
+        else 0.
         """
         return completion_mask(self.tokens.shape[1], self.prompt_lengths, self.lengths)
 
 
 class Engine(Protocol):
-    """An inference engine.
+    """Interface of an inference engine that draws rollouts.
 
     `update_weights` is collective; the other methods are not, except in a tensor group.
     """
@@ -57,15 +56,15 @@ class Engine(Protocol):
     version: int  # of its weights: the number of updates of the policy
 
     def update_weights(self, model: nn.Module, version: int) -> None:
-        """Take the weights of the policy, sharded or not."""
+        """Copy the policy's weights, sharded or not, into the engine."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], draws: Tensor) -> Rollouts:
         """Complete each prompt.
 
-        `draws`, `[prompts, new tokens]`, has a uniform number in [0, 1) for each token.
-
-        A negative draw takes the likeliest token.
+        Args:
+            draws: `[prompts, new tokens]`, a uniform random number in [0, 1) for each token. A negative
+                number takes the likeliest token.
         """
         ...
 
@@ -77,7 +76,7 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """An engine in plain torch, with a cache of keys and values.
+    """Inference engine in plain torch, with a cache of keys and values.
 
     Weights that are not sharded are shared with the policy, sharded ones are gathered. In a tensor
     group, each rank has its part of them, and the keys and values of its attention heads. Prompts
@@ -122,7 +121,7 @@ class TorchEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The policy as the engine has it, to score rollouts without collectives."""
+        """The engine's copy of the policy, for scoring rollouts without collectives."""
         return self._model
 
     @torch.no_grad()
@@ -242,7 +241,7 @@ class TorchEngine:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device. A GPU copies it while the host goes on."""
+    """Copy a CPU tensor to a device. Copies to a GPU are asynchronous."""
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -254,8 +253,9 @@ def completion_mask(sequence: int, prompt_lengths: Tensor, lengths: Tensor) -> T
 
 
 def find_tensor_group(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of the ranks that compute each layer of the model together; None without
-    tensor parallelism.
+    """Return the device mesh of this rank's tensor group, or None without tensor parallelism.
+
+    The ranks of a tensor group compute each layer of the model together.
     """
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "tensor" in (
@@ -266,8 +266,9 @@ def find_tensor_group(model: nn.Module) -> DeviceMesh | None:
 
 
 def gather_shards(weight: DTensor) -> Tensor:
-    """Return a weight that FSDP2 has sharded as a plain tensor; in a tensor group, this rank's
-    part. Collective.
+    """Gather a weight that FSDP2 has sharded, and return it as a plain tensor.
+
+    In a tensor group, this is the rank's part of the weight. Collective.
     """
     mesh = weight.device_mesh
     names = weight.device_mesh.mesh_dim_names or ()
@@ -297,8 +298,9 @@ def gather_shards(weight: DTensor) -> Tensor:
 
 
 def split_policy(policy: Any, group: DeviceMesh) -> None:
-    """Keep this rank's part of the weights of a whole policy, and let the tensor group compute it
-    together.
+    """Split an unsharded policy over a tensor group, and keep only this rank's part of the weights.
+
+    The group then computes the policy together.
     """
     layers = policy.split_layers()
     parts = {}
@@ -315,13 +317,15 @@ def split_policy(policy: Any, group: DeviceMesh) -> None:
 
 
 def cache_bytes(model: nn.Module, sequence: int) -> int:
-    """Return the bytes of the keys and values of one rollout, in float32, of all attention heads."""
+    """Return the bytes that the float32 keys and values of one rollout take, for all attention
+    heads.
+    """
     policy: Any = model
     return 4 * policy.cached_numbers_per_token * sequence
 
 
 def fit_batch(batch: int, free_bytes: int, bytes_per_rollout: int) -> int:
-    """Return how many rollouts of at most `batch` fit into the memory.
+    """Return how many rollouts fit into the free memory, at most `batch`.
 
     Raises WorkloadError if none does.
     """
@@ -335,7 +339,9 @@ def fit_batch(batch: int, free_bytes: int, bytes_per_rollout: int) -> int:
 
 
 def policy_logits(model: nn.Module, tokens: Tensor, past: Any = None) -> Tensor:
-    """Return the logits `[batch, length, vocabulary]` of a policy, without its values."""
+    """Compute the policy's logits `[batch, length, vocabulary]`, without the values of a value
+    head.
+    """
     found = model(tokens, past)
     if isinstance(found, tuple):
         return found[0]
@@ -343,8 +349,7 @@ def policy_logits(model: nn.Module, tokens: Tensor, past: Any = None) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, draws: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of logits `[batch, vocabulary]`, and return the tokens and their
-    log-probabilities.
+    """Draw one token per row of logits `[batch, vocabulary]`; return tokens and log-probabilities.
 
     The token is where the cumulative probability exceeds the draw. A negative draw takes the
     likeliest token.
@@ -359,13 +364,14 @@ def draw_tokens(logits: Tensor, draws: Tensor, temperature: float) -> tuple[Tens
 
 
 def greedy_draws(count: int, length: int) -> Tensor:
-    """Return draws that take the likeliest tokens, `[count, length]`."""
+    """Return draws `[count, length]` with which an engine takes the likeliest tokens."""
     return torch.full((count, length), _GREEDY)
 
 
 def score(model: nn.Module, tokens: Tensor, temperature: float) -> Tensor:
-    """Return the log-probability of each token after the first, `[batch, sequence - 1]`, at a
-    temperature.
+    """Return the log-probabilities of all tokens but the first, `[batch, sequence - 1]`.
+
+    The logits are divided by `temperature`.
     """
     logits = policy_logits(model, tokens[:, :-1])
     return token_log_probs(logits, tokens[:, 1:], temperature)
@@ -377,7 +383,9 @@ def token_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> Tens
 
 
 def check_version(rollouts: Rollouts, expected: int, *, staleness: int = 0) -> None:
-    """Raise TrainingError if weights drew the rollouts that are more than `staleness` steps old."""
+    """Raise TrainingError if the rollouts' weights are more than `staleness` steps behind the
+    policy.
+    """
     if not 0 <= expected - rollouts.version <= staleness:
         if staleness:
             allowed = f" (at most {staleness} less is allowed)"
@@ -392,8 +400,8 @@ def check_version(rollouts: Rollouts, expected: int, *, staleness: int = 0) -> N
 def correct_importance(
     old: Tensor, drawn: Tensor, mask: Tensor, *, most: float, current: bool
 ) -> Tensor:
-    """Return weights for tokens that an engine drew with other probabilities than the policy
-    computes.
+    """Return importance weights for tokens, because an engine's probabilities differ from the
+    policy's.
 
     The weight is policy / engine, at most `most`: truncated importance sampling (Ionides 2008).
 

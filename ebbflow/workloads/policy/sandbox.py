@@ -1,4 +1,5 @@
-"""Run a completion and its test as one Python program that can harm nothing but its own folder.
+"""Sandbox that runs a completion and its test as one Python program, which can harm only its
+folder.
 
 The reward `unit_test` starts this file as a program of its own, so it imports the standard library
 only. On Linux, two mechanisms that need no privileges restrict the process before the completion
@@ -101,7 +102,7 @@ def find_missing() -> list[str]:
 
 
 def restrict_files(folder: str) -> None:
-    """Refuse all files but Python's own, which can be read, and those in `folder`."""
+    """Restrict file access to `folder` and to Python's own files, which can only be read."""
     version = _landlock_version()
     if not version:
         return
@@ -124,10 +125,10 @@ def restrict_files(folder: str) -> None:
 
 
 def restrict_system_calls() -> None:
-    """Refuse the system calls of `_REFUSED`, new processes, changes of limits, and signals to other
-    processes.
+    """Refuse the system calls in `_REFUSED`, among them those that start processes or change
+    limits.
 
-    Threads are allowed.
+    Signals to other processes are also refused. Threads are allowed.
     """
     if _PROCESSES in find_missing():
         return
@@ -179,7 +180,7 @@ def restrict_system_calls() -> None:
 
 
 def main() -> None:
-    """Set the limits, and run completion.py and test.py of the current folder.
+    """Set the limits, then run completion.py and test.py in the current folder.
 
     Write `PASSED` if both end.
     """

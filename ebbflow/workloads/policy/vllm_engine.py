@@ -1,4 +1,4 @@
-"""Rollouts by vLLM servers, through their HTTP interface: nothing of vLLM is imported.
+"""Inference engine that asks vLLM servers for rollouts by HTTP, without importing vLLM.
 
 Each server is started on `workload_options.engine_weights`, a folder that the ranks and the servers
 share. Rank 0 writes the policy's weights there, with LoRA's matrices added, and each server reads
@@ -34,7 +34,7 @@ _OTHERS = "*.safetensors*"  # files of the folder that an update replaces
 
 
 class VllmEngine:
-    """An engine whose tokens vLLM draws.
+    """Inference engine that lets vLLM servers draw the tokens.
 
     Each request has a seed of its own; the random numbers are vLLM's.
 
@@ -74,7 +74,10 @@ class VllmEngine:
         self._asleep = False
 
     def update_weights(self, model: nn.Module, version: int) -> None:
-        """Write the policy's weights, and let each server read them. Collective."""
+        """Write the policy's weights to a file, and let each server read them.
+
+        Collective.
+        """
         weights = {name: value for name, value in full_weights(model, self._dtype) if self._writes}
         if self._writes:
             self._write(weights)
@@ -136,7 +139,7 @@ class VllmEngine:
         self.version = -1
 
     def wake(self) -> None:
-        """Give the weights memory; the cache gets its own after `update_weights`.
+        """Let the server allocate memory for the weights; `update_weights` does so for the cache.
 
         The first call checks the server.
         """
@@ -159,8 +162,9 @@ class VllmEngine:
     def _complete(
         self, prompt: Sequence[int], seed: int | None, most: int
     ) -> tuple[list[int], list[float]]:
-        """Return the tokens of one completion, with the one that ends it, and their
-        log-probabilities.
+        """Request one completion, and return its tokens and their log-probabilities.
+
+        The tokens include the one that ends the completion.
         """
         asked = {
             "model": self._model,
@@ -250,8 +254,9 @@ def describe_server(options: PolicyOptions) -> str:
 
 @torch.no_grad()
 def full_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and weights of a policy of transformers on the CPU, with LoRA's matrices
-    added. Collective.
+    """Yield the names and weights of a transformers policy on the CPU, with LoRA's matrices merged.
+
+    Collective.
     """
     language: Any = getattr(model, "module", model).language
     adapted: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A workload for map-style datasets: write the dataset, the model and the loss; the rest is here.
+"""Base of workloads with a map-style dataset: you write only the dataset, the model and the loss.
 
 The order is a function of the seed: each epoch reads every index once, in a new order, at any
 number of ranks. Random numbers are seeded for each sample, so augmentation is the same after a
@@ -57,9 +57,9 @@ _FREE_OPTIONS = ("corrupt_samples", "worker_start")
 
 
 class Indexed(Protocol):
-    """A map-style dataset: it has a length, and a sample for each index.
+    """A map-style dataset, which has a length and a sample for each index.
 
-    A torch `Dataset` and a list are such.
+    Examples are a torch `Dataset` and a list.
     """
 
     def __len__(self) -> int: ...
@@ -69,9 +69,9 @@ class Indexed(Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a rank for one step.
+    """Batch of one rank's samples in a step.
 
-    `content` is what the collate function returns, a nest of tensors.
+    `content` is what the collate function returns: nested tensors.
     """
 
     content: Any
@@ -91,12 +91,11 @@ class Samples:
 
 
 class SampleLoader:
-    """Reads the samples of cursors.
+    """Loader of the samples at a cursor (a position in the order of samples), with worker
+    processes.
 
-    As soon as a cursor follows the one before, worker processes read ahead.
-
-    A worker that dies is replaced, and its samples are read again, in order. A sample that ends two
-    workers ends the load.
+    Workers read ahead as soon as a cursor follows the one before. A worker that dies is replaced,
+    and its samples are read again, in order. A sample that ends two workers ends the load.
 
     Args:
         batch_size: samples per step of all ranks, by which cursors advance.
@@ -135,7 +134,7 @@ class SampleLoader:
         self._died_at: list[int] = []  # the sample that each dead worker read
 
     def load(self, cursor: Cursor) -> Any:
-        """Return the collated samples of a cursor, on the CPU.
+        """Load and collate the samples at a cursor; the result is on the CPU.
 
         Raises:
             DataError: the dataset has a mistake, such as a KeyError. The message names the sample
@@ -166,8 +165,9 @@ class SampleLoader:
         return content
 
     def _pin(self, content: Any) -> Any:
-        """Return samples that this process has read in pinned memory, if they go to a GPU: their
-        copy would make the host wait.
+        """Copy samples that this process has read to pinned memory, if they go to a GPU.
+
+        Otherwise the copy to the GPU would make the host wait.
         """
         if not self._pin_memory:
             return content
@@ -179,9 +179,9 @@ class SampleLoader:
         self._receiver = self._iterator = None
 
     def _replace_dead_worker(self, error: RuntimeError, cursor: Cursor) -> None:
-        """Drop all workers, so that others read from the cursor on.
+        """Stop all workers after one has died, so that new ones read again from the cursor.
 
-        Raises RuntimeError if this would not help.
+        Raises RuntimeError if the same sample, or too many workers, have died.
         """
         sample, death = self._find_death()
         if not death:
@@ -203,8 +203,9 @@ class SampleLoader:
         return self._reader.corrupt_count
 
     def _start(self, cursor: Cursor) -> Any:
-        """Return an iterator over the batches from a cursor on, which workers read; None if none
-        fits.
+        """Start workers, and return an iterator over their batches from a cursor on.
+
+        Return None if no worker fits into the memory.
         """
         workers, why = choose_workers(self._workers, self._batch_bytes, self._worker_start)
         if why:
@@ -241,8 +242,10 @@ class SampleLoader:
         return iterator
 
     def _find_death(self) -> tuple[int, str]:
-        """Return the sample that a dead worker read, and a text that names both; "" if all are
-        alive.
+        """Find a dead worker; return the sample that it was reading, and a description of its
+        death.
+
+        The description is "" if all workers are alive.
         """
         for number, process in enumerate(getattr(self._iterator, "_workers", [])):
             code = process.exitcode
@@ -260,7 +263,7 @@ class SampleLoader:
 
 
 class DatasetWorkload:
-    """Base of a workload with a map-style dataset.
+    """Base class of workloads with a map-style dataset.
 
     A subclass has `dataset`, `model` and `loss_sum`.
 
@@ -323,8 +326,11 @@ class DatasetWorkload:
 
     @classmethod
     def prepare(cls, context: WorkloadContext) -> JsonObject:
-        """Return the fingerprint of the data: name, options, length and, if the dataset has it, its
-        `fingerprint`.
+        """Return a description of the data: a fingerprint, the number of samples, and a digest of
+        the files.
+
+        The fingerprint covers the workload's name, the options, the length and, if the dataset has
+        one, its `fingerprint`.
         """
         dataset = cls(context)._train
         own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", "")
@@ -338,8 +344,9 @@ class DatasetWorkload:
         return found | {"samples": len(dataset), "file_digest": _digest_files(dataset)}
 
     def dataset(self, train: bool) -> Any:
-        """Return the dataset to train on or, with `train` False, the one to evaluate on; None: no
-        evaluation.
+        """Return the dataset to train on or, with `train` False, the one to evaluate on.
+
+        None means that there is no evaluation.
         """
         raise NotImplementedError
 
@@ -348,15 +355,17 @@ class DatasetWorkload:
         raise NotImplementedError
 
     def loss_sum(self, model: nn.Module, samples: Any) -> Tensor:
-        """Return the loss of collated samples, summed and not averaged. There may be no samples."""
+        """Return the sum (not the mean) of the losses of collated samples.
+
+        There may be no samples.
+        """
         raise NotImplementedError
 
     def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)
 
     def _find_collate(self) -> Callable[[list[Any]], Any]:
-        """Return the function that makes a batch of samples: the subclass's `collate`, or torch's
-        default.
+        """Return the function that collates samples: the subclass's `collate`, or torch's default.
 
         The default one is a function, since the method would be pickled with the workload.
         """
@@ -365,7 +374,7 @@ class DatasetWorkload:
         return self.collate
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        """Return the direct submodules of the model that have parameters."""
+        """Return the model's direct submodules that have parameters; each is sharded as a unit."""
         return [part for part in model.children() if list(part.parameters())]
 
     def next_batch(self, model: nn.Module, cursor: Cursor) -> Samples:  # noqa: ARG002 (the interface of Workload)
@@ -379,8 +388,9 @@ class DatasetWorkload:
         return Loss(self.loss_sum(model, batch.content), batch.weight)
 
     def flops(self, batch: Samples) -> float:
-        """6 per parameter and sample, which suits matrices; a model that shares weights over
-        positions has more.
+        """Estimate the floating point operations of a batch: 6 per parameter and sample.
+
+        This suits matrices. A model that shares weights over positions needs more.
         """
         if not self._parameters:
             self._parameters = float(
@@ -426,7 +436,7 @@ def _slice(content: Any, first: int, end: int, count: int) -> Any:
 
 
 def _like(content: Any, parts: list[Any]) -> Any:
-    """Return the parts as a list, tuple or named tuple, as `content` is."""
+    """Return the parts in a list, tuple or named tuple of the same type as `content`."""
     if hasattr(content, "_fields"):
         return type(content)(*parts)
     return type(content)(parts)
@@ -448,17 +458,17 @@ def _change_tensors(content: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception in a worker process."""
+    """Result of a worker process that raised an exception."""
 
     error: Exception
 
 
 class _Corrupt(Exception):
-    """A sample that cannot be decoded."""
+    """Error: a sample cannot be decoded."""
 
 
 class _Reader:
-    """Reads and collates the samples of a cursor. A worker process has a copy of it.
+    """Reader that loads and collates the samples at a cursor. Each worker process has a copy of it.
 
     Args:
         corrupt_samples: number of samples that may be corrupt. Each is replaced by the next index
@@ -541,9 +551,9 @@ class _Reader:
         return found
 
     def _read_index(self, number: int, index: int) -> Any:
-        """Return a sample, with the random numbers of its number.
+        """Read the sample at `index`, with random numbers that are seeded by `number`.
 
-        Raises _Corrupt if the budget allows another.
+        Raises _Corrupt if the sample is corrupt and may be replaced.
         """
         seed_all(derive_seed(self._seed, "sample" if self._shuffled else "held out", number))
         try:
@@ -578,21 +588,24 @@ class _Reader:
 
     @property
     def corrupt_count(self) -> int:
-        """Number of corrupt samples that this rank has met since it started."""
+        """Number of corrupt samples that this rank has found since it started."""
         if self._corrupt is None:
             return 0
         return int(self._corrupt.sum())
 
 
 def _is_corrupt(error: Exception) -> bool:
-    """Return whether content cannot be decoded, and not read: an error of the system has a number."""
+    """Return whether an error means that a sample was read, but cannot be decoded.
+
+    An error of the operating system has a number, and does not mean that.
+    """
     return isinstance(error, (ValueError, SyntaxError, EOFError)) or (
         isinstance(error, OSError) and not error.errno
     )
 
 
 class _Ahead:
-    """The cursors of a rank from `first` on, without end."""
+    """Endless iterable of a rank's cursors, beginning with `first`."""
 
     def __init__(self, first: Cursor, batch_size: int) -> None:
         self._first = first
@@ -610,8 +623,9 @@ def _same(content: T) -> T:
 
 
 class _Receiver(threading.Thread):
-    """Takes the next batch from the workers while the loop computes, since the transfer takes
-    milliseconds.
+    """Thread that fetches the next batch from the workers while the training loop computes.
+
+    The transfer takes milliseconds.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -633,7 +647,7 @@ class _Receiver(threading.Thread):
                 self._found.put((None, error.with_traceback(None)))
 
     def take(self) -> Any:
-        """Return the next batch, and have the one after it taken."""
+        """Return the next batch, and start to fetch the one after it."""
         content, error = self._found.get()
         if error is not None:
             raise error
@@ -641,15 +655,16 @@ class _Receiver(threading.Thread):
         return content
 
     def end(self) -> None:
-        """Wait until no batch is being taken: no thread may be in the middle of it when new workers
-        are forked.
+        """End the thread, and wait until it fetches no batch.
+
+        It must not be in the middle of a batch when new workers are forked.
         """
         self._asked.put(False)
         self.join()
 
 
 def _digest_files(dataset: Any) -> str:
-    """Return a digest of the names and sizes of the dataset's files; "" if it has no list of files.
+    """Return a digest of the names and sizes of a dataset's files, or "" if it lists no files.
 
     The list is an attribute as in torchvision's folders: `samples`, `imgs`, `files` or `paths`.
     Names are relative.
@@ -673,7 +688,7 @@ def _digest_files(dataset: Any) -> str:
 
 
 def _compare_data(dataset: Any, prepared: Mapping[str, Json]) -> None:
-    """Raise DataError if this node has other data than the node that prepared the job."""
+    """Raise DataError if this node's data differ from those on the node that prepared the job."""
     begin = "other data on this node than where they were prepared"
     fix = "fix: copy or mount the same files on all nodes, or read them from one store"
     count = prepared.get("samples")

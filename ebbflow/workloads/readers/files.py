@@ -1,5 +1,4 @@
-"""Map-style datasets over files: folders of images, tar shards of WebDataset, shards of MosaicML's
-streaming, Parquet.
+"""Map-style datasets over files: image folders, WebDataset tar shards, MosaicML shards and Parquet.
 
 Each finds a sample by its index, so the order is exact at any number of ranks. The files are in a
 folder that every node can read, or below `s3://bucket/prefix`. They are read in the process that
@@ -62,7 +61,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of a dataset.
+    """A file of a dataset, on this machine or in a bucket.
 
     Attributes:
         path: path on this machine, or key in the bucket.
@@ -81,7 +80,7 @@ class DataFile:
         return self.path
 
     def read(self, start: int, size: int) -> bytes:
-        """Return `size` bytes from `start`, or fewer at the end of the file.
+        """Read `size` bytes from `start`, or fewer at the end of the file.
 
         Raises StoreError, OSError.
         """
@@ -120,7 +119,7 @@ class DataFile:
 
 
 class ImageFolder:
-    """Images in one subfolder for each class, as (image, class number).
+    """Dataset of images with one subfolder for each class; a sample is (image, class number).
 
     The classes are numbered by name.
 
@@ -161,7 +160,7 @@ class ImageFolder:
 
 
 class TarShards:
-    """Tar shards of WebDataset.
+    """Dataset of samples in tar shards of WebDataset.
 
     A sample is the dict {extension: bytes} of the files with the same name up to a dot.
 
@@ -220,7 +219,7 @@ class TarShards:
 
 
 class MosaicShards:
-    """Samples of a dataset that MosaicML's `MDSWriter` has written, as dicts by column.
+    """Dataset of samples that MosaicML's `MDSWriter` has written; a sample is a dict by column.
 
     Shards must not be compressed.
 
@@ -319,7 +318,7 @@ class MosaicShards:
         return sample
 
     def _read_places(self, shard: int, count: int) -> NDArray[np.uint32]:
-        """Read where the samples of a shard begin, and where the last one ends."""
+        """Read the positions at which the samples of a shard begin, and the end of the last one."""
         file = self._shards[shard]
         table = file.read(4, 4 * count)
         places = np.frombuffer(table[: len(table) // 4 * 4], "<u4")
@@ -330,7 +329,7 @@ class MosaicShards:
 
 
 class ParquetRows:
-    """Rows of Parquet files as dicts by column.
+    """Dataset of rows in Parquet files; a sample is a dict by column.
 
     Each process keeps the row groups that it read last.
 
@@ -399,12 +398,11 @@ class ParquetRows:
 
 
 def find_files(path: str | Path, suffixes: Sequence[str] = ()) -> list[DataFile]:
-    """Return the files of a folder and its subfolders, or those of a glob, that end in `suffixes`,
-    sorted by path.
+    """List the files in a folder and its subfolders, or those that match a glob, sorted by path.
 
     Args:
         path: on this machine, or s3://bucket/prefix.
-        suffixes: with their dots, in lower case; none: every file.
+        suffixes: endings of the listed files, with their dots and in lower case; none: every file.
 
     Raises:
         DataError: there is none.
@@ -426,14 +424,12 @@ def find_files(path: str | Path, suffixes: Sequence[str] = ()) -> list[DataFile]
 
 
 def has_wildcard(path: str | Path) -> bool:
-    """Return whether a path is a glob, and not the path of an existing file or folder."""
+    """Return whether a path is a glob. An existing file or folder is not, whatever its name."""
     return glob.has_magic(str(path)) and (str(path).startswith("s3://") or not Path(path).exists())
 
 
 def locate(root: Path, given: str) -> str | Path:
-    """Return an address in a bucket (s3://…) as it is, and any other path below `root`, unless it
-    is absolute.
-    """
+    """Resolve a path relative to `root`; an address in a bucket (s3://…) stays as it is."""
     if given.startswith("s3://"):
         return given.rstrip("/")
     return root / Path(given).expanduser()
@@ -466,7 +462,7 @@ def _client(bucket: str) -> S3Client:
 
 
 class _BucketFile(io.RawIOBase):
-    """A file in a bucket as a binary stream. Each read is a request."""
+    """Binary stream of a file in a bucket, in which each read is a request."""
 
     def __init__(self, file: DataFile) -> None:
         self._file = file
@@ -530,10 +526,10 @@ def _find_in_bucket(uri: str) -> list[DataFile]:
 
 
 def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether the parts of a path match those of a glob, in which `**` stands for any number
-    of folders.
+    """Return whether a path matches a glob, both given as lists of their parts.
 
-    As on a disk, a wildcard matches no hidden file or folder.
+    The part `**` stands for any number of folders. As on a disk, a wildcard matches no hidden file
+    or folder.
     """
     if not pattern:
         return not parts
@@ -570,7 +566,8 @@ def _decode_image(data: bytes) -> Any:
 
 
 def _decode_array(data: bytes, dtype: str, shape: str) -> NDArray[Any]:
-    """Return an array. The data begin with its type and shape, unless the encoding names them.
+    """Decode an array, whose type and shape are at the start of the data unless the encoding names
+    them.
 
     The type is one byte: the width in bits, plus 0, 1 or 2 for unsigned, signed or float. The shape
     is one byte, which is 4 × the number of dimensions + log2 of the bytes of each, and the

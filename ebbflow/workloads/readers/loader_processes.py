@@ -1,4 +1,4 @@
-"""The processes of a rank that load data: how many fit into this machine, and what they print."""
+"""Worker processes of a rank that load data: their number, and prefixes for what they print."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def ranks_of_machine() -> int:
 
 
 def choose_workers(asked: int, batch_bytes: int, start: str) -> tuple[int, str]:
-    """Return the number of workers for one rank, and why it is lower than `asked`, with the
-    arithmetic.
+    """Return the number of workers for one rank, and an explanation if it is lower than `asked`.
 
     Args:
         asked: number of workers; -1: as many as the cores of this machine, at most 8, divided by
@@ -72,7 +71,7 @@ def choose_workers(asked: int, batch_bytes: int, start: str) -> tuple[int, str]:
 
 
 def count_bytes(content: Any) -> int:
-    """Return the bytes of the tensors in a nest of dicts, lists and tuples."""
+    """Return the total bytes of the tensors in nested dicts, lists and tuples."""
     if isinstance(content, Tensor):
         return content.numel() * content.element_size()
     if isinstance(content, dict):
@@ -83,13 +82,13 @@ def count_bytes(content: Any) -> int:
 
 
 def name_output(worker: int) -> None:
-    """Begin each line that this worker process prints with its number."""
+    """Prefix each line that this worker process prints with the worker's number."""
     prefix = f"loader worker {worker}: "
     sys.stdout, sys.stderr = (_PrefixedLines(stream, prefix) for stream in (sys.stdout, sys.stderr))
 
 
 class _PrefixedLines(io.TextIOBase):
-    """A stream that begins each line with a prefix.
+    """Text stream that begins each line with a prefix.
 
     It writes whole lines, so those of several processes do not mix.
     """

@@ -1,7 +1,7 @@
-"""Rows of a data set: JSON Lines and JSON, also compressed, Parquet, Arrow, and what Hugging Face
-`datasets` saved with `save_to_disk`.
+"""Reader of a data set's rows: JSON Lines, JSON, Parquet, Arrow, or output of `save_to_disk`.
 
-A data set is a file, a folder or a glob, on this machine or in a bucket (s3://…).
+JSON Lines and JSON may be compressed. `save_to_disk` is a method of Hugging Face `datasets`. A data
+set is a file, a folder or a glob, on this machine or in a bucket (s3://…).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _FILE_OF_ARROW = b"ARROW1"  # else it is a stream
 
 
 class RowTable(Protocol):
-    """Table of rows, as pyarrow has it."""
+    """Interface of pyarrow's tables of rows."""
 
     def to_pylist(self) -> list[JsonObject]: ...
 
 
 class PlacedRow(NamedTuple):
-    """A row and where it is."""
+    """A row, with its file and its number there."""
 
     file: DataFile
     number: int  # in its file, from 1
@@ -63,10 +63,10 @@ class PlacedRow(NamedTuple):
 
 
 def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
-    """Return the files of rows of a data set in the order of their paths; none if it is plain text.
+    """List the files of a data set that have rows, in the order of their paths.
 
-    Of a folder with files of several splits, as their names tell, those of the split "train" are
-    returned.
+    If the data set is plain text, the list is empty. If the names of files in a folder tell several
+    splits, only files of the split "train" are returned.
 
     Args:
         texts: endings of files that are plain text in a folder.
@@ -116,10 +116,10 @@ def find_rows(path: str | Path, texts: Sequence[str]) -> list[DataFile]:
 
 
 def read_rows(files: Sequence[DataFile], column: str | None = None) -> Iterator[PlacedRow]:
-    """Yield the rows of files, with at least `column`, or with all their columns if it is None or
-    they lack it.
+    """Yield the rows of files, with at least the column `column`.
 
-    Raises DataError for a file that cannot be read as rows, and if there are no rows.
+    Rows have all their columns if `column` is None or if they lack it. Raises DataError for a file
+    that cannot be read as rows, and if there are no rows.
     """
     count = 0
     for file in files:
@@ -148,7 +148,7 @@ def _kind(file: DataFile) -> str:
 
 
 def _kind_of(path: str) -> str:
-    """Return the ending that says how to read a file: .jsonl for rows.ndjson.gz."""
+    """Return the ending that tells a file's format, such as .jsonl for rows.ndjson.gz."""
     name = PurePosixPath(path)
     suffix = name.suffix.lower()
     if suffix in _OPEN_COMPRESSED:
@@ -161,7 +161,7 @@ def _kind_of(path: str) -> str:
 def _select_readable(
     path: str | Path, files: Sequence[DataFile], texts: Sequence[str]
 ) -> list[DataFile]:
-    """Return the files of rows and of plain text. Raises DataError if there is none."""
+    """Select the files that have rows or are plain text. Raises DataError if there is none."""
     found = [file for file in files if _kind(file) in _READERS or _suffix(file) in texts]
     if found:
         return found
@@ -176,7 +176,7 @@ def _select_readable(
 
 
 def _open_rows(file: DataFile) -> BinaryIO | io.BufferedIOBase:
-    """Open a file of rows, and decompress it if its name says so."""
+    """Open a file of rows, and decompress it if its ending is that of a compressed file."""
     stream = file.open()
     decompress = _OPEN_COMPRESSED.get(_suffix(file))
     if decompress is None:
@@ -190,8 +190,9 @@ def _open_zstd(stream: BinaryIO) -> io.BufferedIOBase:
 
 
 def _find_saved(path: str | Path, files: Mapping[str, DataFile]) -> list[DataFile]:
-    """Return the Arrow files that `save_to_disk` wrote into a folder; of a DatasetDict, those of
-    the split "train".
+    """Return the Arrow files that `save_to_disk` wrote into a folder.
+
+    Of a DatasetDict, these are the files of the split "train".
     """
     part = ""
     splits = files.get("dataset_dict.json")
@@ -251,7 +252,7 @@ def _parse_lines(file: DataFile, stream: Iterable[bytes]) -> Iterator[Json]:
 
 
 def _read_json(file: DataFile, column: str | None) -> Iterator[Json]:  # noqa: ARG001 (the interface of readers)
-    """Yield the objects of a list, or of one line each."""
+    """Yield the objects in a file that is a JSON list or has one object per line."""
     with _reading(file), _open_rows(file) as stream:
         first = b""
         while not first.strip():
@@ -273,7 +274,7 @@ def _read_json(file: DataFile, column: str | None) -> Iterator[Json]:  # noqa: A
 
 @contextmanager
 def _reading(file: DataFile) -> Iterator[None]:
-    """Raise DataError for the errors that decompression raises on a damaged file."""
+    """Convert the errors of decompressing a damaged file to DataError."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError) as error:

@@ -1,4 +1,6 @@
-"""Samples of a training step for a GPU: read one step ahead, in page-locked memory."""
+"""Reader of a training step's samples, which reads one step ahead into page-locked memory on a
+GPU.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +14,10 @@ ReadSamples = Callable[[Cursor], Sequence[Tensor]]
 
 
 class StepReader:
-    """Reader of the tensors of each step.
+    """Reader of each step's tensors.
 
-    On a CPU it reads when it is asked. On a GPU, a thread reads the step after the one that is
-    asked for, so that the host neither makes samples nor waits for a copy between two steps.
+    On a CPU it reads a step on request. On a GPU, a thread reads the step after the requested one,
+    so that the host neither makes samples nor waits for a copy between two steps.
 
     Args:
         read: returns the tensors of the samples at a cursor, in the host's memory. On a GPU a thread

@@ -1,4 +1,4 @@
-"""A workload of one file: a small convolutional net learns to tell images apart."""
+"""A workload in one file: a small convolutional net learns to classify images."""
 
 from typing import NamedTuple
 
@@ -79,12 +79,10 @@ class Example:
 
 
 def image(index: int) -> tuple[Tensor, Tensor]:
-    """Return image `index` and its label. The augmentation depends on the index alone, so that a
-    resumed run sees the same image.
+    """Return image `index` and its label. Replace it by an image of your own.
 
-    Replace it by an image of your own.
-
-    Here, noise with horizontal (0) or vertical (1) stripes.
+    The augmentation depends on the index alone, so that a resumed run sees the same image. Here,
+    images are noise with horizontal (0) or vertical (1) stripes.
     """
     chance = torch.Generator().manual_seed(index)
     kind, shift = torch.randint(4, (2,), generator=chance).tolist()

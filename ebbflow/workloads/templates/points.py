@@ -1,4 +1,6 @@
-"""A workload of one file: a net on points, alike in any order of them, learns to tell clouds apart."""
+"""A workload in one file: a net that ignores the order of points learns to classify point
+clouds.
+"""
 
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ class Clouds(NamedTuple):
 
 
 class Model(nn.Module):
-    """Features of each point, their maximum over the points, and logits (Qi et al. 2017, PointNet)."""
+    """A net that takes the maximum of all points' features (Qi et al. 2017, PointNet)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,9 +83,9 @@ class Example:
 
 
 def cloud(index: int) -> tuple[Tensor, Tensor]:
-    """Sample `index`, a function of its index alone. Replace it by a cloud of your own.
+    """Return cloud `index` and its label. Replace it by a cloud of your own.
 
-    Here, points on a sphere (0) or on a cube (1).
+    A sample depends on its index alone. Here, points are on a sphere (0) or on a cube (1).
     """
     chance = torch.Generator().manual_seed(index)
     kind = int(torch.randint(KINDS, (), generator=chance))

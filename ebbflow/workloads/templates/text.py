@@ -1,4 +1,4 @@
-"""A workload of one file: a transformer learns to continue sequences of tokens."""
+"""A workload in one file: a transformer learns to continue sequences of tokens."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Texts(NamedTuple):
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP, each added to its input.
+    """A transformer block: causal attention, then an MLP, each added to its input.
 
     Parameters are in torch's own modules only.
     """
@@ -105,7 +105,10 @@ class Example:
 
 
 def text(index: int) -> Tensor:
-    """Sample `index`, a function of its index alone. Replace it by a window of your own tokens."""
+    """Return the tokens of sample `index`. Replace it by a window of your own tokens.
+
+    A sample depends on its index alone.
+    """
     first, step = torch.randint(
         1, VOCABULARY, (2,), generator=torch.Generator().manual_seed(index)
     ).tolist()

@@ -1,4 +1,4 @@
-"""Image classification: the built-in networks, and models of timm in `timm_models`."""
+"""Image classification with built-in networks, or with models of timm (`timm_models`)."""
 
 from ebbflow.workloads.vision.classifier import ImageClassifier
 

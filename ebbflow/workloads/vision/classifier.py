@@ -1,5 +1,6 @@
-"""Image classification in plain torch: a residual network or a vision transformer, on folders,
-arrays or shapes.
+"""Image classification in plain torch: a residual network or a vision transformer.
+
+Images come from folders or arrays, or are drawn shapes.
 
 Crops, flips and drawn shapes are functions of (seed, sample, epoch). docs/images.md is the guide.
 """
@@ -43,7 +44,7 @@ _MOST_CELLS = 20  # classes that a drawn confusion matrix can have
 
 @dataclass(frozen=True, kw_only=True)
 class VisionOptions:
-    """The `workload_options`, with their defaults."""
+    """The `workload_options` of image classification, with their defaults."""
 
     dataset: str = ""  # folder with one subfolder for each class, or a .npz file; "": drawn shapes
     size: int = 32  # height and width of an image, in pixels
@@ -84,7 +85,10 @@ class VisionOptions:
 
 
 class ImageWorkload(DatasetWorkload):
-    """Base of classifiers of images. A subclass sets `size`, and makes its model in `make`."""
+    """Base class of image classifiers.
+
+    A subclass sets `size`, and builds its model in `make`.
+    """
 
     size: int  # height and width of an image, in pixels
     _flops = 0.0  # per image; 0: not counted yet
@@ -96,11 +100,10 @@ class ImageWorkload(DatasetWorkload):
     def open_folder(
         self, root: str | Path, train: bool, transform: Callable[[Any], Any]
     ) -> ImageFolder | None:
-        """Open the images of a folder or a bucket to train on or, with `train` False, to evaluate
-        on; None if none.
+        """Open the images in a folder or bucket to train on or, with `train` False, to evaluate on.
 
-        Subfolders `train` and `val` split the images; otherwise a hash of their names does. Raises
-        DataError.
+        Subfolders `train` and `val` split the images; otherwise a hash of their names does. Return
+        None if there are no images to evaluate on. Raises DataError.
         """
         names = ["train", *_HELD_OUT]
         if isinstance(root, Path):
@@ -132,7 +135,9 @@ class ImageWorkload(DatasetWorkload):
         return F.cross_entropy(model(images).float(), labels, reduction="sum")
 
     def flops(self, batch: Samples) -> float:
-        """Return the FLOPs of forward and backward: three times the forward pass, as torch counts it."""
+        """Return the FLOPs of forward and backward: three times those that torch counts in the
+        forward pass.
+        """
         if not self._flops:
             with torch.device("meta"), FlopCounterMode(display=False) as counter:
                 self.make().eval()(torch.empty(2, 3, self.size, self.size))
@@ -141,7 +146,7 @@ class ImageWorkload(DatasetWorkload):
 
 
 class ImageClassifier(ImageWorkload):
-    """A classifier of images, with its accuracy and confusion matrix on held-out images."""
+    """Workload that trains an image classifier, and evaluates accuracy and confusion matrix."""
 
     weight_unit = "images"
 
@@ -252,19 +257,21 @@ class ImageClassifier(ImageWorkload):
         return metrics | {"corrupt_samples": float(context.gather(corrupt.double()).sum())}
 
     def pictures(self) -> dict[str, str]:
-        """Return a drawing of the last evaluation's confusion matrix, for at most 20 classes."""
+        """Return an SVG of the last evaluation's confusion matrix, if there are at most 20
+        classes.
+        """
         if self._confusion is None or len(self._confusion) > _MOST_CELLS:
             return {}
         return {"confusion": draw_confusion(self._confusion, self._train.classes)}
 
 
 class ImageArrays:
-    """Images of a `.npz` file, as CIFAR is often kept: `images` and `labels`, and optionally
-    held-out ones.
+    """Dataset of images in a `.npz` file with the arrays `images` and `labels`.
 
     `images` is uint8 `[samples, height, width, 3]` or `[samples, height, width]`, and `labels` are
     integers `[samples]`. Without `held_out_images` and `held_out_labels`, `data.held_out_fraction`
-    of the images are held out. `classes` may have the names of the classes.
+    of the images are held out. `classes` may have the names of the classes. CIFAR is often kept in
+    such a file.
     """
 
     def __init__(self, path: Path, train: bool, fraction: float, change: _Change) -> None:
@@ -342,7 +349,10 @@ class ImageArrays:
 
 
 class DrawnShapes:
-    """Discs, squares, crosses and rings in noise. Each image is a function of its number."""
+    """Dataset of drawn discs, squares, crosses and rings in noise.
+
+    Each image is a function of its number.
+    """
 
     def __init__(self, size: int, first: int, count: int, change: _Change) -> None:
         self._size = size
@@ -381,11 +391,10 @@ class DrawnShapes:
 
 
 class SyncNorm(nn.Module):
-    """Batch normalisation of `[images, channels, height, width]` with the statistics of all ranks'
-    images.
+    """Batch normalisation with statistics over the images of all ranks.
 
-    torch's SyncBatchNorm works on GPUs only. The statistics are those of a micro-batch: more
-    micro-batches change them, more ranks do not.
+    The input is `[images, channels, height, width]`. torch's SyncBatchNorm works on GPUs only. The
+    statistics are those of a micro-batch: more micro-batches change them, more ranks do not.
     """
 
     running_mean: Tensor
@@ -436,11 +445,10 @@ class SyncNorm(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """ResNet for small images (He et al., 2016, arXiv:1512.03385, section 4.2): three stages, each
-    half as large.
+    """ResNet for small images (He et al., 2016, arXiv:1512.03385, section 4.2), with three stages.
 
-    The first block of the second and third stage doubles the channels. There is no pooling before
-    the last layer.
+    The first block of the second and third stage halves height and width, and doubles the channels.
+    There is no pooling before the last layer.
     """
 
     def __init__(
@@ -466,8 +474,9 @@ class ResidualNetwork(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """ViT (Dosovitskiy et al., 2021, arXiv:2010.11929) with the mean of all tokens in place of a
-    class token.
+    """Vision transformer that classifies by the mean of all tokens instead of a class token.
+
+    Source: Dosovitskiy et al., 2021, arXiv:2010.11929.
     """
 
     def __init__(
@@ -486,8 +495,9 @@ class VisionTransformer(nn.Module):
 
 
 def draw_confusion(counts: Tensor, classes: list[str]) -> str:
-    """Return an SVG table of `counts` `[classes, classes]`: a row for each true class, darker where
-    more images are.
+    """Draw a confusion matrix `counts`, `[classes, classes]`, as an SVG table.
+
+    A row is a true class. A cell is darker the more images it has.
     """
     cell = 34
     left = 90
@@ -518,8 +528,9 @@ def draw_confusion(counts: Tensor, classes: list[str]) -> str:
 
 
 class _Change:
-    """Makes a normalised tensor `[3, size, size]` of an image, cropped and flipped at random if
-    `augment` is set.
+    """Transformation of an image to a normalised tensor `[3, size, size]`.
+
+    With `augment`, the image is cropped and flipped at random.
     """
 
     def __init__(self, size: int, *, augment: bool) -> None:
@@ -527,15 +538,15 @@ class _Change:
         self._augment = augment
 
     def of_picture(self, picture: Any) -> Tensor:
-        """Scale a `PIL.Image` by its shorter side, and crop it."""
+        """Scale a `PIL.Image` by its shorter side, then crop and normalise it."""
         scale = self._size * _MARGIN / min(picture.size)
         scaled = picture.resize([max(self._size, round(side * scale)) for side in picture.size])
         return self.of_pixels(torch.from_numpy(np.array(scaled)).permute(2, 0, 1))
 
     def of_pixels(self, pixels: Tensor) -> Tensor:
-        """Crop pixels, uint8 `[3, height, width]`.
+        """Crop and normalise pixels, uint8 `[3, height, width]`.
 
-        An image of the crop's size is first padded by reflection.
+        With `augment`, an image of the crop's size is first padded by reflection.
         """
         height, width = pixels.shape[1:]
         image = pixels.float()[None] / 255
@@ -556,7 +567,9 @@ class _Change:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all ranks. Its gradient is the sum of the ranks' gradients."""
+    """Differentiable sum of a tensor over all ranks. Its gradient is the sum of the ranks'
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004 (torch's interface)
@@ -590,7 +603,9 @@ class _Residual(nn.Module):
 
 
 class _Patches(nn.Module):
-    """Patches of an image as tokens `[images, patches, width]`, with learned positions."""
+    """Embedding of an image's patches as tokens `[images, patches, width]`, with learned
+    positions.
+    """
 
     def __init__(self, size: int, patch: int, width: int) -> None:
         super().__init__()

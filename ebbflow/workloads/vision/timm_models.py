@@ -1,4 +1,6 @@
-"""Train an image classifier of timm on folders of images, without code of your own."""
+"""Workload that trains an image classifier of timm on folders of images, without code of your
+own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _OPTIONS = ("model", "dataset", "size", "workers", "worker_start", "corrupt_samp
 
 
 class ImageModel(ImageWorkload):
-    """A model of timm, initialised as timm does it, with timm's standard augmentation.
+    """Image classifier of timm, with timm's initialisation and standard augmentation.
 
     `workload_options`: `model` (timm's name), `dataset` (folder with one subfolder for each class,
     or with `train` and `val`), `size` (of an image, in pixels; 224), `workers` (2), `worker_start`
@@ -69,7 +71,7 @@ class ImageModel(ImageWorkload):
 
 
 class _Built:
-    """A model that timm has built and initialised on the CPU, on first use.
+    """Model that timm builds and initialises on the CPU when its first tensor is taken.
 
     Its tensors are handed out once.
     """
@@ -90,7 +92,7 @@ class _Built:
 
 
 class _Copy:
-    """`reset_parameters` of one module: copy its tensors from the built model."""
+    """Replacement of a module's `reset_parameters` that copies its tensors from the built model."""
 
     def __init__(self, module: nn.Module, built: _Built, prefix: str) -> None:
         self._module = module

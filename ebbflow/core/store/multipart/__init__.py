@@ -1,3 +1,4 @@
-"""Multipart uploads of large objects, with a checksum and a deadline for each part, which obstore
-does not offer.
+"""Multipart uploads of large objects, with a checksum and a deadline for each part.
+
+obstore does not offer these.
 """

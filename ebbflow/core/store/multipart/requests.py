@@ -1,5 +1,4 @@
-"""Signed S3 requests with a deadline, over kept-alive connections and under a shared bandwidth
-limit.
+"""Signed S3 requests with deadlines, over kept-alive connections and with a bandwidth limit.
 
 Signatures follow AWS's "Signature Calculations for the Authorization Header: Transferring Payload
 in a Single Chunk". They do not cover the payload. CRC64NVME checksums protect the payload, because
@@ -62,7 +61,7 @@ class S3Account:
 
 
 class Throttle:
-    """A limit on the bytes per second that all threads of a process send together.
+    """Limit on the bytes per second that are sent by all threads of a process together.
 
     It may be changed at any time.
     """
@@ -76,14 +75,14 @@ class Throttle:
 
     @property
     def slice_bytes(self) -> int | None:
-        """Number of bytes to send after each call of `take`; None without a limit."""
+        """Number of bytes to send per call of `take`, or None without a limit."""
         rate = self.bytes_per_second
         if rate is None:
             return None
         return max(16 * 1024, int(rate * _BURST_SECONDS))
 
     def take(self, size: int) -> None:
-        """Wait until the limit permits `size` more bytes."""
+        """Wait until `size` more bytes may be sent."""
         rate = self.bytes_per_second
         if rate is None:
             return
@@ -186,7 +185,7 @@ class S3Client:
         return answer
 
     def _place(self, account: S3Account, key: str) -> tuple[str, str, str]:
-        """Return a key's (scheme, host, path).
+        """Return the scheme, host and path of a key's URL.
 
         The bucket's name is in the path, or on Amazon S3 in the host.
         """
@@ -229,7 +228,7 @@ class S3Client:
 
 
 def find_account() -> Callable[[], S3Account]:
-    """Return a function that returns the account with its current keys.
+    """Return a function that returns the S3 account with its current access keys.
 
     Raises StoreForbidden, StoreUnavailable.
     """
@@ -263,7 +262,7 @@ def signed_headers(
     *,
     now: float,
 ) -> dict[str, str]:
-    """Return `headers` and the headers of the signature, with all names in lower case.
+    """Sign a request, and return its headers with those of the signature, named in lower case.
 
     `headers` must contain "host". `path` and `query` are percent-encoded, as in the request; `now`
     is Unix time.
@@ -306,7 +305,9 @@ def encoded_path(key: str) -> str:
 
 @cache
 def _tls_context() -> ssl.SSLContext:
-    """Return the trusted authorities: the system's, and the private ones that AWS_CA_BUNDLE names."""
+    """Return a TLS context that trusts the system's authorities and private ones
+    (AWS_CA_BUNDLE).
+    """
     context = ssl.create_default_context()
     certificates = read_certificates()
     if certificates is not None:
@@ -317,7 +318,7 @@ def _tls_context() -> ssl.SSLContext:
 def _send(
     connection: http.client.HTTPConnection, body: memoryview, end: float, throttle: Throttle | None
 ) -> OSError | None:
-    """Send the body. Return the error that stopped the sending, or None.
+    """Send the body of a request, and return the error that stopped the sending, or None.
 
     The error is not raised, because a store that refuses a request may respond and close the
     connection before it has read the body. The caller then still reads the response.

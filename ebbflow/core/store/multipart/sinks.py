@@ -92,7 +92,7 @@ class UploadSink(Protocol):
 
 @dataclass(frozen=True)
 class MultipartUpload:
-    """A multipart upload in progress.
+    """A multipart upload that has begun and is not yet finished.
 
     Its `id` is empty if the object is sent in one put request instead.
     """
@@ -416,7 +416,7 @@ def _encoded(crc64nvme: int) -> str:
 
 
 def _decoded(text: str) -> int | None:
-    """Decode a base64 checksum.
+    """Decode a base64 checksum to an integer.
 
     Return None for a composite checksum ("…-3": a checksum of the parts' checksums).
     """
