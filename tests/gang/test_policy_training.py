@@ -4,9 +4,9 @@ steps use.
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,17 @@ import pytest
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.events import read_events
-from ebbflow.core.layout import job_prefix
+from ebbflow.core.layout import commit_prefix, job_prefix
 from ebbflow.core.store import Store
 from ebbflow.workloads.policy.policy_optimization import PolicyOptimization
 from tests.support.alone import run_alone
+from tests.support.flow import wait_until
 from tests.support.gangs import run_ranks
 
 WORKLOAD = "ebbflow.workloads:PolicyOptimization"
 DIES = "DIES_AT_CALL"  # of the reward, or of the loss: "reward 70"
+# Pattern of the commits that the job has when it dies; a save of the last step may be on its way
+COMMITTED = "DIES_AFTER_COMMIT"
 OPTIONS = {
     "prompt_max_len": 6,
     "held_out_prompts": 8,
@@ -42,7 +45,8 @@ class Mortal(PolicyOptimization):
 def die_if_due(name: str) -> None:
     _calls[name] += 1
     if os.environ.get(DIES) == f"{name} {_calls[name]}":
-        time.sleep(1.0)  # the last save becomes a commit
+        pattern = os.environ[COMMITTED]
+        wait_until(f"a commit in {pattern}", lambda: glob.glob(pattern), 60)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -197,10 +201,13 @@ def test_a_job_killed_in_a_rollout_and_in_an_update_ends_with_the_weights_of_the
     trial = 3 * 32 + 8
     # In the second rollout, before step 5; then in the update of step 8. The examination calls the
     # loss five times.
-    for dies in (f"reward {trial + 32 + 8 + 10}", "loss 10"):
+    for committed, dies in ((3, f"reward {trial + 32 + 8 + 10}"), (6, "loss 10")):
+        commits = Path(commit_prefix(committed, generation=0)).parent  # of any generation
+        pattern = f"{config.store}/{job_prefix('killed')}/{commits}/*/*.json"
+        environment = {**os.environ, DIES: dies, COMMITTED: pattern}
         with pytest.raises(AssertionError):
             command = ["-m", "ebbflow.training", str(path), "--job", "killed"]
-            run_ranks(1, command, environment={**os.environ, DIES: dies})
+            run_ranks(1, command, environment=environment)
     assert run_alone(config, "killed").weights_sha256 == quiet.weights_sha256
     events = read_events(Store.open(config.store).sub(job_prefix("killed")))
     assert [event.step for event in events if event.name == "restore"] == [3, 6]
