@@ -519,7 +519,7 @@ class CertificatePayload(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromisePayload(Payload):
-    """Statement of how exactly a script, or a job on GPUs, resumes."""
+    """Statement of how closely a resumed script, or job on GPUs, repeats an uninterrupted run."""
 
     level: Text = None
     same_data: Text = None  # by which means it reads the same data; "": it may differ

@@ -386,7 +386,7 @@ def _job_history(context: PreflightContext) -> JobHistory:
 
 
 def _plan(context: PreflightContext) -> Plan | CheckFinding:
-    """Make the plan, with no network but the store.
+    """Make the plan without network requests, except those to the store.
 
     If that is impossible, return a finding with the reason.
     """

@@ -160,7 +160,7 @@ def _find_poor_scaling(series: Series) -> Iterator[_Symptom]:
 
 
 def _find_clocks_apart(series: Series) -> Iterator[_Symptom]:
-    """Find a rank or node whose clock is seconds ahead of or behind the first one's.
+    """Find ranks or nodes whose clocks differ by seconds from that of the attempt's first log.
 
     Ranks wait for each other in each step, so their times differ by less than a step, unless their
     clocks differ.

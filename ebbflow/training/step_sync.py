@@ -171,7 +171,7 @@ class StepSync:
 
     @property
     def at(self) -> Position:
-        """The job's position, in steps and samples, before the step of these rows."""
+        """The job's position (steps and samples) before the step that `rows` describe."""
         return Position(int(self.rows[0].step) - 1, int(self.rows[0].cursor))
 
     def merge(self, older: StepSync) -> StepSync:

@@ -208,10 +208,10 @@ class LiveRuns:
         self._go_on(runs, total)
 
     def finish_on_demand(self, last_resort: Candidate, config: RunConfig, work: float) -> None:
-        """Simulate the rest of each run that is not done.
+        """Let each run that is not done do the rest of its work on demand.
 
         Args:
-            work: Hours of the whole work at the pace of `self.work`.
+            work: Hours of the whole work on the pool of these runs, as `self.work` counts them.
         """
         import numpy
 

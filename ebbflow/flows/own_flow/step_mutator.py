@@ -22,7 +22,7 @@ _TASK_DECORATOR = "ebbflow_task"
 
 
 class ebbflow(StepMutator):  # noqa: N801 - the name of the decorator
-    """Train in this step with commits, prices and a report: `current.ebbflow` starts the training.
+    """Decorator that gives a step `current.ebbflow`, to train with commits, prices and a report.
 
     The options are those of `ebbflow.flows.own_flow.step_options.StepOptions`. A step that
     `self.next(…, num_parallel=N)` calls becomes a gang of N nodes. A mutator can see this before

@@ -471,7 +471,7 @@ def _find_exceeded_limit(attempt: NextAttempt) -> tuple[Outcome, str] | None:
 
 
 def _write_order(job: Job, attempt: NextAttempt, number: int) -> SlurmOrder:
-    """Write the order of an attempt into the store, where the nodes of its Slurm job read it."""
+    """Write an attempt's `SlurmOrder` to the store, where the nodes of its Slurm job read it."""
     partition = attempt.choice.partition
     order = SlurmOrder(
         gang=attempt.spec.to_json(),

@@ -1,5 +1,7 @@
-"""Adapt a new stack to its region: the GPU families on offer, the zone for multi-node jobs, and
-room for its queues.
+"""Adapt a new CloudFormation stack to its region.
+
+The stack gets queues only for GPU families that the region offers, and a zone for multi-node jobs.
+It is refused if the account would then have too many job queues.
 """
 
 from __future__ import annotations

@@ -369,10 +369,10 @@ def _is_known(name: str, count: int, identities: Sequence[str]) -> bool:
 def _compare_with_job(
     config: RunConfig, gang: HostGang, gpus: Sequence[_Gpu], finding: CheckFinding
 ) -> CheckFinding:
-    """Return a failure if a GPU cannot train this job, else the passed `finding`.
+    """Return a failure if a GPU cannot train this job, otherwise `finding`.
 
-    If the GPUs differ, the passed finding says so. A script is not checked, because it chooses its
-    own precision and memory.
+    If the GPUs differ, a line that says so is added to `finding`. A script is not checked, because
+    it chooses its own precision and memory.
     """
     if config.script is not None:
         return finding

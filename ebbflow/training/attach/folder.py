@@ -158,8 +158,9 @@ class FolderState:
 
 
 class FolderJob:
-    """A job for a framework, which calls `end_step` after each step and writes the folders to
-    commit.
+    """A job whose training loop belongs to a framework.
+
+    The framework calls `end_step` after each step, and writes the folders to commit.
 
     Attributes:
         name: name of the job.

@@ -114,7 +114,7 @@ class ScriptGuards:
         return {"own_seconds": own_seconds, **self._slowest}
 
     def take_own(self) -> float:
-        """Return the seconds since the last call that the rank did not spend waiting for others."""
+        """Return the rank's own seconds since the last call: without its waits for other ranks."""
         own_seconds = self._own_seconds
         self._own_seconds = 0.0
         return own_seconds
@@ -187,8 +187,8 @@ class LoopWatch:
     Otherwise their next collective would hang.
 
     Each rank that leaves its loop records this in the process group's store. The thread reads the
-    store every second. The rank whose steps ended first is at fault, unless most ranks have left:
-    then it is a rank that goes on.
+    store every second. The rank that left first is at fault. But if most ranks have left, the rank
+    that still takes steps is at fault.
 
     The thread must end before the interpreter does (`close`). The interpreter ends the threads that
     are left when they ask for its lock, and in torch's store this aborts the process.

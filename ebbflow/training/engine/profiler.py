@@ -214,7 +214,10 @@ class StepMemory:
         reporter.on_close(self.close)  # if training ends with this step, or before it
 
     def reach(self, step: int) -> None:
-        """Record the memory of the chosen step. Call this before each step."""
+        """Begin to record GPU memory if `step` is the chosen step, or end a recording that runs.
+
+        Call this before each step.
+        """
         is_first = self._reached == 0
         self._reached = step
         if self._records:

@@ -165,7 +165,7 @@ class NoticeWaits:
 
     @property
     def orders(self) -> dict[int, RankOrder]:
-        """The order for the pending notice of each waiting node."""
+        """The orders that the waiting nodes' interruption notices caused, by node."""
         return dict(self._orders)
 
     @property

@@ -236,9 +236,9 @@ class HuggingFace(TextWorkload):
         return Loss(sum_cross_entropy(head, x, batch.targets, chunk), batch.weight)
 
     def _automatic_chunk(self) -> int | None:
-        """Return the number of tokens in a chunk of the loss, or None without chunks.
+        """Return the number of tokens whose loss is computed at a time; None: all tokens.
 
-        There are no chunks on a CPU, and for a model that changes its logits.
+        It is None on a CPU, and for a model that changes its logits.
         """
         if self._changes_logits or self._context.device.type != "cuda":
             return None

@@ -605,7 +605,7 @@ def _is_corrupt(error: Exception) -> bool:
 
 
 class _Ahead:
-    """Endless iterable of a rank's cursors, beginning with `first`."""
+    """Endless sampler of the sample ranges that a rank loads step by step, from `first` on."""
 
     def __init__(self, first: Cursor, batch_size: int) -> None:
         self._first = first
