@@ -271,7 +271,7 @@ def test_an_incomplete_end_is_completed_later_and_only_then_recorded_again(
 ) -> None:
     submit(job, "x")
     service.jobs = {"x": [TIMELESS]}
-    settled(job, deadline_seconds=1.0)
+    settled(job)
     assert settled(job) == [] and len(recorded(job)) == 1
     service.jobs = {"x": [RECLAIMED]}
     assert [event.data["stopped_utc"] for event in settled(job)] == [9.0]

@@ -332,7 +332,8 @@ def test_the_team_command_lists_jobs_and_which_may_start(tmp_path: Path) -> None
     ]
     given = {
         "cwd": tmp_path,
-        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+        # Else the jobs that earlier tests left on this machine would be named too
+        "env": {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "state")},
         "capture_output": True,
         "text": True,
     }

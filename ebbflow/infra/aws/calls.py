@@ -288,8 +288,9 @@ def within(seconds: float, find: Callable[[], T], what: str) -> T:
 
     what: name of the call in the error message.
     """
+    allowed = max(0.0, seconds)  # a caller's own deadline may have passed
     return call_within(
-        seconds, find, what, lambda: CloudUnavailable(f"{what}: timed out after {seconds:.3g} s")
+        allowed, find, what, lambda: CloudUnavailable(f"{what}: timed out after {allowed:.3g} s")
     )
 
 
