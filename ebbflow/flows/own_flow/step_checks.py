@@ -42,6 +42,7 @@ NO_SHARED_ATTACH = (
 SCHEDULERS = {"argo-workflows": "kubernetes", "step-functions": "batch"}
 STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
 _PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
+_RELATIVE_PATH = re.compile(r"[\w.-][\w./ -]{0,200}\.\w+")
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
 
 
@@ -203,6 +204,34 @@ def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
     return packed
 
 
+def print_unpacked_files(step: CheckedStep) -> None:
+    """Print the files beside the flow that a script names and that no other machine will have.
+
+    To stderr, since a compiled workflow may be on stdout.
+    """
+    suffixes = _list_package_suffixes()
+    if step.backend is None or not suffixes:
+        return
+    flow = Path(sys.argv[0]).name
+    for script in step.files:
+        if script.suffix != ".py":
+            continue
+        unpacked = [
+            name
+            for name in _find_named_files(script, step.flow_folder)
+            if not name.endswith(suffixes) and step.flow_folder / name not in step.files
+        ]
+        if unpacked:
+            added = ",".join(sorted({Path(name).suffix for name in unpacked}))
+            print(
+                f"@ebbflow: {step.place}: {script.name} names {', '.join(unpacked)}, which the code "
+                f"package leaves out; fix, if it reads them: python {flow} --package-suffixes={added} "
+                "run",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def find_scheduler(arguments: Sequence[str]) -> str | None:
     """Return the production scheduler to which a command line deploys the flow, or None."""
     if "create" not in arguments:
@@ -337,6 +366,29 @@ def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool
 def _normal_name(package: str) -> str:
     """Return a distribution's name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def _list_package_suffixes() -> tuple[str, ...]:
+    """Return the endings of the files that Metaflow packs; empty outside its command line."""
+    from metaflow._vendor import click
+
+    context = click.get_current_context(silent=True)
+    return tuple(getattr(context and context.obj, "package_suffixes", ()))
+
+
+def _find_named_files(script: Path, folder: Path) -> list[str]:
+    """Return the files in a folder, or below it, whose relative path is a text of a script."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    texts = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    paths = [text for text in texts if _RELATIVE_PATH.fullmatch(text) and ".." not in text]
+    return sorted(path for path in paths if (folder / path).is_file())
 
 
 def _find_file(name: str, folder: Path) -> Path | None:

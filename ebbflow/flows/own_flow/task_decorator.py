@@ -62,9 +62,11 @@ class EbbflowTaskDecorator(StepDecorator):
         )
         # Not in each task, since reading a configuration takes a third of a second
         if "step" not in sys.argv and self._checked.calls:
+            from ebbflow.flows.own_flow.step_checks import print_unpacked_files
             from ebbflow.flows.own_flow.training_settings import check_configurations
 
             check_configurations(self._checked)
+            print_unpacked_files(self._checked)
             if find_scheduler(sys.argv) is not None:
                 from ebbflow.flows.own_flow.deployment_plan import print_deployment_plans
 
