@@ -312,6 +312,13 @@ def test_a_relative_path_that_is_missing_is_told_with_its_folder_and_the_fix(
     ]
 
 
+def test_a_step_that_spin_runs_here_needs_no_store_for_containers(tmp_path: Path) -> None:
+    code, output = check(tmp_path, "spin", "train", decorators="@kubernetes\n    @ebbflow")
+    assert code == 1
+    assert "is a folder, which the container does not keep" not in output
+    assert "Ignoring Step decorator 'kubernetes'" in output
+
+
 def test_num_parallel_against_cluster_nodes_is_refused_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("cluster:\n  nodes: 3\n")
     code, output = check(

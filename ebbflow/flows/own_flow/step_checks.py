@@ -42,6 +42,7 @@ NO_SHARED_ATTACH = (
 SCHEDULERS = {"argo-workflows": "kubernetes", "step-functions": "batch"}
 STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
 _PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
+_SPIN = "spin"  # datastore of `spin`, which runs a step here, whatever @batch or @kubernetes say
 _RELATIVE_PATH = re.compile(r"[\w.-][\w./ -]{0,200}\.\w+")
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
 
@@ -114,7 +115,7 @@ def check_step(
     options = _parse_options(attributes, where)
     folder = file.resolve().parent
     calls = tuple(_find_calls(getattr(type(flow), step_name)))
-    backend = _find_backend(decorators)
+    backend = None if datastore.TYPE == _SPIN else _find_backend(decorators)
     is_remote = backend is not None
     store = _choose_store(options, datastore, folder, where)
     if is_remote and "://" not in store:
@@ -287,7 +288,7 @@ def _choose_store(options: StepOptions, datastore: FlowDataStore, folder: Path, 
             return address
         return str((folder / Path(address).expanduser()).resolve())
     root = str(datastore.datastore_root)
-    if datastore.TYPE in ("local", "spin"):
+    if datastore.TYPE in ("local", _SPIN):
         return str(Path(root).resolve() / STORE_FOLDER)
     if datastore.TYPE == "s3":
         return f"{root.rstrip('/')}/{STORE_FOLDER}"
