@@ -34,7 +34,7 @@ from ebbflow.core.process import StoppedProcesses, children, read_system_file
 from ebbflow.core.team_reservations import is_reserved
 from ebbflow.core.terms import Fallback, RankPrice, Terms
 from ebbflow.flows.decorators import CapacityDecorator, training_backend
-from ebbflow.flows.job import FlowStep, Job, TrainArtifacts
+from ebbflow.flows.job import FlowStep, Job, TrainArtifacts, spent_or_zero_usd
 from ebbflow.flows.remote import UNPLACED_VARIABLE, in_container
 from ebbflow.flows.steps import StepFailed, current_job, record_outcome, say
 from ebbflow.infra.instance import identify_machine
@@ -408,7 +408,7 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
     so far. Return None if the plan has no pool.
     """
     from ebbflow.cost.errors import CostError
-    from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
+    from ebbflow.cost.ledger.ledger import last_notified_threshold
     from ebbflow.cost.plan.plan import Plan
 
     if order is None or order.plan is None:
@@ -418,12 +418,7 @@ def _terms(flow: TrainArtifacts, job: Job, order: AttemptOrder | None) -> Terms 
     if plan.chosen is None:  # on Slurm, no pool of a cloud need fit
         return None
     events = read_events(job.store)
-    try:
-        spent = compute_spent_usd(events)
-    except CostError as error:
-        # A ledger error must not stop the training.
-        say(f"costs so far are unknown and count as $0 of the budget: {error}")
-        spent = 0.0
+    spent = spent_or_zero_usd(events)
     terms = plan.terms(
         spent_usd=spent, last_notified_threshold=last_notified_threshold(events, plan.budget_usd)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.event_log import EventLog
-from ebbflow.core.events import Origin
+from ebbflow.core.events import Event, Origin, read_events
 from ebbflow.core.layout import KnownJob, job_prefix, make_local_folder, remember_job, runs_folder
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.store import Store
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from metaflow.decorators import StepDecorator
 
     from ebbflow.cost.job_history import JobHistory
+    from ebbflow.cost.plan.candidates import JobProgress
     from ebbflow.cost.report.report import RunReport
 
 RUNS = runs_folder(PROJECT_ROOT)
@@ -166,3 +168,34 @@ def read_job_history(job: Job) -> JobHistory:
     return load_or_use_priors(
         lambda: load_job_history(job.root_store), lambda text: print(text, flush=True)
     )
+
+
+def read_job_progress(job: Job) -> JobProgress:
+    """Read the job's progress, which limits the plan to the remaining work.
+
+    If the progress is unknown, print why, and return an empty progress. The whole job is then
+    planned.
+    """
+    from ebbflow.cost.errors import CostError
+    from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
+
+    try:
+        return read_progress(read_events(job.store), run=job.run)
+    except CostError as error:
+        print(f"the job's progress is unknown, so all of it is planned: {error}", flush=True)
+        return NO_PROGRESS
+
+
+def spent_or_zero_usd(events: Sequence[Event]) -> float:
+    """Return the dollars that a job has cost so far.
+
+    If they are unknown, print why, and return 0: an error of the ledger must not stop the training.
+    """
+    from ebbflow.cost.errors import CostError
+    from ebbflow.cost.ledger.ledger import compute_spent_usd
+
+    try:
+        return compute_spent_usd(events)
+    except CostError as error:
+        print(f"costs so far are unknown and count as $0 of the budget: {error}", flush=True)
+        return 0.0

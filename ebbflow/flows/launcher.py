@@ -226,15 +226,10 @@ def _install_handlers(line: CommandLine) -> None:
     """
     from ebbflow.flows import metaflow_fixes
 
-    needs_fixes = metaflow_fixes.needs_fixes(line.argv)
     if line.is_step_of("batch"):
         from ebbflow.flows.attempts.submission import open_submission
 
         open_submission().listen()
-        if needs_fixes:
-            metaflow_fixes.fix_submitter()
-        else:  # they change requests, and nothing of Metaflow
-            metaflow_fixes.fix_batch_requests()
     elif line.is_step_of("kubernetes"):
         from ebbflow.flows.attempts.pod_submission import open_pod_submission
         from ebbflow.flows.pods import exit_when_asked, set_grace_period
@@ -242,7 +237,7 @@ def _install_handlers(line: CommandLine) -> None:
         exit_when_asked()
         set_grace_period()
         open_pod_submission().listen()
-        if needs_fixes:
+        if metaflow_fixes.needs_fixes(line.argv):
             from metaflow.plugins.kubernetes import kubernetes_cli
 
             metaflow_fixes.pass_over_missing_metadata(kubernetes_cli)
@@ -250,8 +245,7 @@ def _install_handlers(line: CommandLine) -> None:
         from ebbflow.flows.attempts.submission import listen_for_stop
 
         listen_for_stop()
-        if needs_fixes:
-            metaflow_fixes.fix_task()
+    metaflow_fixes.fix_process_of_batch(line)
 
 
 def _set_environment() -> None:

@@ -40,6 +40,8 @@ from importlib.metadata import version
 from typing import Any
 
 from ebbflow.core.preflight import Check, CheckFinding, PreflightContext, failed, passed, skipped
+from ebbflow.flows.command_line import CommandLine
+from ebbflow.flows.remote import in_container
 from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.aws.answers import JobsAnswer, SubmitRequest
 
@@ -119,6 +121,19 @@ def needs_fixes(words: Sequence[str]) -> bool:
         or "--metadata=local" in words
     )
     return local and (is_known_release() or not broken_contract())
+
+
+def fix_process_of_batch(line: CommandLine) -> None:
+    """Apply the fixes that a process of Metaflow needs if it submits an attempt to AWS Batch, or is
+    a task in a container.
+    """
+    if line.is_step_of("batch"):
+        if needs_fixes(line.argv):
+            fix_submitter()
+        else:  # they change requests, and nothing of Metaflow
+            fix_batch_requests()
+    elif line.command == "step" and in_container() and needs_fixes(line.argv):
+        fix_task()
 
 
 def check_metadata(context: PreflightContext) -> CheckFinding:

@@ -27,22 +27,26 @@ from ebbflow.core.events import (
     PLAN,
     PREFLIGHT,
     PREPARED,
-    read_events,
 )
 from ebbflow.core.footprint import ModelShape
 from ebbflow.core.layout import PLAN_KEY
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.flows.checks import run_all_checks
 from ebbflow.flows.decorators import training_backend
-from ebbflow.flows.job import RUNS, ClockReading, Job, TrainArtifacts, read_job_history
+from ebbflow.flows.job import (
+    RUNS,
+    ClockReading,
+    Job,
+    TrainArtifacts,
+    read_job_history,
+    read_job_progress,
+)
 from ebbflow.flows.remote import in_container
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
     from ebbflow.core.config.schema import RunConfig
-    from ebbflow.cost.plan.candidates import JobProgress
-    from ebbflow.cost.plan.plan import Plan
     from ebbflow.cost.report.report import RunReport
     from ebbflow.infra.batch import QueueState
     from ebbflow.tryout.certify import Certificate
@@ -103,22 +107,6 @@ def available_queues(flow: TrainArtifacts, config: RunConfig) -> dict[str, Queue
     if training_backend(flow) == "batch":
         return queues_to_plan(config.batch, ask=True, notify=say)
     return None
-
-
-def read_progress(job: Job) -> JobProgress:
-    """Read the job's progress, which limits the plan to the remaining work.
-
-    If the progress is unknown, print why, and return an empty progress. The whole job is then
-    planned.
-    """
-    from ebbflow.cost.errors import CostError
-    from ebbflow.cost.plan.candidates import NO_PROGRESS, read_progress
-
-    try:
-        return read_progress(read_events(job.store))
-    except CostError as error:
-        print(f"the job's progress is unknown, so all of it is planned: {error}", flush=True)
-        return NO_PROGRESS
 
 
 def record_failure(step: Callable[[TrainArtifacts], T]) -> Callable[[TrainArtifacts], T]:
@@ -213,6 +201,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
     from ebbflow.cost.plan.plan_text import render_plan
     from ebbflow.cost.prices.reservations import open_evidence
     from ebbflow.cost.prices.source import open_prices
+    from ebbflow.flows.slurm.placement import plan_on_slurm
 
     job = current_job(flow)
     if is_local(flow):
@@ -222,7 +211,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
     config = with_queue_region(flow, job.config)
     shape = None if flow.examined is None else ModelShape.from_json(flow.examined["shape"])
     if training_backend(flow) == "slurm":
-        plan = _plan_on_slurm(job, shape)
+        plan = plan_on_slurm(job, shape)
     else:
         plan = make_plan(
             config,
@@ -231,7 +220,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
             shape=shape,
             prices=open_prices(config, now, project_root=PROJECT_ROOT),
             history=read_job_history(job),
-            progress=read_progress(job),
+            progress=read_job_progress(job),
             queues=available_queues(flow, config),
             evidence=open_evidence(config),
             compare_keys=True,
@@ -381,23 +370,3 @@ def _check_restore(job: Job, prepared: dict) -> None:
     )
     if found is not None:
         say(f"the start will restore step {found.step}")
-
-
-def _plan_on_slurm(job: Job, shape: ModelShape | None) -> Plan:
-    from ebbflow.cost.plan.partitions import (
-        explain_ignored_budget,
-        make_partition_plan,
-        read_evidence,
-    )
-
-    ignored = explain_ignored_budget(job.config)
-    if ignored:
-        say(ignored)
-    return make_partition_plan(
-        job.config,
-        read_events(job.store),
-        now_utc=ClockReading.of(job.store).utc,
-        progress=read_progress(job),
-        evidence=read_evidence(job.config),
-        shape=shape,
-    )

@@ -254,13 +254,14 @@ def error_class(name: str) -> type[TrainingError]:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return `error` as "Type: text", truncated. This works even if its `__str__` raises."""
+    """Return `error` as "Type: text; its notes", truncated. This works even if its `__str__` raises."""
     if isinstance(error, SystemExit):
         return (
             f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was "
             "done"
         )
-    return bounded_text(f"{type(error).__name__}: {_text_of(error)}")
+    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+    return bounded_text("; ".join([f"{type(error).__name__}: {_text_of(error)}", *notes]))
 
 
 def describe_traceback(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from tests.support.swift import Swift
 pytestmark = [pytest.mark.flow, pytest.mark.timeout(1500)]
 _WAIT_SECONDS = 600.0  # on a machine with other work
 _STEP_SECONDS = {"STEP_SECONDS": "0.5"}
+_RETRIED = ("--with", "retry:times=2,minutes_between_retries=0")  # for steps without @retry
 _IMAGE = {
     **_STEP_SECONDS,
     "EBBFLOW__CHECKPOINT__INTERVAL_STEPS": "4",
@@ -55,7 +56,7 @@ def find_pod(running: LocalCluster) -> dict[str, Any]:
     return max(pods, key=lambda pod: "worker" in pod["metadata"]["name"])
 
 
-@pytest.mark.parametrize("name", ["single", "gang"])
+@pytest.mark.parametrize("name", ["single", "gang", "configured"])
 def test_an_own_flow_loses_a_pod_or_a_node_of_the_cluster_and_ends_equal(
     name: str, tmp_path: Path, swift: Swift, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +68,7 @@ def test_an_own_flow_loses_a_pod_or_a_node_of_the_cluster_and_ends_equal(
     with cluster(tmp_path / "cluster", swift, image=_IMAGE, pools=pools) as running:
         runner = KubernetesRunner(tmp_path / "launcher", swift, running)
         flow = on_kubernetes(tmp_path / "flow", name, runner.environment)
-        launcher = flow.start("run", **_STEP_SECONDS)
+        launcher = flow.start("run", *_RETRIED, **_STEP_SECONDS)
         await_commit(Store.open(f"s3://{runner.bucket}/metaflow/ebbflow"), launcher, flow.log)
         pod = find_pod(running)
         if name == "gang":
@@ -77,6 +78,8 @@ def test_an_own_flow_loses_a_pod_or_a_node_of_the_cluster_and_ends_equal(
         done = flow.finish(launcher, seconds=_WAIT_SECONDS)
         assert done.exit_code == 0, f"{done.output}\n{running.outputs()}"
         model = flow.model(done)
+        if name == "configured":
+            assert flow.artifacts(done, "train", "plain")[0][0].outcome == "completed"
         told = running.told()
     assert (model.outcome, model.steps, model.interruptions) == ("completed", clean.steps, 1)
     assert model.weights_sha256 == clean.weights_sha256

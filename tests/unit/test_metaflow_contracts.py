@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore import handlers
 from metaflow.datastore.flow_datastore import FlowDataStore
 from metaflow.plugins.aws.batch.batch_decorator import BatchDecorator
 
 from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.preflight import PreflightContext
 from ebbflow.flows import metaflow_fixes
-from ebbflow.flows.metaflow_fixes import broken_contract, check_metadata, needs_fixes
+from ebbflow.flows.command_line import CommandLine
+from ebbflow.flows.metaflow_fixes import (
+    broken_contract,
+    check_metadata,
+    correct_node_commands,
+    fix_process_of_batch,
+    needs_fixes,
+)
 
 LOCAL = ["train_flow.py", "--metadata", "local", "batch", "step", "train"]
 
@@ -60,3 +68,20 @@ def test_a_release_whose_parts_have_changed_is_refused_with_their_name(
     found = check(monkeypatch)
     assert found.status == "failed" and told in found.detail
     assert "install a known release (1.0.0)" in (found.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_fixed"),
+    [
+        (["flow.py", "--metadata", "service", "batch", "step", "train"], True),
+        (["flow.py", "--metadata", "service", "run", "--with", "batch"], False),
+        (["flow.py", "--metadata", "service", "--with", "batch", "step", "train"], False),
+    ],
+)
+def test_only_the_process_that_submits_a_gang_to_batch_corrects_its_request(
+    words: list[str], is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "BUILTIN_HANDLERS", [])
+    fix_process_of_batch(CommandLine.parse(words))
+    called = [handler for _, handler, *_ in handlers.BUILTIN_HANDLERS]
+    assert (correct_node_commands in called) == is_fixed

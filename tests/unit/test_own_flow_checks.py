@@ -27,6 +27,8 @@ from ebbflow.flows.own_flow.task_job import TaskJob, share_gpus
 from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel
 from ebbflow.flows.own_flow.training_settings import make_settings
+from ebbflow.training.attach.script import explain_missing_file
+from ebbflow.training.errors import describe_exception
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOW = """
@@ -70,10 +72,11 @@ def check(folder: Path, *words: str, **parts: str) -> tuple[int, str]:
         "decorators": "@ebbflow",
         "training": 'current.ebbflow.run("train.py", lr=0.1, max_steps=3)',
         "inputs": "",
+        "script": SCRIPT,
         **parts,
     }
     (folder / "flow.py").write_text(FLOW.format(**filled))
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(filled["script"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "METAFLOW_USER": "tester"}
     done = subprocess.run(
         [sys.executable, "flow.py", *(words or ("check",))],
@@ -262,6 +265,58 @@ def test_a_store_in_a_folder_is_refused_for_a_container(tmp_path: Path) -> None:
     code, output = check(tmp_path, *words, decorators='@kubernetes\n    @ebbflow(store="runs")')
     assert code == 1
     assert re.search(r"store .*/runs is a folder, which the container does not keep; fix", output)
+
+
+def test_a_file_that_a_script_names_and_no_container_gets_is_told_with_the_option_that_packs_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("data/rows.csv", "words.json", "unnamed.csv"):
+        (tmp_path / name).touch()
+    script = f"{SCRIPT}rows = open('data/rows.csv'), open('words.json'), open('written.csv', 'w')\n"
+    remote = '@kubernetes\n    @ebbflow(store="s3://bucket/x")'
+    words = ("--datastore=s3", "--datastore-root=s3://bucket/flows", "check")
+    code, output = check(tmp_path, *words, script=script, decorators=remote)
+    assert code == 0, output
+    assert (
+        "@ebbflow: flow.py:12: train.py names data/rows.csv, words.json, which the code package "
+        "leaves out; fix, if it reads them: python flow.py --package-suffixes=.csv,.json run"
+    ) in output
+    packed = ("--package-suffixes=.csv,.json", *words)
+    code, output = check(tmp_path, *packed, script=script, decorators=remote)
+    assert (code, "leaves out" in output) == (0, False), output
+    code, output = check(tmp_path, script=script)
+    assert (code, "leaves out" in output) == (0, False), output
+
+
+def test_a_relative_path_that_is_missing_is_told_with_its_folder_and_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.csv").touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    told = []
+    for name in ("beside.csv", "nowhere.csv", str(tmp_path / "absolute.csv")):
+        with pytest.raises(FileNotFoundError) as raised:
+            Path(name).read_text()
+        note = explain_missing_file(raised.value, tmp_path / "train.py")
+        if note:
+            raised.value.add_note(note)
+        told.append(describe_exception(raised.value))
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: "
+    place = f"; relative to the working directory {tmp_path}/elsewhere"
+    assert told == [
+        f"{missing}'beside.csv'{place}; fix: read Path(__file__).parent / 'beside.csv', which exists",
+        f"{missing}'nowhere.csv'{place}",
+        f"{missing}'{tmp_path}/absolute.csv'",
+    ]
+
+
+def test_a_step_that_spin_runs_here_needs_no_store_for_containers(tmp_path: Path) -> None:
+    code, output = check(tmp_path, "spin", "train", decorators="@kubernetes\n    @ebbflow")
+    assert code == 1
+    assert "is a folder, which the container does not keep" not in output
+    assert "Ignoring Step decorator 'kubernetes'" in output
 
 
 def test_num_parallel_against_cluster_nodes_is_refused_before_the_run(tmp_path: Path) -> None:

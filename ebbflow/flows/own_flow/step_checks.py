@@ -42,6 +42,8 @@ NO_SHARED_ATTACH = (
 SCHEDULERS = {"argo-workflows": "kubernetes", "step-functions": "batch"}
 STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
 _PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
+_SPIN = "spin"  # datastore of `spin`, which runs a step here, whatever @batch or @kubernetes say
+_RELATIVE_PATH = re.compile(r"[\w.-][\w./ -]{0,200}\.\w+")
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
 
 
@@ -115,7 +117,7 @@ def check_step(
     options = _parse_options(attributes, where)
     folder = file.resolve().parent
     calls = tuple(_find_calls(getattr(type(flow), step_name)))
-    backend = _find_backend(decorators)
+    backend = None if datastore.TYPE == _SPIN else _find_backend(decorators)
     is_remote = backend is not None
     store = _choose_store(options, datastore, folder, where)
     if is_remote and "://" not in store:
@@ -206,6 +208,34 @@ def list_package_files(step: CheckedStep) -> list[tuple[str, str]]:
     return packed
 
 
+def print_unpacked_files(step: CheckedStep) -> None:
+    """Print the files beside the flow that a script names and that no other machine will have.
+
+    To stderr, since a compiled workflow may be on stdout.
+    """
+    suffixes = _list_package_suffixes()
+    if step.backend is None or not suffixes:
+        return
+    flow = Path(sys.argv[0]).name
+    for script in step.files:
+        if script.suffix != ".py":
+            continue
+        unpacked = [
+            name
+            for name in _find_named_files(script, step.flow_folder)
+            if not name.endswith(suffixes) and step.flow_folder / name not in step.files
+        ]
+        if unpacked:
+            added = ",".join(sorted({Path(name).suffix for name in unpacked}))
+            print(
+                f"@ebbflow: {step.place}: {script.name} names {', '.join(unpacked)}, which the code "
+                f"package leaves out; fix, if it reads them: python {flow} --package-suffixes={added} "
+                "run",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def find_scheduler(arguments: Sequence[str]) -> str | None:
     """Return the production scheduler to which a command line deploys the flow, or None."""
     if "create" not in arguments:
@@ -263,7 +293,7 @@ def _choose_store(options: StepOptions, datastore: FlowDataStore, folder: Path, 
             return address
         return str((folder / Path(address).expanduser()).resolve())
     root = str(datastore.datastore_root)
-    if datastore.TYPE in ("local", "spin"):
+    if datastore.TYPE in ("local", _SPIN):
         return str(Path(root).resolve() / STORE_FOLDER)
     if datastore.TYPE == "s3":
         return f"{root.rstrip('/')}/{STORE_FOLDER}"
@@ -344,6 +374,29 @@ def _check_call(call: TrainingCall, folder: Path, where: str, *, is_remote: bool
 def _normal_name(package: str) -> str:
     """Return a package's name in the normalized form of PEP 503."""
     return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def _list_package_suffixes() -> tuple[str, ...]:
+    """Return the endings of the files that Metaflow packs; empty outside its command line."""
+    from metaflow._vendor import click
+
+    context = click.get_current_context(silent=True)
+    return tuple(getattr(context and context.obj, "package_suffixes", ()))
+
+
+def _find_named_files(script: Path, folder: Path) -> list[str]:
+    """Return the files in a folder, or below it, whose relative path is a text of a script."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    texts = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    paths = [text for text in texts if _RELATIVE_PATH.fullmatch(text) and ".." not in text]
+    return sorted(path for path in paths if (folder / path).is_file())
 
 
 def _find_file(name: str, folder: Path) -> Path | None:

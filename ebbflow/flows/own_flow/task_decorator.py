@@ -60,11 +60,18 @@ class EbbflowTaskDecorator(StepDecorator):
         self._checked = check_step(
             self.attributes, flow, graph, step_name, decorators, flow_datastore
         )
+        if self._checked.is_gang and self._checked.backend == "batch":
+            from ebbflow.flows.command_line import CommandLine
+            from ebbflow.flows.metaflow_fixes import fix_process_of_batch
+
+            fix_process_of_batch(CommandLine.parse(sys.argv))
         # Not in each task, since reading a configuration takes a third of a second
         if "step" not in sys.argv and self._checked.calls:
+            from ebbflow.flows.own_flow.step_checks import print_unpacked_files
             from ebbflow.flows.own_flow.training_settings import check_configurations
 
             check_configurations(self._checked)
+            print_unpacked_files(self._checked)
             if find_scheduler(sys.argv) is not None:
                 from ebbflow.flows.own_flow.deployment_plan import print_deployment_plans
 

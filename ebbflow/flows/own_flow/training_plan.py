@@ -19,24 +19,25 @@ from ebbflow.core.layout import PLAN_KEY
 from ebbflow.core.program import PROJECT_ROOT
 from ebbflow.core.terms import Terms
 from ebbflow.cost.catalogue import InstanceType
-from ebbflow.cost.errors import CostError
-from ebbflow.cost.ledger.ledger import compute_spent_usd, last_notified_threshold
-from ebbflow.cost.plan.candidates import NO_PROGRESS, JobProgress, read_progress
-from ebbflow.cost.plan.partitions import (
-    explain_ignored_budget,
-    make_partition_plan,
-    read_evidence,
-)
+from ebbflow.cost.ledger.ledger import last_notified_threshold
+from ebbflow.cost.plan.candidates import NO_PROGRESS, JobProgress
 from ebbflow.cost.plan.plan import Plan, make_plan
 from ebbflow.cost.prices.quote import PriceSource, Quote
 from ebbflow.cost.prices.reservations import open_evidence
 from ebbflow.cost.prices.source import open_prices
-from ebbflow.flows.job import ClockReading, Job, read_job_history
+from ebbflow.flows.job import (
+    ClockReading,
+    Job,
+    read_job_history,
+    read_job_progress,
+    spent_or_zero_usd,
+)
 from ebbflow.flows.own_flow.shared_budget import SharedBudget
 from ebbflow.flows.own_flow.step_checks import BudgetReached, FinalError
 from ebbflow.flows.own_flow.step_options import StepOptions
 from ebbflow.flows.own_flow.training_settings import TrainingSettings
 from ebbflow.flows.remote import in_container
+from ebbflow.flows.slurm.placement import plan_on_slurm
 from ebbflow.training.attach.unattached import never_attaches
 from ebbflow.tryout.examine import examine, examine_script, script_shape
 
@@ -152,11 +153,12 @@ def extend_terms(job: Job, terms: Terms, shared: SharedBudget) -> Terms | None:
     """Return the terms with more dollars of a shared budget, or None if it has none left for the
     job.
     """
-    spent = _read_spent_usd(job)
+    events = read_events(job.store)
+    spent = spent_or_zero_usd(events)
     granted = _extend_hold(job, spent + terms.reserve_usd, shared)
     if granted is None:
         return None
-    threshold = last_notified_threshold(read_events(job.store), granted)
+    threshold = last_notified_threshold(events, granted)
     return replace(terms, budget_usd=granted, spent_usd=spent, last_notified_threshold=threshold)
 
 
@@ -240,31 +242,17 @@ def _look_at_workload(job: Job, settings: TrainingSettings) -> tuple[ModelShape 
 
 
 def _make_plan(job: Job, config: RunConfig, options: StepOptions, shape: ModelShape | None) -> Plan:
+    if config.cluster.plan_for == "slurm":
+        return plan_on_slurm(job, shape)
     is_here = not in_container()
     now = time.time() if is_here else ClockReading.of(job.store).utc
-    if config.cluster.plan_for == "slurm":
-        return _plan_on_slurm(job, config, now, shape)
     return plan_on_pools(
         job,
         options,
         shape,
         now_utc=now,
         is_simulated=is_here and options.usd_per_node_hour is None,
-        progress=_read_progress(job),
-    )
-
-
-def _plan_on_slurm(job: Job, config: RunConfig, now_utc: float, shape: ModelShape | None) -> Plan:
-    ignored = explain_ignored_budget(config)
-    if ignored:
-        print(ignored, flush=True)
-    return make_partition_plan(
-        config,
-        read_events(job.store),
-        now_utc=now_utc,
-        progress=_read_progress(job),
-        evidence=read_evidence(config),
-        shape=shape,
+        progress=read_job_progress(job),
     )
 
 
@@ -272,14 +260,6 @@ def _open_prices(config: RunConfig, options: StepOptions, now_utc: float) -> Pri
     if options.usd_per_node_hour is None:
         return open_prices(config, now_utc, project_root=PROJECT_ROOT)
     return GivenPrice(Decimal(repr(options.usd_per_node_hour)), now_utc)
-
-
-def _read_progress(job: Job) -> JobProgress:
-    try:
-        return read_progress(read_events(job.store), run=job.run)
-    except CostError as error:
-        print(f"the job's progress is unknown, so all of it is planned: {error}", flush=True)
-        return NO_PROGRESS
 
 
 def _check_refusal(job: Job, plan: Plan) -> None:
@@ -316,7 +296,10 @@ def _let_continue(job: Job, plan: Plan, shared: SharedBudget) -> Plan:
     if refusal is None or refusal.outcome is not Outcome.BUDGET:
         return plan
     held = shared.find_hold(job.name)
-    if held is None or held.has_ended or held.usd <= _read_spent_usd(job) + plan.reserve_usd:
+    if held is None or held.has_ended:
+        return plan
+    spent = spent_or_zero_usd(read_events(job.store))
+    if held.usd <= spent + plan.reserve_usd:
         return plan
     return replace(plan, refusal=None)
 
@@ -324,7 +307,7 @@ def _let_continue(job: Job, plan: Plan, shared: SharedBudget) -> Plan:
 def _hold_share(job: Job, plan: Plan, shared: SharedBudget) -> float | None:
     """Reserve dollars of a shared budget for the job. Return them, or None if too few are left."""
     assert plan.chosen is not None
-    spent = _read_spent_usd(job)
+    spent = spent_or_zero_usd(read_events(job.store))
     held = shared.find_hold(job.name)
     if held is not None and not held.has_ended:
         if held.usd > spent + plan.reserve_usd:
@@ -360,24 +343,16 @@ def _limit_to_own(job: Job, usd: float) -> float:
 
 
 def _describe_lack(job: Job, plan: Plan, shared: SharedBudget) -> str:
-    needed = _find_need(plan, _read_spent_usd(job))
+    needed = _find_need(plan, spent_or_zero_usd(read_events(job.store)))
     return (
         f"the trial needs ${needed:.4f}, and {shared.describe(job.name)}, so it does not start; "
         "fix: a larger budget_of_all, then resume this step"
     )
 
 
-def _read_spent_usd(job: Job) -> float:
-    try:
-        return compute_spent_usd(read_events(job.store))
-    except CostError as error:
-        # A ledger error must not stop the training.
-        print(f"costs so far are unknown and count as $0 of the budget: {error}", flush=True)
-        return 0.0
-
-
 def _make_terms(job: Job, plan: Plan) -> Terms | None:
     if plan.chosen is None:
         return None
-    threshold = last_notified_threshold(read_events(job.store), plan.budget_usd)
-    return plan.terms(spent_usd=_read_spent_usd(job), last_notified_threshold=threshold)
+    events = read_events(job.store)
+    threshold = last_notified_threshold(events, plan.budget_usd)
+    return plan.terms(spent_usd=spent_or_zero_usd(events), last_notified_threshold=threshold)

@@ -1,4 +1,4 @@
-"""Choice of the partition and of the time limit for the next attempt on Slurm.
+"""The plan of a job on Slurm, and the choice of partition and time limit for the next attempt.
 
 The rule is the same as for AWS Batch. The preferred partition is used, even if it is preemptible,
 as long as deadline and budget leave enough to finish in the first non-preemptible one. Waiting in a
@@ -15,7 +15,16 @@ from dataclasses import dataclass
 
 from ebbflow.core.config.schema import PartitionConfig, RunConfig
 from ebbflow.core.event_payloads import SlurmJobPayload
-from ebbflow.cost.plan.partitions import gang_nodes
+from ebbflow.core.events import read_events
+from ebbflow.core.footprint import ModelShape
+from ebbflow.cost.plan.partitions import (
+    explain_ignored_budget,
+    gang_nodes,
+    make_partition_plan,
+    read_evidence,
+)
+from ebbflow.cost.plan.plan import Plan
+from ebbflow.flows.job import ClockReading, Job, read_job_progress
 from ebbflow.infra.slurm.commands import Cause
 from ebbflow.infra.slurm.partitions import is_priced, order_partitions
 
@@ -44,6 +53,21 @@ class JobOutlook:
     )
     hours_left: float | None = None  # until the deadline; None without one
     usd_left: float | None = None  # of the budget; None without one, or without prices
+
+
+def plan_on_slurm(job: Job, shape: ModelShape | None) -> Plan:
+    """Return the job's plan on the partitions; print why a budget cannot limit it."""
+    ignored = explain_ignored_budget(job.config)
+    if ignored:
+        print(ignored, flush=True)
+    return make_partition_plan(
+        job.config,
+        read_events(job.store),
+        now_utc=ClockReading.of(job.store).utc,
+        progress=read_job_progress(job),
+        evidence=read_evidence(job.config),
+        shape=shape,
+    )
 
 
 def choose_partition(

@@ -225,6 +225,19 @@ def run_script(spec: WorkerSpec) -> LoopResult:
     return ending
 
 
+def explain_missing_file(error: FileNotFoundError, script: Path) -> str:
+    """Return the folder in which a relative path was not found, with the fix if the script's folder
+    has it; "" for other paths.
+    """
+    name = error.filename
+    if not isinstance(name, str) or os.path.isabs(name):
+        return ""
+    place = f"relative to the working directory {Path.cwd()}"
+    if (script.parent / name).exists():
+        return f"{place}; fix: read Path(__file__).parent / {name!r}, which exists"
+    return place
+
+
 @contextlib.contextmanager
 def _recording_failed_start(job_store: Store, spec: GangSpec, generation: int) -> Iterator[None]:
     """Record the outcome of a run that fails before its agent can record it.
@@ -338,6 +351,12 @@ def _run_user_code(script: Path, spec: WorkerSpec, result: Path) -> None:
             raise end.__cause__ from None
         error = RuntimeError(f"{script.name} exited with {end.code}")
         raise error.with_traceback(end.__traceback__) from None  # it names the line with sys.exit
+    except FileNotFoundError as error:
+        with contextlib.suppress(FileNotFoundError):  # the working directory has been removed
+            note = explain_missing_file(error, script)
+            if note:
+                error.add_note(note)
+        raise
 
 
 def _find_store(job: str, address: str, permits: Sequence[str]) -> KnownJob:
