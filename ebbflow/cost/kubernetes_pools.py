@@ -66,6 +66,7 @@ class StatedPoolPrices:
                     observed=self.now_utc,
                     kind="recorded",
                     source=f"stated in {_SOURCE}",
+                    has_volume=False,
                 )
         return None
 

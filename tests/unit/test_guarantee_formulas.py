@@ -117,6 +117,11 @@ def figures(
             {"usd_per_hour": 2},
             {"spare_usd": -1.6875 - IDLE, "usd": 0.125 + IDLE, "restart_usd": 0.25},
         ),
+        (
+            "spot",
+            {"volume_usd_per_hour": 0.5},
+            {"spare_usd": -1.6875 - IDLE, "usd": 0.125 + IDLE, "restart_usd": 0.25},
+        ),
         ("spot", {"step_seconds": 4}, {}),
         (
             "spot",
@@ -166,6 +171,16 @@ def figures(
         (
             "last",
             {"usd_per_hour": 3},
+            {
+                "finish_usd": 9.25 + 2 * IDLE,
+                "spare_usd": -9.25 - 2.125 - 2 * IDLE,
+                "usd": 3.375 + 2 * IDLE,
+                "step_usd": 0.008,
+            },
+        ),
+        (
+            "last",
+            {"volume_usd_per_hour": 1},
             {
                 "finish_usd": 9.25 + 2 * IDLE,
                 "spare_usd": -9.25 - 2.125 - 2 * IDLE,

@@ -204,7 +204,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         size = f"{best.nodes} nodes"
     price = (
         f"{format_usd(best.price.usd_float, 4)}/h per node, "
-        f"{format_usd(best.gang_usd_per_hour, 4)}/h in all"
+        f"{format_usd(best.gang_usd_per_hour, 4)}/h in all{_with_volumes(best)}"
     )
     if best.processes_per_node < best.gpu_count:
         used = f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used"
@@ -278,7 +278,10 @@ def _hours(plan: Plan, best: Candidate) -> str:
 
 
 def _dollars(plan: Plan, best: Candidate) -> str:
-    parts = f"compute {format_usd(best.compute_usd, 4)} + storage {format_usd(best.storage_usd, 4)}"
+    parts = (
+        f"compute{_with_volumes(best)} {format_usd(best.compute_usd, 4)} + storage "
+        f"{format_usd(best.storage_usd, 4)}"
+    )
     if best.transfer_usd:
         parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
     per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
@@ -292,6 +295,12 @@ def _dollars(plan: Plan, best: Candidate) -> str:
         f"{usd} expected, p10 {format_usd(ahead.p10_usd, 4)}, p90 {format_usd(ahead.p90_usd, 4)} "
         f"(s) = {parts}; {per_step}; {reserve}"
     )
+
+
+def _with_volumes(pool: Candidate) -> str:
+    if pool.price.volume_usd_per_hour:
+        return " with volumes"
+    return ""
 
 
 def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
@@ -341,8 +350,12 @@ def _ranked(plan: Plan) -> list[str]:
         uncalibrated = "; u: uncalibrated, no published run of this GPU is in the fit"
     else:
         uncalibrated = ""
+    if any(pool.price.volume_usd_per_hour for pool in plan.ranked):
+        with_volumes = "$/h: of all nodes, with volumes; "
+    else:
+        with_volumes = ""
     legend = (
-        f"age: since the price was last known to hold; {speed}, hours and dollars are "
+        f"{with_volumes}age: since the price was last known to hold; {speed}, hours and dollars are "
         f"estimated{folded}{uncalibrated}"
     )
     return [*_table(rows), *([f"… and {more} more pools"] if more > 0 else []), *_wrapped(legend)]
