@@ -204,7 +204,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         size = f"{best.nodes} nodes"
     price = (
         f"{format_usd(best.price.usd_float, 4)}/h per node, "
-        f"{format_usd(best.gang_usd_per_hour, 4)}/h in all{_with_volumes(best)}"
+        f"{format_usd(best.price.usd_float * best.nodes, 4)}/h in all"
     )
     if best.processes_per_node < best.gpu_count:
         used = f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used"
@@ -278,9 +278,12 @@ def _hours(plan: Plan, best: Candidate) -> str:
 
 
 def _dollars(plan: Plan, best: Candidate) -> str:
+    if best.price.volume_usd_per_hour:
+        compute = "compute with volumes"
+    else:
+        compute = "compute"
     parts = (
-        f"compute{_with_volumes(best)} {format_usd(best.compute_usd, 4)} + storage "
-        f"{format_usd(best.storage_usd, 4)}"
+        f"{compute} {format_usd(best.compute_usd, 4)} + storage {format_usd(best.storage_usd, 4)}"
     )
     if best.transfer_usd:
         parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
@@ -295,12 +298,6 @@ def _dollars(plan: Plan, best: Candidate) -> str:
         f"{usd} expected, p10 {format_usd(ahead.p10_usd, 4)}, p90 {format_usd(ahead.p90_usd, 4)} "
         f"(s) = {parts}; {per_step}; {reserve}"
     )
-
-
-def _with_volumes(pool: Candidate) -> str:
-    if pool.price.volume_usd_per_hour:
-        return " with volumes"
-    return ""
 
 
 def _limits(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
@@ -333,7 +330,7 @@ def _ranked(plan: Plan) -> list[str]:
                 f"{pool.nodes} × {pool.instance_type} {pool.market.replace('_', '-')}",
                 one_line(pool.place) + (f" +{others}" if others else ""),
                 f"{pool.ranks} {pool.gpu}",
-                f"{format_usd(pool.gang_usd_per_hour, 4)} {_price_mark(pool)}",
+                f"{format_usd(pool.price.usd_float * pool.nodes, 4)} {_price_mark(pool)}",
                 format_short_age((pool.price.age_hours or 0.0) * 3600),
                 format_number(pool.tokens_per_second, 0)
                 + (" u" if pool.speed_kind == UNCALIBRATED else ""),
@@ -350,12 +347,8 @@ def _ranked(plan: Plan) -> list[str]:
         uncalibrated = "; u: uncalibrated, no published run of this GPU is in the fit"
     else:
         uncalibrated = ""
-    if any(pool.price.volume_usd_per_hour for pool in plan.ranked):
-        with_volumes = "$/h: of all nodes, with volumes; "
-    else:
-        with_volumes = ""
     legend = (
-        f"{with_volumes}age: since the price was last known to hold; {speed}, hours and dollars are "
+        f"age: since the price was last known to hold; {speed}, hours and dollars are "
         f"estimated{folded}{uncalibrated}"
     )
     return [*_table(rows), *([f"… and {more} more pools"] if more > 0 else []), *_wrapped(legend)]
