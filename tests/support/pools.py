@@ -20,12 +20,6 @@ _CASE = frozenset({"start_hours", "work_hours", "fixed_lost_hours", "interval_ho
 
 
 @cache
-def _template_config() -> RunConfig:
-    # Without volumes, so that prices stay round
-    return batch_config("cost.volume_gib_per_node=0")
-
-
-@cache
 def template_plan() -> Plan:
     return planned(_template_config(), WALL)
 
@@ -107,3 +101,9 @@ def on_demand_pool(**values: Any) -> Candidate:
         }
         | values,
     )
+
+
+@cache
+def _template_config() -> RunConfig:
+    # Without volumes, so that prices stay round
+    return batch_config("cost.volume_gib_per_node=0")

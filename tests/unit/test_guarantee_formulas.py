@@ -295,6 +295,12 @@ def reservation(
             {"usd_per_hour": 1.0},
             (6.25 - 0.125) * 2 - (6.25 + 0.25) * 0.5 * 2,
         ),
+        # The volume of a reserved machine costs as much as that of a Spot machine.
+        (
+            reservation(starts=3),
+            {"volume_usd_per_hour": 0.25},
+            (6.25 - 0.125) * 3.5 - (6.25 + 0.25) * 0.75 * 2,
+        ),
         (reservation(starts=3), {"nodes": 1}, (6.25 - 0.125) * 1.5 - (6.25 + 0.25) * 0.5),
         # It begins within the start, or after the work.
         (reservation(starts=1.125), {}, (8 - 0.125) * 3 - (8 + 0.25) * 0.5 * 2),

@@ -119,9 +119,19 @@ def test_every_second_that_ec2_bills_has_its_volume() -> None:
     brief.ended("completed", 20.0)
     ledger = fold([PLANNED, *brief.events])
     assert ledger.total_usd == Decimal("0.066") and volumes_of(ledger) == Decimal("0.006")
-    told = {"started_utc": WALL, "stopped_utc": WALL + 50.0, "nodes": 2, "processes_per_node": 2}
-    place = {"instance_type": "g5.xlarge", "market": "spot", "usd_per_hour": 3.6}
-    silent = event(BATCH_ATTEMPT, 1e6, job_id="j", cause="reclaimed", **told, **place)
+    silent = event(
+        BATCH_ATTEMPT,
+        1e6,
+        job_id="j",
+        cause="reclaimed",
+        started_utc=WALL,
+        stopped_utc=WALL + 50.0,
+        nodes=2,
+        processes_per_node=2,
+        instance_type="g5.xlarge",
+        market="spot",
+        usd_per_hour=3.6,
+    )
     ledger = fold([PLANNED, silent])
     assert (ledger.total_usd, volumes_of(ledger)) == (Decimal("0.11"), Decimal("0.01"))
     assert_adds_up(ledger)
@@ -211,29 +221,6 @@ def test_live_spending_budget_stop_and_ledger_agree(
     for budget_usd, stop in ((total + 0.5 * step_usd, Stop.BUDGET), (total + 2 * step_usd, 0)):
         terms = replace(plan.terms(), budget_usd=budget_usd, reserve_usd=0.0)
         assert _spend(terms, price, elapsed).stop(steps_left=1) == stop
-
-
-def _at_wall(history: list[tuple[float, float | str]]) -> list[list[float | str]]:
-    return [[WALL + at, str(usd)] for at, usd in history]
-
-
-def _spend(terms: Terms, price: RankPrice, elapsed: SimpleNamespace) -> Limits:
-    """Let ranks follow the price for 200 s, as the coordinator does at each change."""
-    elapsed.seconds = 0.0
-    limits = Limits(terms, world_size=2, elapsed_seconds=lambda: elapsed.seconds)
-    if price.changes:
-        spent_usd = 2 * price.cost(WALL, WALL + 200.0)
-        limits.terms = terms.at_price(price.price_at(WALL + 200.0), spent_usd=spent_usd)
-        limits._terms_since = 200.0
-    elapsed.seconds = 200.0
-    return limits
-
-
-def _without_volume(made: Event) -> Event:
-    chosen = {
-        key: value for key, value in made.data["chosen"].items() if key != "volume_usd_per_hour"
-    }
-    return replace(made, data={**made.data, "chosen": chosen})
 
 
 def test_a_placed_job_has_the_volume_of_its_own_pool() -> None:
@@ -362,3 +349,26 @@ def test_dollars_over_time_have_the_volumes() -> None:
     report = build_report([PLANNED, *log.events])
     spent = cast(Any, report.charts)["steps"]["usd"]
     assert spent[-1] == pytest.approx(0.11)
+
+
+def _at_wall(history: list[tuple[float, float | str]]) -> list[list[float | str]]:
+    return [[WALL + at, str(usd)] for at, usd in history]
+
+
+def _spend(terms: Terms, price: RankPrice, elapsed: SimpleNamespace) -> Limits:
+    """Let ranks follow the price for 200 s, as the coordinator does at each change."""
+    elapsed.seconds = 0.0
+    limits = Limits(terms, world_size=2, elapsed_seconds=lambda: elapsed.seconds)
+    if price.changes:
+        spent_usd = 2 * price.cost(WALL, WALL + 200.0)
+        limits.terms = terms.at_price(price.price_at(WALL + 200.0), spent_usd=spent_usd)
+        limits._terms_since = 200.0
+    elapsed.seconds = 200.0
+    return limits
+
+
+def _without_volume(made: Event) -> Event:
+    chosen = {
+        key: value for key, value in made.data["chosen"].items() if key != "volume_usd_per_hour"
+    }
+    return replace(made, data={**made.data, "chosen": chosen})
