@@ -336,8 +336,8 @@ def explain_figures(report: RunReport) -> list[str]:
     lines = [
         *describe_damage(report),
         "measured: losses, steps, speed, and all time that agents and ranks recorded",
-        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, "
-        "transfer left out)",
+        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage of "
+        "commits and transfer left out)",
     ]
     if report.money.get("light_steps_away"):
         lines.append(
