@@ -65,6 +65,8 @@ class LedgerClass(StrEnum):
     MINIMUM_CHARGE = "minimum_charge"  # an instance is billed for at least 60 s
     # From the end of the last job on an instance of AWS Batch until Batch terminates it
     SCALE_DOWN = "scale_down"
+    # Root volumes of the nodes. Their dollars have no time of their own.
+    VOLUMES = "volumes"
 
 
 class GuardAction(StrEnum):
@@ -636,6 +638,7 @@ class PlannedPool:
     price_kind: Text = None
     usd_per_hour: RequiredDollars
     quoted_usd_per_hour: Dollars = None
+    volume_usd_per_hour: Dollars = None
     on_demand_usd_per_hour: Dollars = None
     expected_hours: Number = None
     expected_usd: Number = None

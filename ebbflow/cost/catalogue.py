@@ -3,8 +3,7 @@
 An unknown figure is None, never a guess: a pool that needs it is rejected with the reason.
 `other_costs` prices storage, requests and transfer:
 
-- storage: number of stored commits × size of a commit × time, and volume size × paid time of each
-  node.
+- storage: number of stored commits × size of a commit × time.
 - requests: PUT requests for the parts, indexes and manifests of every commit, and for the events
   and log lines of every rank; GET requests for a restore.
 - transfer: if store and pool are in different regions, every commit is sent to the store's region,
@@ -70,6 +69,7 @@ RATES_KIND = f"list prices, recorded {RATES_RECORDED}"
 
 GB = 2**30
 HOURS_PER_MONTH = 730.0
+_VOLUME_QUANTUM = Decimal("1e-9")
 # A checkpoint is uploaded in parts of this size; each rank adds an index (training/checkpoint).
 PART_BYTES = 32 * 2**20
 # Every rank flushes its event log each 10 s and its log lines each 15 s.
@@ -332,20 +332,15 @@ def load_rates() -> Rates:
 
 
 def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> Bill:
-    """Return the cost of storage, requests and transfer in `region`.
+    """Return the cost of storage, requests and transfer in `region`; 0 without S3.
 
-    Without S3, only EBS volumes count.
+    The volumes of nodes are part of their price (`volume_usd_per_hour`).
     """
     lacking: list[str] = []
     months = usage.hours / HOURS_PER_MONTH
-    here = rates.regions.get(region)
     storage = 0.0
-    if here is None:
-        lacking.append(f"no list price of volumes in {region} on record")
-    else:
-        storage += usage.nodes * config.cost.volume_gib_per_node * months * here.volume_usd
     if not config.store.startswith("s3://"):
-        return Bill(storage_usd=storage, transfer_usd=0.0, lacking=tuple(lacking))
+        return Bill(storage_usd=storage, transfer_usd=0.0)
     store_region = config.cost.store_region or region
     there = rates.regions.get(store_region)
     if there is None:
@@ -355,6 +350,15 @@ def other_costs(config: RunConfig, usage: Usage, region: str, rates: Rates) -> B
         storage += _puts(usage) / 1000 * there.put_usd + _gets(usage) / 1000 * there.get_usd
     transfer, missing = _transfer(usage, region, store_region, rates)
     return Bill(storage_usd=storage, transfer_usd=transfer, lacking=(*lacking, *missing))
+
+
+def volume_usd_per_hour(config: RunConfig, region: str, rates: Rates) -> Decimal:
+    """Return the dollars per hour of the EBS volume of one node; 0 without a list price."""
+    here = rates.regions.get(region)
+    if here is None:
+        return Decimal(0)
+    usd_per_month = config.cost.volume_gib_per_node * here.volume_usd
+    return Decimal(str(usd_per_month / HOURS_PER_MONTH)).quantize(_VOLUME_QUANTUM)
 
 
 def kept_commits(config: RunConfig) -> int:

@@ -70,6 +70,7 @@ class StatedPoolPrices:
                     observed=self.now_utc,
                     kind="recorded",
                     source=f"stated in {_SOURCE}",
+                    has_volume=False,
                 )
         return None
 

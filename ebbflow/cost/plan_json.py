@@ -29,6 +29,7 @@ class PriceJson(TypedDict, total=False):
 
     usd_per_hour: Required[float | str]
     quoted_usd_per_hour: str | None
+    volume_usd_per_hour: str | None
     price_kind: str
     price_age_hours: float | None
     price_stale: bool

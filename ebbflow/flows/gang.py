@@ -455,7 +455,7 @@ def _reservation_check(
 
 
 class _HeldPrice:
-    """Price of this machine as the ledger bills it.
+    """Price of this machine as the ledger bills it, with its root volume.
 
     It comes from the job's recorded prices for the machine's type, market and zone.
     """
@@ -513,7 +513,7 @@ class _HeldPrice:
             for new in self._log.read_new():
                 self._events += [event for event in new if event.name == PRICES]
         pricing = Pricing.of(events or self._events)
-        curve = pricing.price_machine(self._plan, self._machine).curve
+        curve = pricing.price_machine(self._plan, self._machine).node_curve
         scale = 3600 * self._ranks_per_node
         changes = [(at / MICRO, float(usd) / scale) for at, usd in curve.changes]
         return RankPrice(float(curve.first) / scale, changes)

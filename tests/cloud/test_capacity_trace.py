@@ -85,7 +85,7 @@ def test_without_capacity_waiting_costs_nothing_and_the_last_moment_is_late() ->
     assert last.market == "on_demand" and course.markets.count("on_demand") == 1
     assert at / HOUR > DEADLINE - work_hours - 0.7, "not before slack ran out"
     paid_hours = CASE.fixed_lost_hours + work_hours + SCALE_DOWN_SECONDS / 3600
-    assert course.usd == pytest.approx(paid_hours * last.price.usd_float)
+    assert course.usd == pytest.approx(paid_hours * last.price.node_usd_float)
 
 
 @settings(max_examples=12, deadline=None)

@@ -19,21 +19,24 @@ from tests.support.timelines import WALL
 _CASE = frozenset({"start_hours", "work_hours", "fixed_lost_hours", "interval_hours", "wait_hours"})
 
 
-_template_config = cache(batch_config)
-
-
 @cache
 def template_plan() -> Plan:
     return planned(_template_config(), WALL)
 
 
 def changed_pool(pool: Candidate, **values: Any) -> Candidate:
-    """Change fields of a pool, of its price (`usd_per_hour`), or of its forecast's inputs."""
+    """Change fields of a pool, of its price (`usd_per_hour`, `volume_usd_per_hour`), or of its
+    forecast's inputs.
+    """
     case = {name: value for name, value in values.items() if name in _CASE}
     rest = {name: value for name, value in values.items() if name not in _CASE}
-    usd = rest.pop("usd_per_hour", None)
-    if usd is not None and "price" not in rest:
-        rest["price"] = replace(pool.price, usd_per_hour=Decimal(str(usd)))
+    prices = {
+        name: Decimal(str(rest.pop(name)))
+        for name in ("usd_per_hour", "volume_usd_per_hour")
+        if name in rest
+    }
+    if "price" not in rest:
+        rest["price"] = replace(pool.price, **prices)
     return replace(pool, case=replace(pool.case, **case), **rest)
 
 
@@ -98,3 +101,9 @@ def on_demand_pool(**values: Any) -> Candidate:
         }
         | values,
     )
+
+
+@cache
+def _template_config() -> RunConfig:
+    # Without volumes, so that prices stay round
+    return batch_config("cost.volume_gib_per_node=0")

@@ -181,8 +181,12 @@ def plan_event(
     *,
     simulated: bool = False,
     t: float = 0.0,
+    volume: str | None = None,
 ):
-    """A plan of $3.60 per node and hour: a node-second costs a tenth of a cent."""
+    """A plan of $3.60 per node and hour: a node-second costs a tenth of a cent.
+
+    volume: dollars per hour of a root volume; None as in older plans.
+    """
     chosen = {
         "instance_type": "g5.xlarge",
         "nodes": 1,
@@ -196,6 +200,8 @@ def plan_event(
         "mfu": 0.3,
         "interruptions": 0.01,
     }
+    if volume is not None:
+        chosen["volume_usd_per_hour"] = volume
     return event(PLAN, t, simulated=simulated, chosen=chosen, refusal=None)
 
 

@@ -340,7 +340,7 @@ def test_a_refused_plan_ends_with_its_own_outcome() -> None:
 def test_the_time_limit_is_what_budget_and_deadline_still_allow() -> None:
     config = batch_config("cost.budget_usd=10", "checkpoint.deadline_seconds=100")
     found = placed_now(config, JobLog(), 0.0, share_done=0.9, spent_usd=9.0)
-    assert found.wall_seconds == int(1.0 / found.price.usd_float * HOUR)
+    assert found.wall_seconds == int(1.0 / found.price.node_usd_float * HOUR)
     by_time = placed_now(batch_config("cost.budget_usd=90"), JobLog(), 15 * HOUR, share_done=0.9)
     assert by_time.wall_seconds == 5 * HOUR + batch_config().checkpoint.deadline_seconds
     without = batch_config("cost.budget_usd=null", "cost.deadline_hours=null")
@@ -383,7 +383,7 @@ def test_the_plan_follows_the_placement() -> None:
     )
     followed = with_placement(plan, found)
     assert plan.chosen.market == "spot" and followed.chosen.market == "on_demand"
-    assert followed.terms().usd_per_rank_second == pytest.approx(found.price.usd_float / 3600)
+    assert followed.terms().usd_per_rank_second == pytest.approx(found.price.node_usd_float / 3600)
     assert set(followed.ranked) == set(plan.ranked)
     seconds = config.checkpoint.deadline_seconds
     assert followed.reserve_usd == pytest.approx(

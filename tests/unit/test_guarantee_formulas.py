@@ -117,6 +117,11 @@ def figures(
             {"usd_per_hour": 2},
             {"spare_usd": -1.6875 - IDLE, "usd": 0.125 + IDLE, "restart_usd": 0.25},
         ),
+        (
+            "spot",
+            {"volume_usd_per_hour": 0.5},
+            {"spare_usd": -1.6875 - IDLE, "usd": 0.125 + IDLE, "restart_usd": 0.25},
+        ),
         ("spot", {"step_seconds": 4}, {}),
         (
             "spot",
@@ -166,6 +171,16 @@ def figures(
         (
             "last",
             {"usd_per_hour": 3},
+            {
+                "finish_usd": 9.25 + 2 * IDLE,
+                "spare_usd": -9.25 - 2.125 - 2 * IDLE,
+                "usd": 3.375 + 2 * IDLE,
+                "step_usd": 0.008,
+            },
+        ),
+        (
+            "last",
+            {"volume_usd_per_hour": 1},
             {
                 "finish_usd": 9.25 + 2 * IDLE,
                 "spare_usd": -9.25 - 2.125 - 2 * IDLE,
@@ -279,6 +294,12 @@ def reservation(
             reservation(starts=3),
             {"usd_per_hour": 1.0},
             (6.25 - 0.125) * 2 - (6.25 + 0.25) * 0.5 * 2,
+        ),
+        # The volume of a reserved machine costs as much as that of a Spot machine.
+        (
+            reservation(starts=3),
+            {"volume_usd_per_hour": 0.25},
+            (6.25 - 0.125) * 3.5 - (6.25 + 0.25) * 0.75 * 2,
         ),
         (reservation(starts=3), {"nodes": 1}, (6.25 - 0.125) * 1.5 - (6.25 + 0.25) * 0.5),
         # It begins within the start, or after the work.

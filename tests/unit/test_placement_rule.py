@@ -310,6 +310,7 @@ def test_a_placement_has_the_pool_its_machines_and_its_forecast() -> None:
         "runnable_seconds": 1800,
         "usd_per_hour": 1.5,
         "quoted_usd_per_hour": "1.50",
+        "volume_usd_per_hour": "0",
         "price_kind": "live",
         "expected_hours": 9.5,
         "expected_usd": 30.5,

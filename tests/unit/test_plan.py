@@ -80,10 +80,12 @@ def test_expected_hours_and_dollars_by_hand(said: dict, start: float):
     each = (50 * step / 2 + carry + DETECT_SECONDS + start + carry) / 3600
     assert best.paid_hours == pytest.approx(undisturbed + best.interruptions * each)
     assert best.interruptions == pytest.approx(best.hazard_per_hour * best.paid_hours)
-    assert best.compute_usd == pytest.approx(best.paid_hours * 2 * 1.006 * 0.41, rel=1e-5)
-    assert best.storage_usd == pytest.approx(2 * 100 * best.paid_hours / 730 * 0.08), (
-        "volumes; the store is a folder"
+    volume = 100 * 0.08 / 730
+    assert float(best.price.volume_usd_per_hour) == pytest.approx(volume, abs=1e-9)
+    assert best.compute_usd == pytest.approx(
+        best.paid_hours * 2 * (1.006 * 0.41 + volume), rel=1e-5
     )
+    assert best.storage_usd == 0.0, "the store is a folder"
     assert best.expected_usd == best.compute_usd + best.storage_usd + best.transfer_usd
     assert best.usd_per_step * 100_000 == pytest.approx(best.expected_usd)
     assert best.expected_hours >= best.paid_hours, "waits for capacity are not paid"
@@ -146,7 +148,7 @@ def test_the_whole_instance_is_paid_for_and_shared_by_its_ranks():
     )
     assert one.chosen.instance_type == "g5.12xlarge"  # four GPUs, two of them idle
     assert by_kind(one)["too few GPUs"] == 5
-    assert one.terms().usd_per_rank_second == pytest.approx(5.672 / 2 / 3600)
+    assert one.terms().usd_per_rank_second == pytest.approx((5.672 + 100 * 0.08 / 730) / 2 / 3600)
 
 
 def test_terms_carry_limits_reserve_and_hazard():

@@ -43,6 +43,7 @@ from tests.support.checks import passed
 from tests.support.timelines import WALL, GangLog, event
 
 STEPS = 100_000
+VOLUME_USD = 100 * 0.08 / 730  # of `cost.volume_gib_per_node` in us-east-1, per hour
 CLUSTER = {"nodes": 1, "plan_for": "kubernetes", "instance_types": ["g5.xlarge"]}
 
 
@@ -281,7 +282,8 @@ def test_a_resumed_job_is_planned_with_the_remaining_work_and_limits():
     events = job(first, steps=400, speed=9.0, reclaimed=True)
     progress = read_progress(events)
     assert (progress.done_steps, progress.started_utc) == (400, WALL)
-    assert progress.spent_usd == pytest.approx(3610 / 3600 * 0.41246, rel=0.01)
+    node_usd = 0.41246 + VOLUME_USD
+    assert progress.spent_usd == pytest.approx(3610 / 3600 * node_usd, rel=0.01)
     given = config(cost=limits, training={"max_steps": 1000})
     whole = make_plan(given, now_utc=WALL)
     rest = make_plan(given, now_utc=WALL + 3600, progress=progress)
@@ -414,7 +416,7 @@ def test_the_two_questions_of_a_script():
         reclaimed=False,
     )
     flat = get_accumulated_cost(events)
-    assert float(flat) == pytest.approx(0.41246, rel=1e-3), "an hour at the plan's price"
+    assert float(flat) == pytest.approx(0.41246 + VOLUME_USD, rel=1e-3), "an hour at plan's price"
     where = {
         "instance_type": "g5.xlarge",
         "region": "us-east-1",
@@ -424,7 +426,7 @@ def test_the_two_questions_of_a_script():
     halfway = WALL + 10 + 1800
     dearer = SpotRecord(**where, usd_per_hour=Decimal("0.82492"), at=halfway)
     assert float(get_accumulated_cost(events, history=[dearer])) == pytest.approx(
-        1.5 * float(flat), rel=1e-3
+        1.5 * 0.41246 + VOLUME_USD, rel=1e-3
     )
     named = job(
         replace(one, ranked=(replace(one.chosen, zone="us-east-1a"),)),

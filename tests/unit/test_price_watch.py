@@ -25,6 +25,7 @@ from ebbflow.infra.instance import VARIABLES
 from tests.support.flow import wait_until
 from tests.support.timelines import WALL, event
 
+VOLUME_USD = 100 * 0.08 / 730  # of `cost.volume_gib_per_node` in us-east-1, per hour
 POOL = {"name": "a", "gpu": "A100", "node_selector": {"pool": "a"}}
 
 
@@ -62,7 +63,7 @@ def test_a_plan_reserves_for_a_rise_of_the_price_only_where_it_is_watched(tmp_pa
     usd, look_seconds = reserve("kubernetes")
     assert look_seconds == 180.0
     # AWS Batch keeps the machine for 5 min, at a price that may triple before the ranks know
-    assert watched[0] == pytest.approx(usd + 3 * 0.4 * 300 / 3600)
+    assert watched[0] == pytest.approx(usd + 3 * (0.4 + VOLUME_USD) * 300 / 3600)
     usd, look_seconds = reserve("kubernetes", prices="static")
     assert look_seconds == 0.0 and usd < watched[0] / 2
 
@@ -107,7 +108,7 @@ def test_a_step_of_an_own_flow_reserves_for_no_rise_of_the_price(tmp_path: Path)
     _, terms = prepare_training(job, settings, step.options)
     assert terms is not None and terms.price_look_seconds == 0.0
     end_seconds = settings.config.checkpoint.deadline_seconds + 300.0  # and idle machines
-    assert terms.reserve_usd == pytest.approx(0.4 * end_seconds / 3600)
+    assert terms.reserve_usd == pytest.approx((0.4 + VOLUME_USD) * end_seconds / 3600)
 
 
 def test_a_price_costs_what_it_was_at_each_time() -> None:
@@ -174,7 +175,8 @@ def test_an_agent_reads_its_own_zones_price_from_what_the_launcher_records(
         flow = cast(Any, SimpleNamespace(capacity=plan.to_json()))
         order = cast(Any, SimpleNamespace(plan=plan, nodes=1, processes_per_node=1))
         held = gang._HeldPrice(flow, job, order)
-        assert held.read().price_at(time.time()) == pytest.approx(0.5 / 3600)
+        # With its root volume
+        assert held.read().price_at(time.time()) == pytest.approx((0.5 + VOLUME_USD) / 3600)
         # Its boot counts against the budget, unless an earlier attempt or another job has paid it
         assert held.boot_seconds([]) in (0.0, held._uptime_seconds) and held._uptime_seconds > 0
         held._uptime_seconds = 300.0
@@ -189,10 +191,11 @@ def test_an_agent_reads_its_own_zones_price_from_what_the_launcher_records(
         assert held.boot_seconds([]) == 0.0
         record(prices, ("use1-az4", 3600.0, 0.4), ("use1-az6", 3600.0, 0.5), ("use1-az6", 0.0, 1.5))
         wait_until("a new price", lambda: len(told()) == 2, 20)
-        assert held.read().price_at(time.time() + 1.0) == pytest.approx(1.5 / 3600)
+        dearer = held.read().price_at(time.time() + 1.0)
+        assert dearer == pytest.approx((1.5 + VOLUME_USD) / 3600)
         prices.unlink()
         wait_until("silence", lambda: said, 20)
         assert said[0].startswith("prices: those of 0 min ago apply, since ")
     finally:
         watch.end()
-    assert told()[-1]["problem"] and held.read().price_at(time.time() + 1.0) == 1.5 / 3600
+    assert told()[-1]["problem"] and held.read().price_at(time.time() + 1.0) == dearer

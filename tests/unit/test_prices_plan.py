@@ -147,7 +147,8 @@ def test_zones_of_the_configuration_find_no_price_in_a_file_that_names_zones_onl
 
 def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     plan = planned(configuration({"budget_usd": 50.0}))
-    assert plan.terms().usd_per_rank_second == float(plan.chosen.price.usd_per_hour) / 3600
+    node_usd = plan.chosen.price.usd_per_hour + plan.chosen.price.volume_usd_per_hour
+    assert plan.terms().usd_per_rank_second == pytest.approx(float(node_usd) / 3600, rel=1e-12)
     assert plan.terms().price_kind == "recorded"
     gang = GangLog(1, 10.0, [[0], [1]])
     gang.steps(1, 5, useful_step=7.7)
@@ -155,7 +156,11 @@ def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     gang.ended("completed", gang.now - 10.0)
     events = [event(PLAN, 0.0, **json.loads(json.dumps(plan.to_json()))), *gang.events]
     ledger = fold(events)
-    exact = Decimal("0.298800") * ledger.paid_microseconds / (3600 * 1_000_000)
+    exact = (
+        (Decimal("0.298800") + Decimal("0.010958904"))
+        * ledger.paid_microseconds
+        / (3600 * 1_000_000)
+    )
     assert abs(ledger.total_usd - exact) <= Decimal("0.0000005") and ledger.total_usd > 0
     assert ledger.price_kind == "recorded 2026-09-21 08:00 UTC, 6.2 h old"
     report = build_report(events)

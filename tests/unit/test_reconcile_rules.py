@@ -936,6 +936,8 @@ def test_a_reconciliation_as_json_has_exact_dollars() -> None:
         "agrees": False,
         "repeated_lines": 1,
         "other_usd": {"storage": "0.25", "transfer": "0.5"},
+        "volumes_usd": "0",
+        "billed_volumes_usd": "0",
     }
     assert list(document["other_usd"]) == ["storage", "transfer"]
     assert document["parts"] == [{**vars(part), "usd": str(part.usd)} for part in found.parts]

@@ -98,7 +98,12 @@ def test_a_paid_reservation_comes_first_and_a_refused_one_gives_way_to_spot() ->
     log = JobLog()
     plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE)
     assert str(plan.chosen).endswith("on-demand in use1-az4 (reservation cr-1)")
-    assert plan.chosen.compute_usd == 0 < plan.chosen.expected_usd == plan.chosen.storage_usd
+    volume_usd = float(plan.chosen.price.volume_usd_per_hour)
+    # Its volume is paid for while the machine runs
+    assert plan.chosen.price.usd_per_hour == 0 < volume_usd
+    assert plan.chosen.compute_usd == pytest.approx(volume_usd * plan.chosen.paid_hours, rel=0.1)
+    other_usd = plan.chosen.storage_usd + plan.chosen.transfer_usd
+    assert plan.chosen.expected_usd == pytest.approx(plan.chosen.compute_usd + other_usd)
     assert (
         plan.live is not None
         and plan.live.on_demand_share == 1.0
@@ -344,7 +349,7 @@ def test_a_move_needs_the_block_as_ec2_knows_it_and_time_until_its_end() -> None
 
 def test_a_free_reservation_in_the_plan_leaves_an_attempt_on_spot_its_reserve() -> None:
     block = HELD.replace("}", f", start: {utc(3)!r}}}")
-    config = held_config("cost.deadline_hours=9", reservation=block)
+    config = held_config("cost.deadline_hours=9", "cost.volume_gib_per_node=0", reservation=block)
     plan = make_plan(config, now_utc=BEGAN_UTC, queues=WHERE)
     assert plan.chosen.reservation and plan.reserve_usd == 0
     spot = choose_placement(
@@ -437,7 +442,9 @@ def test_the_plan_lists_capacity_blocks_for_sale_at_the_price_of_the_whole_block
     assert evidence.notes == ()
     plan = make_plan(config, now_utc=BEGAN_UTC, evidence=evidence)
     [one] = plan.blocks
-    assert one.compute_usd == pytest.approx(755.0) and one.expected_hours > 10
+    volume_usd = float(one.price.volume_usd_per_hour) * one.paid_hours
+    assert volume_usd > 0 and one.compute_usd == pytest.approx(755.0 + volume_usd)
+    assert one.expected_hours > 10
     assert all(other.reservation is None for other in plan.ranked), (
         "what is not bought cannot be chosen"
     )

@@ -632,9 +632,7 @@ class CostConfig(Section):
         "null: none",
         ge=1,
     )
-    volume_gib_per_node: float = key(
-        100.0, "EBS gp3 volume of each node, for the cost of storage", ge=0
-    )
+    volume_gib_per_node: float = key(100.0, "EBS gp3 volume of each node, part of its price", ge=0)
 
 
 class SurvivalConfig(Section):

@@ -104,7 +104,8 @@ class Placement:
 
     @property
     def gang_usd_per_hour(self) -> float:
-        return self.price.usd_float * self.nodes
+        """Dollars per hour of all nodes with their root volumes."""
+        return self.price.node_usd_float * self.nodes
 
     def __str__(self) -> str:
         where = f"{self.nodes} × {self.instance_type} {self.market.replace('_', '-')}"

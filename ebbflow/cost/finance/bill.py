@@ -68,6 +68,7 @@ _FOCUS_OPTIONAL = {
     "category": "charge_category",
     "pricing": "pricing_category",
     "service": "service_category",
+    "service_name": "service_name",
     "zone": "availability_zone",
     "resource_type": "resource_type",
     "currency": "billing_currency",
@@ -81,6 +82,10 @@ _TAG = re.compile(r"^resource_tags_(?:user_)?(.+)$")
 _INSTANCE_USE = re.compile(
     r"(?:^|-)(BoxUsage|SpotUsage|DedicatedUsage|HostBoxUsage|ReservedBoxUsage)(?::(.+))?$"
 )
+# Part of the usage types of EBS volumes, and their service in the bills of `write_focus`, which have
+# no usage types.
+_VOLUME_USE = "EBS:Volume"
+_VOLUME_SERVICE = "Amazon Elastic Block Store"
 _USE = frozenset({"Usage", "DiscountedUsage", "SavingsPlanCoveredUsage"})
 SYNTHETIC = "synthetic"
 
@@ -115,6 +120,13 @@ class BillLine:
         if self.kind == "instance":
             return round(float(self.amount) * 3600, 6)
         return 0.0
+
+    @property
+    def is_volume(self) -> bool:
+        """Whether the line is of an EBS volume."""
+        return self.kind == "storage" and (
+            _VOLUME_USE in self.usage_type or self.resource_id.startswith("vol-")
+        )
 
 
 class RepeatFilter:
@@ -324,6 +336,8 @@ def _focus_line(row: Mapping[str, Any], where: str, delivery: int) -> BillLine:
         hours = found["priced_amount"]
         unit = found["priced_unit"].lower()
     usage_type = found["usage_type"] or found["meter"]
+    if not usage_type and found["service_name"] == _VOLUME_SERVICE:
+        usage_type = _VOLUME_USE
     usage = _INSTANCE_USE.search(usage_type)
     resource = found["resource_id"].rpartition("/")[2]
     runs = usage is not None or (

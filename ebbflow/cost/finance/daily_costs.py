@@ -20,7 +20,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
-from ebbflow.core.events import Event
+from ebbflow.core.events import Event, LedgerClass
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import BillError
@@ -142,8 +142,10 @@ def compare_days(
     mine = _groups_of(ledger, costs, job, job_tag)
     tagged = bool(mine) and all(name.endswith(f"${job}") for name in mine)
     instances = len({bill.node.instance_id for bill in ledger.nodes})
-    rates = [bill.price.curve.first for bill in ledger.nodes]
+    rates = [bill.price.node_curve.first for bill in ledger.nodes]
     extra = max(rates, default=Decimal(0)) * instances * _UNMETERED_SECONDS / 3600
+    # The tag may be on the volumes too
+    extra += sum(line.usd for line in ledger.lines if line.ledger_class is LedgerClass.VOLUMES)
     found = []
     for day, usd in sorted(metered.items()):
         row = costs.usd.get(day, {})

@@ -51,6 +51,14 @@ FOCUS_COLUMNS: tuple[str, ...] = (
     "x_SimulatedCost",
 )
 _HOUR = Decimal(3600)
+_VOLUME = {
+    "PricingCategory": "Standard",
+    "ServiceCategory": "Storage",
+    "ServiceName": "Amazon Elastic Block Store",
+    "ResourceId": "",
+    "ResourceType": "Volume",
+    "x_PriceKind": "estimated at the list price",
+}
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +80,7 @@ def focus_rows(events: Sequence[Event]) -> list[dict[str, str]]:
     """Return the charges of a job as FOCUS rows.
 
     Each row covers the time of one node, or other paid time of its instance such as an idle pause,
-    in one month. The sum of `BilledCost` and `x_SimulatedCost` is the ledger's total before
+    or its root volume during that time, in one month. The sum of `BilledCost` and `x_SimulatedCost` is the ledger's total before
     rounding. The charges are computed from metered time, not taken from an invoice.
     """
     ledger = fold(events)
@@ -159,11 +167,16 @@ def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
             bill.on_demand_curve,
             words,
         )
+        yield from _volume_months(
+            bill.price, machine, start, bill.node.paid_seconds, bill.volume_curve, words
+        )
         for extra in bill.extras:
             text = f"{str(extra.ledger_class).replace('_', ' ')} of {words}"
             yield from _months(
                 bill.price, machine, extra.start, extra.seconds, bill.price.curve, usual, text
             )
+            volume = PriceCurve(bill.price.volume_usd_per_hour)
+            yield from _volume_months(bill.price, machine, extra.start, extra.seconds, volume, text)
     for lost in ledger.unreported:
         stay = lost.job.stay(lost.node)
         words = f"node {lost.node} of AWS Batch job {lost.job.job_id}, which recorded nothing"
@@ -176,6 +189,10 @@ def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
             _list_curve(lost.price),
             words,
         )
+        volume = PriceCurve(lost.price.volume_usd_per_hour)
+        yield from _volume_months(
+            lost.price, {}, stay.started, stay.stopped - stay.started, volume, words
+        )
 
 
 def _list_curve(price: NodePrice) -> PriceCurve | None:
@@ -183,6 +200,21 @@ def _list_curve(price: NodePrice) -> PriceCurve | None:
     if price.on_demand_usd_per_hour is None:
         return None
     return PriceCurve(price.on_demand_usd_per_hour)
+
+
+def _volume_months(
+    price: NodePrice,
+    machine: dict[str, Any],
+    start: float,
+    seconds: float,
+    curve: PriceCurve,
+    words: str,
+) -> Iterator[dict[str, str]]:
+    """Yield the rows of a root volume, as of `_months`; none if the node has no volume to pay for."""
+    if not price.volume_usd_per_hour:
+        return
+    for row in _months(price, machine, start, seconds, curve, None, f"root volume of {words}"):
+        yield {**row, **_VOLUME}
 
 
 def _months(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.event_payloads import PlanPayload
-from ebbflow.core.events import Event
+from ebbflow.core.events import Event, LedgerClass
 from ebbflow.core.grouping import group_by_key
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_percent, format_usd
@@ -130,7 +130,9 @@ class Reconciliation:
     job: str
     job_tag: str
     forecast_usd: float | None
-    metered_usd: Decimal  # the ledger's dollars without its estimate of boots
+    # the ledger's dollars for machines, without those that are estimated until the bill shows them
+    metered_usd: Decimal
+    volumes_usd: Decimal  # the ledger's estimate for root volumes
     simulated: bool  # whether the job's prices were only assumed, so that no provider sends a bill
     metered: dict[str, MeteredInstance]  # instances that the job's events mention, by instance id
     unknown: list[NodeBill]  # bills of the nodes whose instance id was not recorded
@@ -148,6 +150,7 @@ class Reconciliation:
     # dollars of other bill lines of the job's instances or with its tag, by kind: storage, transfer,
     # other
     other_usd: dict[str, Decimal] = field(default_factory=dict)
+    billed_volumes_usd: Decimal = Decimal(0)  # part of the storage that is of EBS
     covers_until: float = -math.inf  # Unix time at which the newest line of the bill ends
     # number of repeats of lines in other deliveries of the same report. Repeats are not added to
     # the bill.
@@ -214,6 +217,8 @@ class Reconciliation:
             "notes": list(self.notes),
             "repeated_lines": self.repeated_lines,
             "other_usd": {kind: str(usd) for kind, usd in sorted(self.other_usd.items())},
+            "volumes_usd": str(self.volumes_usd),
+            "billed_volumes_usd": str(self.billed_volumes_usd),
         }
 
 
@@ -256,6 +261,10 @@ def reconcile(
         job_tag=job_tag,
         forecast_usd=forecast_usd,
         metered_usd=ledger.total_usd - estimated_usd,
+        volumes_usd=sum(
+            (line.usd for line in ledger.lines if line.ledger_class is LedgerClass.VOLUMES),
+            Decimal(0),
+        ),
         simulated=ledger.price_kind == SIMULATED,
         metered=meter_instances(ledger.nodes),
         unknown=[bill for bill in ledger.nodes if not bill.node.instance_id],
@@ -334,7 +343,11 @@ def _forecast_usd(plan: PlanPayload) -> float | None:
         return None
     if plan.chosen.compute_usd is None:
         return plan.chosen.expected_usd
-    return plan.chosen.compute_usd
+    machine_usd = float(plan.chosen.usd_per_hour)
+    node_usd = machine_usd + float(plan.chosen.volume_usd_per_hour or 0)
+    if not node_usd:
+        return plan.chosen.compute_usd
+    return plan.chosen.compute_usd * machine_usd / node_usd
 
 
 def _add_line(
@@ -358,6 +371,8 @@ def _add_line(
         return
     if line.kind != "instance":
         found.other_usd[line.kind] = found.other_usd.get(line.kind, Decimal(0)) + line.usd
+        if line.is_volume:
+            found.billed_volumes_usd += line.usd
         return
     if metered is not None:
         found.environments |= _environments(line)
@@ -425,7 +440,7 @@ def _join_unreported(found: Reconciliation, ledger: Ledger) -> None:
             ):
                 continue
             piece = PaidPiece(
-                start=stay.started, end=stay.stopped, curve=bill.price.curve, usd=bill.usd
+                start=stay.started, end=stay.stopped, curve=bill.price.curve, usd=bill.machine_usd
             )
             boot = {"uptime_seconds": max(0.0, min(longer, LONGEST_IDLE_SECONDS))}
             found.metered[instance_id] = MeteredInstance(
@@ -758,9 +773,17 @@ def _render_remarks(
             lines = "1 line was"
         yield f"  · {lines} given twice, as deliveries of one report repeat them, and counted once"
     for kind, amount in sorted(found.other_usd.items()):
+        counted = "which the ledger does not count"
+        if kind == "storage" and found.billed_volumes_usd and found.volumes_usd:
+            counted = (
+                f"{dollars(found.billed_volumes_usd)} of them of EBS, for which the ledger "
+                f"estimates {dollars(found.volumes_usd)}"
+            )
+        yield f"  · {kind}: {dollars(amount)} in lines of its instances or with its tag, {counted}"
+    if found.volumes_usd and not found.billed_volumes_usd:
         yield (
-            f"  · {kind}: {dollars(amount)} in lines of its instances or with its tag, which "
-            "the ledger does not count"
+            f"  · volumes: {dollars(found.volumes_usd)} in the ledger, estimated: no EBS line has "
+            f"the tag {found.job_tag}, as AWS Batch puts no tags of a job on volumes"
         )
     if found.unknown:
         yield (

@@ -69,7 +69,7 @@ class GenerationTimes:
     steps: int
     saves: int
     nodes: int  # number of machines that are paid for
-    curve: PriceCurve  # price of one machine
+    curve: PriceCurve  # price of one machine with its root volume
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,8 @@ def replay(
     Args:
         pool: Words that together match exactly one recorded pool, such as "g5.xlarge spot
             use1-az4"; None for the pool of the run.
-        usd_per_hour: Dollars per hour of one node, in place of recorded prices.
+        usd_per_hour: Dollars per hour of one node, without its root volume, in place of recorded
+            prices.
         interval_steps: Steps between two checkpoints; None for the interval of the run.
         interruptions: Whether the recorded interruptions happen in the replay.
 
@@ -134,7 +135,7 @@ def replay(
     if pool is not None:
         name, curve, speed = _find_pool(ordered, pool)
     if usd_per_hour is not None:
-        curve = PriceCurve(usd_per_hour)
+        curve = PriceCurve(usd_per_hour + price.volume_usd_per_hour)
     interval = interval_steps or run.interval_steps
     asked = {
         "run": run,
@@ -330,7 +331,7 @@ def _measure_generation(
         steps=len({event.step for event in mine if event.name == STEP}),
         saves=len({event.step for event in mine if event.name == COMMIT}),
         nodes=max(1, count_machines(bills)),
-        curve=bills[0].price.curve if bills else PriceCurve(Decimal(0)),
+        curve=bills[0].price.node_curve if bills else PriceCurve(Decimal(0)),
     )
 
 

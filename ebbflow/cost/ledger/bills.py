@@ -42,7 +42,7 @@ class NodeBill:
             the only one.
         extras: Paid time of the instance that this node's agent did not record
             (`cost.ledger.instances`).
-        usd: Exact dollars, including the extras.
+        usd: Exact dollars, including the extras and the root volume.
         job: The Batch job that the node was part of, if Batch reported it.
     """
 
@@ -55,13 +55,24 @@ class NodeBill:
     @property
     def usd(self) -> Decimal:
         start = start_micros(self.node)
-        own = self.curve.cost(start, start + self.node.paid_micros)
-        return sum((self.extra_usd(extra) for extra in self.extras), own)
+        own = self.node_curve.cost(start, start + self.node.paid_micros)
+        extras = (self.extra_usd(extra) + self.extra_volume_usd(extra) for extra in self.extras)
+        return sum(extras, own)
 
     @property
     def curve(self) -> PriceCurve:
         """The node's share of the hourly price of its instance, over time."""
         return divide_price(self.price.curve, self.sharers)
+
+    @property
+    def volume_curve(self) -> PriceCurve:
+        """The node's share of the hourly price of the instance's root volume, over time."""
+        return divide_price(PriceCurve(self.price.volume_usd_per_hour), self.sharers)
+
+    @property
+    def node_curve(self) -> PriceCurve:
+        """The node's share of both prices, over time."""
+        return divide_price(self.price.node_curve, self.sharers)
 
     @property
     def on_demand_curve(self) -> PriceCurve | None:
@@ -78,8 +89,17 @@ class NodeBill:
         )
 
     def extra_usd(self, extra: ExtraTime) -> Decimal:
+        """Return the dollars of the instance alone."""
         start = round(extra.start * MICRO)
         return self.price.curve.cost(start, start + extra.micros)
+
+    def extra_volume_usd(self, extra: ExtraTime) -> Decimal:
+        """Return the dollars of the root volume, which exists as long as its instance.
+
+        EBS bills a volume by the second and for a minute at least, as EC2 bills its instance
+        (https://aws.amazon.com/ebs/pricing/).
+        """
+        return PriceCurve(self.price.volume_usd_per_hour).cost(0, extra.micros)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +115,19 @@ class UnreportedBill:
 
     @property
     def usd(self) -> Decimal:
+        """Dollars of the machine and its root volume."""
+        return self.machine_usd + self.volume_usd
+
+    @property
+    def machine_usd(self) -> Decimal:
         stay = self.job.stay(self.node)
         start = round(stay.started * MICRO)
         return self.price.curve.cost(start, start + stay.micros)
+
+    @property
+    def volume_usd(self) -> Decimal:
+        micros = self.job.stay(self.node).micros
+        return PriceCurve(self.price.volume_usd_per_hour).cost(0, micros)
 
     @property
     def rank_microseconds(self) -> int:

@@ -59,8 +59,8 @@ LONGEST_IDLE_SECONDS = 600.0
 SCALE_DOWN_SECONDS = 300.0
 # Clocks of two machines that follow NTP differ by less.
 SYNCHRONISED_SECONDS = 60.0
-# The bill shows this time, while the ledger has only an estimate of it.
-ESTIMATED_UNTIL_BILLED = frozenset({LedgerClass.BOOT, LedgerClass.SCALE_DOWN})
+# The bill shows these, while the ledger has only an estimate of them.
+ESTIMATED_UNTIL_BILLED = frozenset({LedgerClass.BOOT, LedgerClass.SCALE_DOWN, LedgerClass.VOLUMES})
 # A node without a job id is assigned to a job at most this far apart in time, because their clocks
 # may differ.
 CLOCKS_APART_SECONDS = 300.0

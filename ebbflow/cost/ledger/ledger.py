@@ -10,6 +10,9 @@ are exact at those prices, but AWS may invoice a different amount.
 The same seconds and dollars are also summed by cause. In that sum, an interruption includes the
 start-up and the redone steps that it made necessary.
 
+Root volumes of EC2 nodes are a class without seconds: for all paid time, the price that the plan
+states for them. The dollars of a cause include those of its time.
+
 Like the events, the ledger is append-only: later events add to it, and can only turn completed
 steps into redone ones.
 """
@@ -95,7 +98,7 @@ class Ledger:
     The seconds and dollars of the lines sum to the totals exactly.
 
     Attributes:
-        lines: One line for each class that has any time, in the order of `LedgerClass`.
+        lines: One line for each class that has any time or dollars, in the order of `LedgerClass`.
         price_kind: Source of the prices: "recorded …", "estimated …", "simulated" (a local run with
             assumed prices) or "unpriced" (no plan).
         useful_on_demand_usd: Cost of the useful step time at the on-demand price of the same nodes;
@@ -179,7 +182,7 @@ def fold(events: Sequence[Event], *, running: bool = False) -> Ledger:
         cells=tuple(
             (*key, sums.cell_micros[key], usd)
             for key, usd in sums.cell_usd.items()
-            if sums.cell_micros[key]
+            if sums.cell_micros[key] or usd
         ),
         nodes=bills.nodes,
         unreported=bills.unreported,
@@ -245,6 +248,7 @@ class _Sums:
     def add(self, bill: NodeBill) -> None:
         node = bill.node
         curve = bill.curve
+        volume = bill.volume_curve
         on_demand = bill.on_demand_curve
         generation = self._generations[node.generation]
         start_cause = self._start_causes[generation.number]
@@ -252,6 +256,8 @@ class _Sums:
             self.estimated |= rank.estimated
             for kind, usd in compute_rank_charges(node, rank, curve).items():
                 self._add(kind, _find_cause(kind, generation, start_cause), rank.classes[kind], usd)
+            for kind, usd in compute_rank_charges(node, rank, volume).items():
+                self._add_volume(bill, _find_cause(kind, generation, start_cause), usd)
             if on_demand is None:
                 self.useful = None
             elif self.useful is not None:
@@ -273,6 +279,7 @@ class _Sums:
                 hours = Decimal(extra.micros) / (3600 * MICRO)
                 self._undisturbed += bill.price.on_demand_usd_per_hour * hours
             self._add(kind, cause, extra.micros * len(node.ranks), bill.extra_usd(extra))
+            self._add_volume(bill, cause, bill.extra_volume_usd(extra))
 
     def add_unreported(self, bill: UnreportedBill) -> None:
         ended = bill.job.cause.replace("_", " ")
@@ -280,7 +287,18 @@ class _Sums:
             cause = "start and end"
         else:
             cause = f"interruption: {ended} before the first event"
-        self._add(LedgerClass.STARTUP, cause, bill.rank_microseconds, bill.usd)
+        self._add(LedgerClass.STARTUP, cause, bill.rank_microseconds, bill.machine_usd)
+        self._add_volume_usd(cause, bill.volume_usd)
+
+    def _add_volume(self, bill: NodeBill, cause: str, usd: Decimal) -> None:
+        self._add_volume_usd(cause, usd)
+        if bill.price.on_demand_usd_per_hour is not None and _is_undisturbed(cause):
+            self._undisturbed += usd
+
+    def _add_volume_usd(self, cause: str, usd: Decimal) -> None:
+        if usd:
+            self.estimated.add(LedgerClass.VOLUMES)
+            self._add(LedgerClass.VOLUMES, cause, 0, usd)
 
     def _add(self, kind: LedgerClass, cause: str, micros: int, usd: Decimal) -> None:
         self.cause_micros[cause] = self.cause_micros.get(cause, 0) + micros
@@ -337,7 +355,7 @@ def _find_cause(kind: LedgerClass, generation: RecordedGeneration, start_cause: 
 
 
 def _make_lines(sums: _Sums, total_usd: Decimal) -> tuple[LedgerLine, ...]:
-    kinds = [kind for kind in LedgerClass if sums.micros.get(kind)]
+    kinds = [kind for kind in LedgerClass if sums.micros.get(kind) or sums.usd.get(kind)]
     amounts = apportion([sums.usd[kind] for kind in kinds], total=total_usd)
     return tuple(
         LedgerLine(

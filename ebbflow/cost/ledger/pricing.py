@@ -89,6 +89,13 @@ class PriceCurve:
         prices = [self.price_at(start), *(usd for _, usd in within)]
         return min(prices), max(prices)
 
+    def plus(self, usd_per_hour: Decimal) -> PriceCurve:
+        """Return the curve with a constant price added."""
+        if not usd_per_hour:
+            return self
+        changes = tuple((at, usd + usd_per_hour) for at, usd in self.changes)
+        return PriceCurve(self.first + usd_per_hour, changes)
+
     def is_constant(self, start: int, end: int) -> bool:
         """Return whether the price is the same at all times from `start` to `end` (Unix
         microseconds).
@@ -137,6 +144,13 @@ class NodePrice:
         str  # source of the price: "recorded …", "live …", "estimated …", "simulated" or "unpriced"
     )
     pool: PoolName | None  # the pool whose price applies; None without a plan
+    # Dollars per hour of the node's root volume, beside `curve`; 0 in older plans
+    volume_usd_per_hour: Decimal = Decimal(0)
+
+    @property
+    def node_curve(self) -> PriceCurve:
+        """The price of the node with its root volume."""
+        return self.curve.plus(self.volume_usd_per_hour)
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,7 @@ class Pricing:
             on_demand_usd_per_hour=_find_on_demand_usd(plan, pool.instance_type),
             kind=kind,
             pool=pool,
+            volume_usd_per_hour=parse_volume_usd(chosen),
         )
 
     def _price(self, at: float, machine: MachineFacts, job: BatchJob | None) -> NodePrice:
@@ -299,6 +314,11 @@ class Pricing:
 def parse_usd(candidate: PriceJson) -> Decimal:
     """Read a candidate's dollars per hour of one node, exactly as quoted."""
     return PoolPrice.from_json(candidate).usd_per_hour
+
+
+def parse_volume_usd(candidate: PriceJson) -> Decimal:
+    """Read a candidate's dollars per hour of the root volume of one node; 0 in older plans."""
+    return PoolPrice.from_json(candidate).volume_usd_per_hour
 
 
 def read_plan(event: Event[PlanPayload]) -> PlanJson:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,15 @@ from ebbflow.core.event_payloads import PlanPayload
 from ebbflow.core.events import STEP, Event, select_events
 from ebbflow.core.footprint import ModelShape, commit_bytes, shard_ranks
 from ebbflow.core.reliability import daly_interval_seconds
-from ebbflow.cost.catalogue import Catalogue, InstanceType, Rates, Usage, load_rates, other_costs
+from ebbflow.cost.catalogue import (
+    Catalogue,
+    InstanceType,
+    Rates,
+    Usage,
+    load_rates,
+    other_costs,
+    volume_usd_per_hour,
+)
 from ebbflow.cost.job_history import JobHistory
 from ebbflow.cost.ledger.generations import read_generations
 from ebbflow.cost.ledger.ledger import compute_spent_usd
@@ -386,8 +395,10 @@ def _judge_reservation(job: _SizedJob, pool: Pool, held: Reservation) -> Candida
         return found
     compute_usd = found.compute_usd
     if held.fee_usd is not None:
-        # The fee of a Capacity Block pays for all of its hours, whether used or not.
-        compute_usd = float(held.fee_usd)
+        # The fee of a Capacity Block pays for all of its hours, whether used or not, and for no
+        # volume.
+        volume_usd = float(found.price.volume_usd_per_hour)
+        compute_usd = float(held.fee_usd) + volume_usd * found.nodes * found.paid_hours
     total = found.expected_usd - found.compute_usd + compute_usd
     return replace(
         found,
@@ -654,13 +665,18 @@ def _make_candidate(job: _SizedJob, pool: Pool, offer: _Offer, expected: Expecte
     on_demand = sources.prices.on_demand(kind, quote.region)
     now = sources.now_utc
     limit = job.config.cost.max_price_age_hours
+    if quote.has_volume:
+        volume_usd = volume_usd_per_hour(job.config, quote.region, sources.rates)
+    else:
+        volume_usd = Decimal(0)
     price = PoolPrice(
         usd_per_hour=quote.usd_per_hour,
+        volume_usd_per_hour=volume_usd,
         kind=quote.describe(now, limit),
         age_hours=quote.age_hours(now),
         is_stale=pool.market == "spot" and quote.is_stale(now, limit),
     )
-    compute = price.usd_float * pool.nodes * expected.paid_hours
+    compute = price.node_usd_float * pool.nodes * expected.paid_hours
     total = compute + (bill.storage_usd + bill.transfer_usd)
     return Candidate(
         instance_type=pool.instance_type,

@@ -213,9 +213,8 @@ def usd_saved_by_moving(
         or (held.end_utc is not None and held.end_utc < end_utc)
     ):
         return 0.0
-    return (left - _save_hours(config)) * price - (left + start_hours(spot)) * float(
-        held.usd_per_hour
-    ) * spot.nodes
+    held_usd = float(held.usd_per_hour + spot.price.volume_usd_per_hour) * spot.nodes
+    return (left - _save_hours(config)) * price - (left + start_hours(spot)) * held_usd
 
 
 def guaranteed_hours(

@@ -69,6 +69,7 @@ RANKED = "ranked"
 
 _KINDS = {
     "usd_per_hour": "as each pool's price_kind says",
+    "volume_usd_per_hour": f"estimated at {RATES_KIND}",
     "hazard_per_hour": "as each pool's hazard_kind says",
     "fit": "estimated",
     "tokens_per_second": (

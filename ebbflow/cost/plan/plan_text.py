@@ -207,7 +207,7 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         size = f"{best.nodes} nodes"
     price = (
         f"{format_usd(best.price.usd_float, 4)}/h per node, "
-        f"{format_usd(best.gang_usd_per_hour, 4)}/h in all"
+        f"{format_usd(best.price.usd_float * best.nodes, 4)}/h in all"
     )
     if best.processes_per_node < best.gpu_count:
         used = f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used"
@@ -282,7 +282,13 @@ def _hours(plan: Plan, best: Candidate) -> str:
 
 
 def _dollars(plan: Plan, best: Candidate) -> str:
-    parts = f"compute {format_usd(best.compute_usd, 4)} + storage {format_usd(best.storage_usd, 4)}"
+    if best.price.volume_usd_per_hour:
+        compute = "compute with volumes"
+    else:
+        compute = "compute"
+    parts = (
+        f"{compute} {format_usd(best.compute_usd, 4)} + storage {format_usd(best.storage_usd, 4)}"
+    )
     if best.transfer_usd:
         parts += f" + transfer {format_usd(best.transfer_usd, 4)}"
     per_step = f"{format_usd(1000 * best.usd_per_step, 4)} per 1,000 useful steps"
@@ -328,7 +334,7 @@ def _ranked(plan: Plan) -> list[str]:
                 f"{pool.nodes} × {pool.instance_type} {pool.market.replace('_', '-')}",
                 one_line(pool.place) + (f" +{others}" if others else ""),
                 f"{pool.ranks} {pool.gpu}",
-                f"{format_usd(pool.gang_usd_per_hour, 4)} {_price_mark(pool)}",
+                f"{format_usd(pool.price.usd_float * pool.nodes, 4)} {_price_mark(pool)}",
                 format_short_age((pool.price.age_hours or 0.0) * 3600),
                 format_number(pool.tokens_per_second, 0)
                 + (" u" if pool.speed_kind == UNCALIBRATED else ""),

@@ -94,7 +94,7 @@ class Candidate(Pool):
     expected_hours: (
         float  # `paid_hours` plus unpaid waits for capacity after machines were reclaimed
     )
-    compute_usd: float
+    compute_usd: float  # of the nodes and their root volumes
     storage_usd: float
     transfer_usd: float
     expected_usd: float  # `compute_usd` + `storage_usd` + `transfer_usd`
@@ -109,7 +109,8 @@ class Candidate(Pool):
 
     @property
     def gang_usd_per_hour(self) -> float:
-        return self.price.usd_float * self.nodes
+        """Dollars per hour of all nodes with their root volumes."""
+        return self.price.node_usd_float * self.nodes
 
     @property
     def savings_percent(self) -> float | None:

@@ -25,7 +25,7 @@ from ebbflow.cost.plan.candidates import (
     PlanInputs,
     feasible_pools,
 )
-from ebbflow.cost.plan.guarantee import guaranteed_hours, refuse_unguaranteed
+from ebbflow.cost.plan.guarantee import finish_usd, guaranteed_hours, refuse_unguaranteed
 from ebbflow.cost.plan.live_forecast import Forecaster, chance_in_time
 from ebbflow.cost.plan.pools import Candidate, Pool, Rejection, get_idle_seconds
 from ebbflow.cost.prices.quote import refresh_command
@@ -277,6 +277,9 @@ def find_refusal(
         pool, first_hours = fastest_without_deadline(config, sources)
         hours = sufficient_hours(config, sources, pool)
         needed = needed_usd(config, sources, pool)
+        if pool.market == "on_demand":
+            # A new job must also be guaranteed within the budget
+            needed = max(needed, sources.progress.spent_usd + finish_usd(config, pool))
         budget = config.cost.budget_usd
         hint = deadline_hint(config, sources, hours)
         if budget is not None and needed > budget:
@@ -582,10 +585,11 @@ def _over_budget(config: RunConfig, sources: PlanInputs, cheapest: Candidate) ->
     if budget is None or needed <= budget:
         return None
     other = cheapest.storage_usd + cheapest.transfer_usd
+    with_volume = " with its volume" if cheapest.price.volume_usd_per_hour else ""
     message = (
         f"cost.budget_usd is ${budget:.4f}; the cheapest pool that can do it, {cheapest}, needs "
         f"${needed:.4f} = {cheapest.paid_hours:.4g} h × {cheapest.nodes} × "
-        f"${cheapest.price.usd_float:.4f}/h + ${other:.4f} storage and transfer + "
+        f"${cheapest.price.node_usd_float:.4f}/h{with_volume} + ${other:.4f} storage and transfer + "
         f"${reserve_usd(config, cheapest):.4f} "
         f"{describe_reserve(PriceWatch.of(config), cheapest, config.cluster.plan_for)}"
         + (f" + ${spent:.4f} spent so far" if spent else "")

@@ -27,7 +27,7 @@ _DAYS_PER_MONTH = 30.44
 _REGION_NAME = re.compile(r"[a-z]{2,}(?:-[a-z]+)+-\d+")
 
 # The names of the values of `PoolPrice.to_json`.
-PRICE_KEYS = ("usd_per_hour", "quoted_usd_per_hour", "price_kind")
+PRICE_KEYS = ("usd_per_hour", "quoted_usd_per_hour", "price_kind", "volume_usd_per_hour")
 
 # Spot prices are quoted to a ten-thousandth of a cent; estimates are rounded to the same digit.
 _QUANTUM = Decimal("0.000001")
@@ -50,6 +50,8 @@ class Quote:
     observed: float
     kind: QuoteKind  # kind of price: live, recorded (on a date) or estimated
     source: str  # source of the price, in words
+    # whether EC2 bills the node's root volume beside this price; not if a user states the price
+    has_volume: bool = True
 
     def age_hours(self, now_utc: float) -> float:
         return max(0.0, now_utc - self.observed) / 3600
@@ -97,11 +99,19 @@ class PoolPrice:
     age_hours: float | None = field(default=None, compare=False)
     # whether a quoted spot price is older than `cost.max_price_age_hours`
     is_stale: bool = field(default=False, compare=False)
+    # US dollars per hour for the node's root volume, at its list price; 0 without one, and in older
+    # plans, which count volumes as storage
+    volume_usd_per_hour: Decimal = Decimal(0)
 
     @property
     def usd_float(self) -> float:
         """The price as a float, for estimates. Bills use the exact `usd_per_hour`."""
         return float(self.usd_per_hour)
+
+    @property
+    def node_usd_float(self) -> float:
+        """The dollars per hour of a node with its root volume, for estimates."""
+        return float(self.usd_per_hour + self.volume_usd_per_hour)
 
     @classmethod
     def from_json(cls, data: PriceJson) -> Self:
@@ -113,15 +123,9 @@ class PoolPrice:
             KeyError: There is no price.
             ValueError: The price is not a number of dollars, 0 or more.
         """
-        text = str(data.get("quoted_usd_per_hour") or data["usd_per_hour"])
-        try:
-            usd = Decimal(text)
-        except InvalidOperation:
-            raise ValueError(f"{text} is not dollars per hour") from None
-        if not usd.is_finite() or usd < 0:
-            raise ValueError(f"{text} is not dollars per hour")
         return cls(
-            usd_per_hour=usd,
+            usd_per_hour=_parse_usd(data.get("quoted_usd_per_hour") or data["usd_per_hour"]),
+            volume_usd_per_hour=_parse_usd(data.get("volume_usd_per_hour") or 0),
             kind=str(data.get("price_kind") or ""),
             age_hours=data.get("price_age_hours"),
             is_stale=bool(data.get("price_stale")),
@@ -132,6 +136,7 @@ class PoolPrice:
             "usd_per_hour": self.usd_float,
             "quoted_usd_per_hour": f"{self.usd_per_hour:f}",
             "price_kind": self.kind,
+            "volume_usd_per_hour": f"{self.volume_usd_per_hour:f}",
         }
 
 
@@ -383,3 +388,14 @@ def _unix(date: str) -> float:
     else:
         form = "%Y-%m"
     return datetime.strptime(date, form).replace(tzinfo=UTC).timestamp()
+
+
+def _parse_usd(value: float | str) -> Decimal:
+    """Read dollars per hour, exactly as recorded. Raises ValueError unless 0 or more."""
+    try:
+        usd = Decimal(str(value))
+    except InvalidOperation:
+        raise ValueError(f"{value} is not dollars per hour") from None
+    if not usd.is_finite() or usd < 0:
+        raise ValueError(f"{value} is not dollars per hour")
+    return usd

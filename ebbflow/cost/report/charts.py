@@ -319,7 +319,7 @@ def _newest_gang(ledger: Ledger) -> tuple[list[NodeBill], float]:
     else:
         newest = 0
     gang = [bill for bill in ledger.nodes if bill.node.generation == newest]
-    return gang, sum(float(bill.curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
+    return gang, sum(float(bill.node_curve.price_at(bill.node.ended_wall)) for bill in gang) / 3600
 
 
 class _SpendCurve:
@@ -361,12 +361,12 @@ def _stays(bill: NodeBill | UnreportedBill) -> Iterable[tuple[float, float, Pric
     Start and end are Unix seconds.
     """
     if isinstance(bill, NodeBill):
-        yield bill.node.started_wall, bill.node.ended_wall, bill.curve
+        yield bill.node.started_wall, bill.node.ended_wall, bill.node_curve
         for extra in bill.extras:
-            yield extra.start, extra.start + extra.micros / MICRO, bill.price.curve
+            yield extra.start, extra.start + extra.micros / MICRO, bill.price.node_curve
     else:
         stay = bill.job.stay(bill.node)
-        yield stay.started, stay.started + stay.micros / MICRO, bill.price.curve
+        yield stay.started, stay.started + stay.micros / MICRO, bill.price.node_curve
 
 
 def _step_columns(

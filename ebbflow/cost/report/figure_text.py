@@ -53,16 +53,14 @@ def format_ledger_rows(report: RunReport) -> list[tuple[str, ...]]:
     """
     amounts = _format_amounts(report, [(line.rank_seconds, line.usd) for line in report.ledger])
     paid = report.paid_rank_seconds
-    rows = [
-        (
-            str(line.ledger_class).replace("_", " "),
-            time,
-            format_percent(line.rank_seconds / paid if paid else None),
-            dollars,
-            line.kind,
-        )
-        for line, (time, dollars) in zip(report.ledger, amounts, strict=True)
-    ]
+    rows = []
+    for line, (seconds, dollars) in zip(report.ledger, amounts, strict=True):
+        name = str(line.ledger_class).replace("_", " ")
+        if line.ledger_class is LedgerClass.VOLUMES:  # which have no time of their own
+            rows.append((name, NONE, NONE, dollars, line.kind))
+            continue
+        share = format_percent(line.rank_seconds / paid if paid else None)
+        rows.append((name, seconds, share, dollars, line.kind))
     if {line.kind for line in report.ledger} - {MEASURED}:
         kind = "estimated"
     else:
@@ -338,8 +336,8 @@ def explain_figures(report: RunReport) -> list[str]:
     lines = [
         *describe_damage(report),
         "measured: losses, steps, speed, and all time that agents and ranks recorded",
-        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage, "
-        "transfer left out)",
+        f"dollars: {_price_in_full(report)}; {exact}no invoice (taxes, credits, storage of "
+        "commits and transfer left out)",
     ]
     if report.money.get("light_steps_away"):
         lines.append(
@@ -546,7 +544,7 @@ def _explain_estimated_classes(report: RunReport) -> list[str]:
     inferred = [
         str(kind).replace("_", " ")
         for kind in LedgerClass
-        if kind in estimated - billed - {LedgerClass.SCALE_DOWN}
+        if kind in estimated - billed - {LedgerClass.SCALE_DOWN, LedgerClass.VOLUMES}
     ]
     rules = [str(kind).replace("_", " ") for kind in LedgerClass if kind in estimated & billed]
     lines = []
@@ -568,6 +566,11 @@ def _explain_estimated_classes(report: RunReport) -> list[str]:
         lines.append(
             f"estimated: scale down: {SCALE_DOWN_SECONDS:g} s assumed after each job of AWS Batch "
             "whose instance was not reclaimed"
+        )
+    if LedgerClass.VOLUMES in estimated:
+        lines.append(
+            "estimated: volumes: cost.volume_gib_per_node of gp3 per node at its list price, for all "
+            "paid time"
         )
     return lines
 

@@ -38,6 +38,7 @@ from ebbflow.cost.ledger.pricing import (
     Pricing,
     parse_pool,
     parse_usd,
+    parse_volume_usd,
     read_plan,
     select_plans,
 )
@@ -208,7 +209,7 @@ def list_step_figures(events: Sequence[Event]) -> list[tuple[float | int | bool 
     # (seconds, dollars, event) of each rank
     executed: dict[tuple[int, int], list[tuple[float, float, Event[StepPayload]]]] = {}
     for bill in compute_bills(ordered, generations).nodes:
-        curve = bill.curve
+        curve = bill.node_curve
         ranks = len(bill.node.ranks)
         for event in chain.from_iterable(bill.node.events.values()):
             if is_event(event, StepPayload) and event.step is not None:
@@ -317,8 +318,8 @@ def compute_money_figures(
         JSON values, among them:
 
         - forecast: Forecast of the first plan, for the whole job. Later plans cover only the
-          remaining work. `compute_usd` excludes storage and transfer, which the ledger does not
-          meter. `useful_usd` is its part for useful work; None for plans of older versions.
+          remaining work. `compute_usd`, of nodes and their root volumes, excludes storage and
+          transfer, which the ledger does not meter. `useful_usd` is its part for useful work; None for plans of older versions.
         - causes: Dollars by cause, with six decimals, that sum to the total.
         - cells: The same dollars and rank-seconds by cause and ledger class.
         - hindsight: Lowest possible cost, and regret (`compute_hindsight`).
@@ -443,8 +444,8 @@ def compute_hindsight(
 def read_price_curves(
     plan: Mapping[str, Any], history: Mapping[PoolName, Sequence[tuple[float, Decimal]]]
 ) -> dict[PoolName, PriceCurve]:
-    """Return the price curve of one node by pool: first the plan's quote, then the recorded price
-    changes.
+    """Return the price curve of one node with its root volume by pool: first the plan's quote, then
+    the recorded price changes.
 
     Quotes for numbers of nodes other than the planned number are left out.
     """
@@ -452,7 +453,11 @@ def read_price_curves(
     for pool, changes in history.items():
         if changes:
             first.setdefault(pool, min(changes)[1])
-    return {pool: PriceCurve.of(usd, history.get(pool, ())) for pool, usd in first.items()}
+    volume_usd = parse_volume_usd(plan["chosen"])
+    return {
+        pool: PriceCurve.of(usd, history.get(pool, ())).plus(volume_usd)
+        for pool, usd in first.items()
+    }
 
 
 def _compute_goodput(useful: int, ledger: Ledger) -> float | None:

@@ -74,6 +74,7 @@ COLOURS = {
     LedgerClass.MINIMUM_CHARGE: "#bcaaa4",
     LedgerClass.BOOT: "#8d6e63",
     LedgerClass.SCALE_DOWN: "#6d4c41",
+    LedgerClass.VOLUMES: "#4e5d6c",
 }
 _PAGE = Path(__file__).parent / "page"
 _MOST_EVENTS = 400
@@ -530,7 +531,11 @@ def _money(report: RunReport) -> str:
         colours=colours,
         total=True,
     )
-    cells = group_by_key((str(cell["cause"]), cell) for cell in report.money.get("cells") or [])
+    cells = group_by_key(
+        (str(cell["cause"]), cell)
+        for cell in report.money.get("cells") or []
+        if cell["rank_seconds"]
+    )
     rows = figure_text.format_cause_rows(report)
     causes = report.money.get("causes") or []
     widest = max((cause["rank_seconds"] for cause in causes), default=0.0) or 1.0

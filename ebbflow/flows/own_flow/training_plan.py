@@ -73,6 +73,7 @@ class GivenPrice:
             observed=self.now_utc,
             kind="recorded",
             source=_GIVEN,
+            has_volume=False,
         )
 
     def zones(self, region: str) -> Sequence[str]:  # noqa: ARG002

@@ -337,8 +337,9 @@ def _describe_no_progress(
 
 
 def _usd_per_rank_second(pool: PlannedPool) -> float:
-    # The price is that of one node
-    return float(pool.usd_per_hour) / (3600 * int(pool.processes_per_node or 1))
+    # The prices are those of one node
+    usd_per_hour = float(pool.usd_per_hour) + float(pool.volume_usd_per_hour or 0)
+    return usd_per_hour / (3600 * int(pool.processes_per_node or 1))
 
 
 def _money(usd: Decimal) -> str:

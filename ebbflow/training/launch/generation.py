@@ -323,7 +323,7 @@ class NodeGeneration:
         self._usd_per_rank_second = terms.usd_per_rank_second
         if before != terms.usd_per_rank_second:
             print_line(
-                f"the price of this pool is now ${3600 * terms.usd_per_rank_second * ranks:.4f} per "
+                f"this pool now costs ${3600 * terms.usd_per_rank_second * ranks:.4f} per "
                 f"hour, before ${3600 * before * ranks:.4f}; ${terms.spent_usd:.4f} spent so far"
             )
 
