@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(5400)]
 
 _TIMEOUT_SECONDS = 900.0
 _NO_DEVICE = 100
-_PYTHON, _TORCH = PAIRS[0][0], PAIRS[1][1]
+_PYTHON = PAIRS[0][0]
+_TORCH = PAIRS[1][1]
 
 # A rank's end of the attached script: what it has, and whether it can ask for a GPU after its fork
 _SCRIPT_END = """
@@ -223,18 +224,17 @@ def test_an_attached_script_and_the_flight_recorders_of_its_ranks(
     words += ["--set", "checkpoint.interval_steps=5"]
     launcher = runner.start(*words, "--", "0.2", program=("-m", "ebbflow"))
 
-    def read_recorders() -> dict[str, Any]:
-        """Return the collectives of each rank whose recorder answers."""
-        calls: dict[str, Any] = {}
-        for path in tmp_path.rglob(f"rank-*{RECORDER}"):
-            calls[path.name] = parse_records(fetch_records(path)[0])
-        return {name: records for name, records in calls.items() if records}
+    recorded: dict[str, Any] = {}
 
-    recorded = wait_until(
-        "both flight recorders have collectives",
-        lambda: answers if len(answers := read_recorders()) == 2 else {},
-        _TIMEOUT_SECONDS,
-    )
+    def read_recorders() -> bool:
+        assert launcher.poll() is None, runner.log.read_text()[-3000:]
+        for path in tmp_path.rglob(f"rank-*{RECORDER}"):
+            records = parse_records(fetch_records(path)[0])
+            if records:
+                recorded[path.name] = records
+        return len(recorded) == 2
+
+    wait_until("both flight recorders have collectives", read_recorders, _TIMEOUT_SECONDS)
     assert all("all_reduce" in str(records) for records in recorded.values()), recorded
     done = runner.finish(launcher, timeout=_TIMEOUT_SECONDS)
     assert done.exit_code == 0, done.output[-3000:]
@@ -285,10 +285,11 @@ def test_preflight_compares_the_driver_with_the_wheel(python: Path, tmp_path: Pa
     folders = [driver.folder for driver in drivers.values()]
     done = _run(python, _ASK, *folders, environment={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-3000:]
-    for (name, case), line in zip(cases.items(), done.stdout.splitlines(), strict=True):
+    for name, line in zip(cases, done.stdout.splitlines(), strict=True):
         status, detail, fix, gpus = json.loads(line)
+        cause, advice = cases[name][3:]
         assert status == "failed" and gpus == 0, name
-        assert case[3] in detail and case[4] in fix and "\n" not in detail, detail
+        assert cause in detail and advice in fix and "\n" not in detail, detail
         assert {call.caller for call in drivers[name].calls()} == {"check"}
 
     old = drivers["old"]
