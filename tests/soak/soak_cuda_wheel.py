@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(5400)]
 
 _TIMEOUT_SECONDS = 900.0
 _NO_DEVICE = 100
+_STEPS = 40
 _PYTHON = PAIRS[0][0]
 _TORCH = PAIRS[1][1]
 
@@ -37,6 +38,7 @@ _TORCH = PAIRS[1][1]
 _SCRIPT_END = """
 import json, os, pathlib, torch
 found = {"variables": dict(os.environ), "cuda": torch.version.cuda, "gpu": torch.cuda.is_available()}
+found["allocator"] = torch._C._accelerator_getAllocatorSettings()
 pathlib.Path(__file__).with_name(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
 
@@ -174,7 +176,7 @@ def see_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def _run(
+def run_program(
     python: Path, program: str, *words: object, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -193,10 +195,9 @@ def test_a_job_with_a_killed_rank_ends_like_one_of_the_cpu_build(
     driver = Driver(tmp_path / "driver")
     runner = FlowRunner(tmp_path / "cuda", environment=driver.environment)
     runner.python = str(python)
-    data = {"data__path": ROOT / "ebbflow", "training__max_steps": 40}
-    run = runner.run(
-        "run", *runner.options(**data), "--rehearse", "rank-kill@60%", timeout=_TIMEOUT_SECONDS
-    )
+    text = ROOT / "ebbflow"
+    options = runner.options(data__path=text, training__max_steps=_STEPS)
+    run = runner.run("run", *options, "--rehearse", "rank-kill@60%", timeout=_TIMEOUT_SECONDS)
     assert run.exit_code == 0, run.output[-3000:]
     assert run.report["outcome"] == "completed" and run.report["interruptions"] == 1
     asked = [call.caller for call in driver.calls() if call.function == "cuInit"]
@@ -206,7 +207,9 @@ def test_a_job_with_a_killed_rank_ends_like_one_of_the_cpu_build(
     names = {call.process for call in driver.calls()}
     assert names == {"rank 0", "rank 1"}, "no rank was forked from the standby process"
 
-    whole = train_alone(FlowRunner(tmp_path / "cpu"), ranks=2, **data)
+    whole = train_alone(
+        FlowRunner(tmp_path / "cpu"), ranks=2, data__path=text, training__max_steps=_STEPS
+    )
     assert run.report["weights_sha256"] == whole["weights_sha256"]
     print(f"weights of both builds: {whole['weights_sha256']}")
 
@@ -224,7 +227,7 @@ def test_an_attached_script_and_the_flight_recorders_of_its_ranks(
     words += ["--set", "checkpoint.interval_steps=5"]
     launcher = runner.start(*words, "--", "0.2", program=("-m", "ebbflow"))
 
-    recorded: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}  # collectives, by the socket's name
 
     def read_recorders() -> bool:
         assert launcher.poll() is None, runner.log.read_text()[-3000:]
@@ -235,15 +238,15 @@ def test_an_attached_script_and_the_flight_recorders_of_its_ranks(
         return len(recorded) == 2
 
     wait_until("both flight recorders have collectives", read_recorders, _TIMEOUT_SECONDS)
-    assert all("all_reduce" in str(records) for records in recorded.values()), recorded
     done = runner.finish(launcher, timeout=_TIMEOUT_SECONDS)
     assert done.exit_code == 0, done.output[-3000:]
     assert {call.caller for call in driver.calls()} == {"rank"}, driver.calls()
     for rank in range(2):
         found = json.loads((script.parent / f"rank-{rank}.json").read_text())
         assert found["cuda"] and not found["gpu"]
-        wanted = recorder_variables(_TORCH) | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        assert wanted.items() <= found["variables"].items()
+        assert recorder_variables(_TORCH).items() <= found["variables"].items()
+        # torch reads the variable once in a process: the standby must not have done it
+        assert found["allocator"] == "expandable_segments:True"
 
 
 def test_both_recorders_answer_beside_an_nccl_group(python: Path, tmp_path: Path) -> None:
@@ -256,7 +259,7 @@ def test_both_recorders_answer_beside_an_nccl_group(python: Path, tmp_path: Path
         check=True,
     )
     variables = driver.environment | recorder_variables(_TORCH) | {"LD_PRELOAD": str(library)}
-    done = _run(python, _RECORDER, tmp_path / "rank-0.heartbeat", environment=variables)
+    done = run_program(python, _RECORDER, tmp_path / "rank-0.heartbeat", environment=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["backend"] == "nccl" and found["missing"] == []
@@ -283,7 +286,7 @@ def test_preflight_compares_the_driver_with_the_wheel(python: Path, tmp_path: Pa
         for name, (version, init, shown, _, _) in cases.items()
     }
     folders = [driver.folder for driver in drivers.values()]
-    done = _run(python, _ASK, *folders, environment={"PYTHONPATH": str(ROOT)})
+    done = run_program(python, _ASK, *folders, environment={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-3000:]
     for name, line in zip(cases, done.stdout.splitlines(), strict=True):
         status, detail, fix, gpus = json.loads(line)
