@@ -2,7 +2,7 @@
 
     CUDA_WHEEL=FOLDER python -m pytest -n 0 -s tests/soak/soak_cuda_wheel.py
 
-It makes an environment in FOLDER (5 GB, of which 2.5 GB are downloaded; default: a temporary one)
+It makes an environment in FOLDER (2.7 GB of wheels, 5 GB on disk; default: a temporary one)
 and uses one that is there. Ranks train on the CPU: nothing here shows what a GPU does.
 """
 
