@@ -67,6 +67,7 @@ class FlowRunner:
     """
 
     program = FLOW
+    python = sys.executable
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class FlowRunner:
         self.log = self.folder / f"output-{time.monotonic_ns()}.log"
         with open(self.log, "w") as log:
             return subprocess.Popen(
-                [sys.executable, *(program or [str(self.program)]), *words],
+                [self.python, *(program or [str(self.program)]), *words],
                 cwd=cwd or self.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

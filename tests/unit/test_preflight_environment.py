@@ -297,7 +297,7 @@ def test_a_machine_without_a_driver_skips(monkeypatch: pytest.MonkeyPatch, tmp_p
     [
         (
             "echo '570.86.15, NVIDIA A100'",
-            ("13.0", ["sm_80"]),
+            ("13.0", ["sm_80"], (8, 0), "", "The NVIDIA driver on your system is too old"),
             "needs driver 580 or newer: 570 < 580",
         ),
         (
@@ -336,6 +336,13 @@ def test_a_driver_that_does_not(gpu: FakeGpu, driver: str, torch: tuple, says: s
     assert failed_results([result])
 
 
+def test_an_older_driver_with_cuda_compat_is_accepted_if_the_gpus_compute(gpu: FakeGpu) -> None:
+    gpu.driver("echo '570.86.15, NVIDIA A100'")
+    gpu.torch("13.0", ["sm_80"])
+    found = passed("gpu", gpu.project, cluster={"nodes": 1, "processes_per_node": 1})
+    assert "driver 570.86.15" in found.detail and "CUDA 13.0: an addition" in found.detail
+
+
 def test_more_ranks_than_gpus(gpu: FakeGpu) -> None:
     result = failed("gpu", gpu.project, cluster={"processes_per_node": 2, "device": "cuda"})
     assert "2 × 2 = 4 ranks on 1 GPUs" in result.detail
@@ -351,6 +358,13 @@ def test_more_ranks_than_gpus(gpu: FakeGpu) -> None:
     [
         ("Error 802: system not yet initialized", "nvidia-fabricmanager"),
         ("The NVIDIA driver on your system is too old (found version 12020)", "upgrade the driver"),
+        (
+            "Error 803: system has unsupported display driver / cuda driver combination",
+            "cuda-compat",
+        ),
+        ("Error 804: forward compatibility was attempted on non supported HW", "cuda-compat"),
+        ("Error 34: CUDA driver is a stub library", "stubs of CUDA out of LD_LIBRARY_PATH"),
+        ("CUDA unknown error - this may be due to", "nvidia-modprobe -u"),
         ("No CUDA GPUs are available", "whether the container was given its GPUs"),
     ],
 )

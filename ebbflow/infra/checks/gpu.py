@@ -41,6 +41,24 @@ _TORCH_SECONDS = 75.0
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 _MIG = "MIG-"  # the ids of parts of a GPU begin so
 _WHEELS = "https://pytorch.org/get-started/locally"
+_OTHER_DRIVER = f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
+_OTHER_LIBRARY = (
+    "use the driver's own libcuda.so.1: take cuda-compat out of LD_LIBRARY_PATH, or reboot if the "
+    "driver was upgraded"
+)
+# Words of torch's error, and the fix
+_FIXES = (
+    (
+        "system not yet initialized",  # error 802
+        "start NVIDIA Fabric Manager of the driver's version: systemctl start nvidia-fabricmanager",
+    ),
+    ("too old", _OTHER_DRIVER),
+    ("insufficient", _OTHER_DRIVER),
+    ("unsupported display driver", _OTHER_LIBRARY),  # error 803
+    ("forward compatibility was attempted", _OTHER_LIBRARY),  # error 804
+    ("CUDA driver is a stub library", "take the folder stubs of CUDA out of LD_LIBRARY_PATH"),
+    ("CUDA unknown error", "load the module nvidia_uvm: nvidia-modprobe -u -c=0; else reboot"),
+)
 
 # Runs in a child process, which a broken driver may crash or hang. One addition proves that a GPU
 # runs kernels.
@@ -455,10 +473,11 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
     family = int(cuda.split(".")[0])
     major = int(driver.version.split(".")[0])
     oldest = _OLDEST_DRIVER.get(family)
-    if oldest is not None and major < oldest:
-        fix = f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
+    # An older driver works with the libraries of NVIDIA's package cuda-compat
+    if oldest is not None and major < oldest and not answer["gpus"]:
         return failed(
-            f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}", fix
+            f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}",
+            _OTHER_DRIVER,
         )
     if not answer["gpus"]:
         said = answer["error"] or "torch sees none of the GPUs"
@@ -481,13 +500,9 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
 
 
 def _fix_of(said: str) -> str:
-    if "802" in said or "system not yet initialized" in said:  # cudaErrorSystemNotReady
-        return (
-            "start NVIDIA Fabric Manager of the driver's version: systemctl start "
-            "nvidia-fabricmanager"
-        )
-    if "too old" in said or "insufficient" in said:
-        return f"upgrade the driver, or install torch for an older CUDA: {_WHEELS}"
+    for sign, fix in _FIXES:
+        if sign in said:
+            return fix
     return "run nvidia-smi; see CUDA_VISIBLE_DEVICES, and whether the container was given its GPUs"
 
 
