@@ -531,9 +531,11 @@ def test_a_dataset_with_a_state_resumes_from_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(("samples", "warned"), [(24, False), (20, True)])
+@pytest.mark.parametrize(
+    ("samples", "ranks", "warned"), [(24, 1, False), (20, 1, True), (20, 2, False)]
+)
 def test_a_data_set_of_another_length_is_named_once_after_a_restore(
-    samples: int, warned: bool
+    samples: int, ranks: int, warned: bool
 ) -> None:
     def open_state() -> ScriptState:
         return ScriptState(Gang(), torch.nn.Linear(1, 1), None, {})
@@ -549,7 +551,7 @@ def test_a_data_set_of_another_length_is_named_once_after_a_restore(
         extra=extra,
         key="commits/a",
         rng="restored",
-        world_size=1,
+        world_size=ranks,
         bytes_read=0,
         seconds=0.0,
         split=spent,

@@ -267,9 +267,10 @@ class ScriptState:
         self.epoch = fields["epoch"]
         self.batch = fields["batch"]
         self.epoch_samples = fields.get("samples", 0)
-        self._committed_samples = fields.get("dataset_samples")
         self.resized = fields.get("resized", "")
-        if restored.world_size != self._gang.world_size:
+        if restored.world_size == self._gang.world_size:
+            self._committed_samples = fields.get("dataset_samples")
+        else:  # a rank's own part of the data may have another length
             self._seed = fields.get("seed", self._seed)
             self._in_other_batches = self.epoch_samples > 0
             self.resized = describe_resize(restored.world_size, self._gang.world_size)
