@@ -104,6 +104,15 @@ class Launcher:
     def was_here(self) -> bool:
         return bool(self.boot_id) and (self.boot_id, self.pid_namespace) == _here()
 
+    def is_process(self, pid: int) -> bool:
+        """Return whether the launcher is the process `pid` of this machine.
+
+        Two containers may share their host's name, and both have a process 1.
+        """
+        if self.boot_id:
+            return self.was_here and self.pid == pid
+        return (self.host, self.pid) == (socket.gethostname(), pid)
+
     @property
     def is_alive_here(self) -> bool:
         return self._state_here not in ("", "Z", "X")

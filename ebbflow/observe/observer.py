@@ -13,7 +13,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -251,7 +250,7 @@ def main() -> None:
     if has_feeds(config) and not arguments.only_page:
         outputs.append(JobFeeds(store, arguments.job, config, print_line))
     done = observe(JobObserver(live, outputs), ending, arguments.parent)
-    if arguments.report_folder is not None and not _runs_elsewhere(store, arguments.parent):
+    if arguments.report_folder is not None and not runs_elsewhere(store, arguments.parent):
         finish_job(arguments.job, store, arguments.report_folder)
     with contextlib.suppress(OSError):  # the launcher has ended
         sys.stdout.flush()
@@ -276,12 +275,7 @@ def finish_job(job: str, job_store: Store, folder: Path) -> None:
     print_line(render_closing(report, str(page), width=_ANY_WIDTH))
 
 
-def print_line(text: str) -> None:
-    with contextlib.suppress(OSError):  # the launcher has ended
-        print(text, flush=True)
-
-
-def _runs_elsewhere(job_store: Store, parent: int) -> bool:
+def runs_elsewhere(job_store: Store, parent: int) -> bool:
     """Return whether a process other than `parent` now runs the job.
 
     This happens, for example, after torchrun has restarted the script.
@@ -292,7 +286,12 @@ def _runs_elsewhere(job_store: Store, parent: int) -> bool:
         return False
     if found is None:
         return False
-    return (found.launcher.host, found.launcher.pid) != (socket.gethostname(), parent)
+    return not found.launcher.is_process(parent)
+
+
+def print_line(text: str) -> None:
+    with contextlib.suppress(OSError):  # the launcher has ended
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ class AttachError(TrainingError, outcome=Outcome.CONFIG, curable=False):
 
 
 class NoRoom(CheckpointError, curable=False):
-    """The store is full or over its quota, and no commit may be deleted from it."""
+    """The store is full or over its quota, and no commit may be deleted from it; or a limit of the
+    process leaves no room for the staging buffer.
+    """
 
 
 class CorruptCommit(CheckpointError):

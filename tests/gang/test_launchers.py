@@ -56,6 +56,7 @@ from ebbflow.flows.attempts import settlement
 from ebbflow.flows.job import Job
 from ebbflow.flows.launch import Launch
 from ebbflow.flows.options import CheckedOptions
+from ebbflow.observe.observer import runs_elsewhere
 from tests.support.flow import ROOT, wait_until
 from tests.support.swift import Swift
 
@@ -247,6 +248,20 @@ def test_a_claim_of_another_machine_is_watched_for_a_sign_of_life(folder: Store)
     ):
         claim_job(folder, "mine", "run", say=renew)
     assert len(said) == 1 and said[0].endswith("for a sign of life")
+
+
+def test_a_claim_by_the_same_pid_in_another_container_is_another_launchers(folder: Store) -> None:
+    """Containers on the host's network share its name, so a fenced observer writes no report."""
+    claim = claim_job(folder, "mine", "run", say=pytest.fail)
+    assert not runs_elsewhere(folder, os.getpid())
+    assert runs_elsewhere(folder, os.getpid() + 1)
+    claim.release()
+    taken = replace(claim.launcher, number=2, id="other", pid_namespace="pid:[1]")
+    folder.put(launcher_key(2), taken.to_json())
+    assert (taken.host, taken.pid) == (socket.gethostname(), os.getpid())
+    assert runs_elsewhere(folder, os.getpid())
+    without_proc = replace(taken, boot_id="", pid_namespace="")
+    assert without_proc.is_process(os.getpid()) and not without_proc.is_process(os.getpid() + 1)
 
 
 def test_a_claim_without_a_sign_of_life_is_taken(

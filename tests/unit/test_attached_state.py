@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from ebbflow.training.attach.capture import ScriptState
 from ebbflow.training.attach.guards import describe_promise
 from ebbflow.training.attach.influence import find_random_draws
 from ebbflow.training.attach.script_state import ScriptWatch
@@ -32,7 +33,9 @@ from ebbflow.training.attach.state import (
     restore_frozen,
     split_state,
 )
+from ebbflow.training.checkpoint.restore import RestoreResult, RestoreSeconds
 from ebbflow.training.errors import AttachError
+from ebbflow.training.gang import Gang
 from ebbflow.tryout.resume_findings import (
     LostState,
     compare,
@@ -526,6 +529,43 @@ def test_a_dataset_with_a_state_resumes_from_it() -> None:
     assert first + [batch.tolist() for batch in again.epoch(0, 2)] == [
         list(range(n, n + 4)) for n in range(0, 24, 4)
     ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "warned"), [(24, 1, False), (20, 1, True), (20, 2, False)]
+)
+def test_a_data_set_of_another_length_is_named_once_after_a_restore(
+    samples: int, ranks: int, warned: bool
+) -> None:
+    def open_state() -> ScriptState:
+        return ScriptState(Gang(), torch.nn.Linear(1, 1), None, {})
+
+    said: list[str] = []
+    before = open_state()
+    before.open_source(DataLoader(Noisy(), batch_size=4), said.append)
+    captured = before.capture(5)
+    extra = json.loads(json.dumps(captured.fields))
+    spent = RestoreSeconds(list=0.0, download=0.0, verify=0.0, load=0.0, agree=0.0)
+    restored = RestoreResult(
+        step=5,
+        extra=extra,
+        key="commits/a",
+        rng="restored",
+        world_size=ranks,
+        bytes_read=0,
+        seconds=0.0,
+        split=spent,
+        further=captured.tensors,
+    )
+    after = open_state()
+    after.restore(restored, said.append)
+    loader = DataLoader(list(range(samples)), batch_size=4)
+    after.open_source(loader, said.append)
+    after.open_source(loader, said.append)
+    after.open_source(DataLoader([1, 2]), said.append)
+    assert len(said) == warned
+    if warned:
+        assert "had 24 samples at the restored commit and has 20 now" in said[0]
 
 
 def test_a_torchdata_loader_resumes_from_its_state() -> None:

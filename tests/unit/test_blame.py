@@ -162,7 +162,8 @@ def test_echoes_are_given_time_for_their_cause() -> None:
     echo = failed(0, cascade=True)
     cause = failed(1, killed_by="SIGKILL")
     assert settle_seconds([hung(0)]) > settle_seconds([hung(0)], all_heard=True) > 0
-    assert settle_seconds([echo]) > settle_seconds([hung(0)]) > settle_seconds([echo, cause])
+    outside = hung(1, waiting=False)
+    assert settle_seconds([echo]) > settle_seconds([outside]) > settle_seconds([echo, cause])
 
 
 def test_ranks_that_lost_a_peer_at_different_places_are_tried_again_unless_gloo_saw_other_sizes() -> (

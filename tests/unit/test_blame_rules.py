@@ -674,18 +674,33 @@ def test_a_stall_is_one_idle_rank_for_which_all_others_wait(
         ([], 1.0),
         ([broken(0)], 3.0),
         ([broken(0), hung(1)], 1.5),
-        ([hung(0)], 1.5),
+        ([hung(0, waiting=False)], 1.5),
+        ([hung(0), hung(1, waiting=False)], 1.5),
+        ([hung(0)], 6.0),
+        ([hung(0), hung(1)], 6.0),
     ],
 )
 def test_evidence_settles_after_the_time_that_its_kind_takes(
     failures: Evidence, seconds: float
 ) -> None:
     assert settle_seconds(failures) == seconds
-    if seconds == 1.5:
+    if seconds in (1.5, 6.0):
         all_heard = 0.2
     else:
         all_heard = seconds
     assert settle_seconds(failures, all_heard=True) == all_heard
+
+
+@pytest.mark.parametrize("evidence", [[hung(0)], [hung(0), seen(0)], [hung(0), seen(1)]])
+def test_a_rank_without_a_report_is_named_beside_the_network(evidence: Evidence) -> None:
+    """It may be the cause, so the others do not "wait alike"."""
+    ranks = len({report.rank for report in evidence}) + 1
+    missing = f"the nodes of the ranks without a report ({ranks - 1})"
+    culprit = blame(evidence, ranks)
+    assert culprit.because == NONE_STANDS_OUT
+    assert "check the network" in culprit.message and missing in culprit.message
+    assert "without a report" not in blame([hung(0), seen(1)], 2).message
+    assert blame([hung(0, waiting=False)], 2).because == OUTSIDE
 
 
 @pytest.mark.parametrize(("detail", "symptom", "fix", "local"), LAST_ERRORS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from dataclasses import FrozenInstanceError, dataclass, field, replace
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from ebbflow.core.events import COMMIT_SKIPPED, INTERVAL
 from ebbflow.core.reliability import GammaHazard
 from ebbflow.core.terms import Terms
 from ebbflow.training.checkpoint.lineage import CommitRef
+from ebbflow.training.checkpoint.staging import StagingBuffer
+from ebbflow.training.errors import NoRoom
 from ebbflow.training.limits import Limits, Position, Stop
 from ebbflow.training.reporter import Clock, Reporter
 from ebbflow.training.save_controller import SaveController, SaveSchedule
@@ -350,3 +353,16 @@ def test_a_save_controller_is_given_by_name_and_cannot_be_changed() -> None:
             type(value)(*vars(value).values())
         with pytest.raises(FrozenInstanceError):
             value.seconds = 1.0  # type: ignore[misc,union-attr]
+
+
+def test_a_limit_of_file_size_below_the_staging_buffer_is_named_with_the_fix() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    buffer = StagingBuffer("staging")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(NoRoom, match=r"204,800 bytes .* may have 200,000 \(`ulimit -f`\); fix"):
+            buffer.view(204_800)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert buffer.view(204_800).numel() == 204_800
+    buffer.close()

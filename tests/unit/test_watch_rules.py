@@ -816,6 +816,37 @@ def test_a_hung_ranks_place_is_where_its_stack_is(node: Node) -> None:
     assert "<string>" in Path(witness.dump).read_text()
 
 
+@pytest.mark.parametrize(
+    ("work", "waits"),
+    [("time.sleep(600)", True), ("re.match('(a+)+$', 64 * 'a' + 'b')", False)],
+    ids=["blocked", "computing"],
+)
+def test_a_rank_that_computes_in_its_backward_pass_does_not_wait(
+    node: Node, work: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody may trace, the kernel's state of the process tells."""
+    monkeypatch.setattr("ebbflow.training.launch.evidence.shutil.which", lambda *_, **__: None)
+    stacks = node.folder / "rank-0.stacks"
+    program = (
+        "import faulthandler as f, pathlib, re, sys, time\n"
+        "def _engine_run_backward():\n"
+        f"    {work}\n"
+        "f.register(int(sys.argv[1]), open(sys.argv[2], 'w'))\n"
+        "pathlib.Path(sys.argv[2] + '.ready').touch()\n"
+        "_engine_run_backward()"
+    )
+    watch = node.start(command=(sys.executable, "-c", program, str(int(DUMP_SIGNAL)), str(stacks)))
+    wait_until("its handler", Path(f"{stacks}.ready").exists, timeout=60, pause=0.01)
+    node.take_steps(watch)
+    state = "S" if waits else "R"
+    pid = node.workers[0].process.pid
+    wait_until("its work", lambda: process_state(pid) == state, timeout=60, pause=0.01)
+    watch.request_witnesses()
+    [witness] = look(watch)
+    assert "_engine_run_backward" in Path(witness.dump).read_text()
+    assert witness.waiting is waits
+
+
 def test_a_closed_watch_makes_no_more_dumps(node: Node) -> None:
     watch = node.start()
     node.take_steps(watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,9 +10,12 @@ from benchmarks.chaos.fault import Aim, Fault, Means
 from benchmarks.chaos.orders import Strike
 from benchmarks.chaos.scene import Scene
 from ebbflow.core.events import EndReason
+from ebbflow.training.errors import GangError
 from ebbflow.training.launch.messages import GangSpec
 
 _START_SECONDS = 4.0  # short, because such a start never succeeds
+_OPEN_SECONDS = 120.0  # for node 0's program to come up on a busy machine
+_LOOK_SECONDS = 0.05
 _ACTION = "every node ends within cluster.start_deadline_seconds, and says who is missing"
 
 
@@ -23,11 +27,25 @@ def _alter_one(
         scene.tamper(
             lambda spec: change(_hurried(spec)) if spec.node == aim.node else _hurried(spec)
         )
-        strike = Strike.now()
+        before = _count_generations(scene)
         scene.start()
-        return strike
+        _await_generation(scene, before)
+        return Strike.now()
 
     return inject
+
+
+def _count_generations(scene: Scene) -> int:
+    return len(list(scene.store.list("generations")))
+
+
+def _await_generation(scene: Scene, before: int) -> None:
+    """Wait until node 0 has opened its generation, after which it waits for the other node."""
+    limit = time.monotonic() + _OPEN_SECONDS
+    while _count_generations(scene) == before:
+        if time.monotonic() > limit or not scene.running:
+            raise GangError(f"{scene.spec.job}: node 0 opened no generation")
+        time.sleep(_LOOK_SECONDS)
 
 
 def _hurried(spec: GangSpec) -> GangSpec:

@@ -136,6 +136,9 @@ class ScriptState:
         self._seed = torch.initial_seed()
         # The state of the source in the commit, until the script reads its loader
         self._source_state: Any = None
+        # Number of samples that the data set had at the restored commit, until the script reads its
+        # loader; None if unknown
+        self._committed_samples: int | None = None
         # Whether a different number of ranks made the commit, in the middle of an epoch
         self._in_other_batches = False
 
@@ -183,9 +186,22 @@ class ScriptState:
             self.source = BatchSource(loader, self._seed, warn)
             if self._source_state is not None:
                 self.source.load(self._source_state)
+            self._compare_samples(self.source.samples, warn)
             if self._in_other_batches:
                 self._find_batch(loader)
         return self.source
+
+    def _compare_samples(self, samples: int | None, warn: Say) -> None:
+        """Warn if the data set had another number of samples at the restored commit."""
+        before = self._committed_samples
+        self._committed_samples = None
+        if before is not None and samples is not None and samples != before:
+            warn(
+                f"the data set had {before} samples at the restored commit and has {samples} now; "
+                "if it is the same loader, its data changed, and the samples from here on are not "
+                "those of an uninterrupted run; fix: bring the data back, or give this job another "
+                "name"
+            )
 
     def _find_batch(self, loader: Any) -> None:
         """Choose the batch at which to continue an epoch that a different number of ranks began.
@@ -208,6 +224,7 @@ class ScriptState:
             "epoch": self.epoch,
             "batch": self.batch,
             "samples": self.epoch_samples,
+            "dataset_samples": None if self.source is None else self.source.samples,
             "seed": self._seed,
             "states": forms,
             "frozen": None if self.by_library else find_frozen(self.model),
@@ -251,7 +268,9 @@ class ScriptState:
         self.batch = fields["batch"]
         self.epoch_samples = fields.get("samples", 0)
         self.resized = fields.get("resized", "")
-        if restored.world_size != self._gang.world_size:
+        if restored.world_size == self._gang.world_size:
+            self._committed_samples = fields.get("dataset_samples")
+        else:  # a rank's own part of the data may have another length
             self._seed = fields.get("seed", self._seed)
             self._in_other_batches = self.epoch_samples > 0
             self.resized = describe_resize(restored.world_size, self._gang.world_size)

@@ -102,6 +102,16 @@ class BatchSource:
         except (TypeError, NotImplementedError):
             return None
 
+    @property
+    def samples(self) -> int | None:
+        """Number of samples of the data set; None if it has no sampler, or no length."""
+        if not self._in_sampler:
+            return None
+        try:
+            return len(self.loader.dataset)
+        except (TypeError, NotImplementedError):
+            return None
+
     def state(self) -> Any:
         if self._stateful is None:
             return None

@@ -12,6 +12,7 @@ such as the statistics of a batch norm: these are copied on the device first.
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import resource
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from ebbflow.core.process import host_bytes_left
 from ebbflow.training.checkpoint.save_plan import BufferLayout
-from ebbflow.training.errors import CheckpointError
+from ebbflow.training.errors import CheckpointError, NoRoom
 
 _BLOCK = 64 * 2**20
 _GROWTH = 1.05  # a state that has grown is likely to grow again
@@ -93,7 +94,16 @@ class StagingBuffer:
         size = -(-max(length, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._unpin()
         self._view = self._map = None
-        os.ftruncate(self.descriptor, size)
+        try:
+            os.ftruncate(self.descriptor, size)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            raise NoRoom(
+                f"this rank's part of a checkpoint takes {size:,} bytes of shared memory, and files "
+                f"may have {limit:,} (`ulimit -f`); fix: ulimit -f unlimited"
+            ) from error
         self._map = mmap.mmap(
             self.descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE
         )

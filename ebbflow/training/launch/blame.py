@@ -51,6 +51,9 @@ _STALL_SECONDS = 1.0  # without CPU time
 _CUDA_ERROR = re.compile(r"\bcuda (?:error|failure)|\b(?:cudnn|cublas) ?(?:error|_status)", re.I)
 # An exception counts as the cause of a kill only if it is more than this earlier
 _KILL_SECONDS = 1.0
+# For a rank without a report while all failed ranks wait: it is the likely culprit, and on a busy
+# machine the dump of its stack takes seconds
+_MISSING_RANK_SECONDS = 6.0
 
 
 class BlameRule(StrEnum):
@@ -123,10 +126,11 @@ class Culprit:
         }
 
 
-def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
+def blame(evidence: Sequence[WorkerFailure], ranks: int | None = None) -> Culprit:
     """Find the rank that caused the failure.
 
-    `evidence` has the failures, and the positions of ranks that have not failed.
+    `evidence` has the failures, and the positions of ranks that have not failed. `ranks` is the
+    number of ranks of the generation; None if unknown.
     """
     failures = [failure for failure in evidence if not failure.witness]
     for find_culprit in (_broken_gpu, _died, _stopped):
@@ -148,7 +152,7 @@ def blame(evidence: Sequence[WorkerFailure]) -> Culprit:
         if accusation is not None:
             certainty = _certainty_of(accusation.rule, evidence)
             return _culprit(accusation, evidence, certainty=certainty)
-    return _network(evidence)
+    return _network(evidence, ranks)
 
 
 def detect_mismatch(evidence: Sequence[WorkerFailure]) -> Mismatch | None:
@@ -221,6 +225,8 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
         return 3.0
     if all_heard:
         return 0.2
+    if all(map(_waits, failures)):
+        return _MISSING_RANK_SECONDS
     return 1.5
 
 
@@ -354,19 +360,23 @@ def _behind(evidence: Sequence[WorkerFailure]) -> _Accusation | None:
     return None
 
 
-def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
+def _network(evidence: Sequence[WorkerFailure], ranks: int | None) -> Culprit:
     """Blame the network if the first failed rank waited for others or lost a peer; else blame that
     rank.
+
+    If ranks are missing in the evidence, name those too: one of them may be the cause.
     """
     failures = [failure for failure in evidence if not failure.witness] or list(evidence)
     first = min(failures, key=_by_time)
+    missing = sorted(set(range(ranks or 0)) - {failure.rank for failure in evidence})
     # A witness whose stack could not be read may be the cause
-    if all(map(_waits, failures)) and all(map(_waits, _latest(evidence))):
+    if not missing and all(map(_waits, failures)) and all(map(_waits, _latest(evidence))):
         rule = BlameRule.ALL_WAIT
     else:
         rule = BlameRule.NONE_STANDS_OUT
     accusation = _Accusation(first, rule)
-    if len(evidence) == 1 or not (first.cascade or _waits(first)):
+    alone = len(evidence) == 1 and not missing
+    if alone or not (first.cascade or _waits(first)):
         return _culprit(accusation, evidence)
     reported = [(failure.rank, failure.message) for failure in failures if not failure.hung]
     cause = find_reported_cause(reported)
@@ -381,6 +391,10 @@ def _network(evidence: Sequence[WorkerFailure]) -> Culprit:
         f"{first.message}; {rule} and no process has ended: check the network and the storage "
         "for a hang"
     )
+    if missing:
+        text += (
+            f", and first the nodes of the ranks without a report ({', '.join(map(str, missing))})"
+        )
     return _culprit(accusation, evidence, message=text, certainty=SLOW)
 
 

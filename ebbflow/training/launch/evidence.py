@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbflow.core.json_values import JsonObject
@@ -603,6 +603,7 @@ def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
             return None
         before = output.stat().st_size
         text = ""
+        is_running = process_state(pid) == "R"  # the handler itself runs
         os.kill(pid, DUMP_SIGNAL)
         limit = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < limit:
@@ -611,7 +612,7 @@ def _signal_faulthandler(pid: int, output: Path) -> StackTrace | None:
                 file.seek(before)
                 newer = file.read()
             if newer and newer == text:
-                return parse_faulthandler(newer)
+                return replace(parse_faulthandler(newer), idle=not is_running)
             text = newer
     return None
 

@@ -434,7 +434,7 @@ def end_from_failures(evidence: Sequence[WorkerFailure], ranks: int | None = Non
     Args:
         ranks: number of ranks of the generation; None if unknown.
     """
-    culprit = blame(evidence)
+    culprit = blame(evidence, ranks)
     failure = culprit.failure
     kind = errors.error_class(failure.error)
     lost_node = failure.lost_node is not None
