@@ -90,7 +90,8 @@ class LauncherPrices:
         seconds until the next query.
         """
         from ebbflow.cost.errors import PriceError
-        from ebbflow.cost.ledger.pricing import parse_usd, read_plan, select_plans
+        from ebbflow.cost.ledger.pricing import read_plan, select_plans
+        from ebbflow.cost.prices.quote import PoolPrice
         from ebbflow.cost.prices.source import read_price_changes
 
         plans = [read_plan(event) for event in select_plans(events)]
@@ -102,7 +103,9 @@ class LauncherPrices:
         for plan in plans:
             pools += plan.get("ranked") or []
         kinds = sorted({pool["instance_type"] for pool in pools if pool["market"] == "spot"})
-        seconds = self._watch.look_seconds(float(parse_usd(chosen)) * chosen["nodes"])
+        seconds = self._watch.look_seconds(
+            PoolPrice.from_json(chosen).node_usd_float * chosen["nodes"]
+        )
         if not kinds:
             return seconds
         now = time.time()

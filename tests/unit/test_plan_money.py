@@ -78,7 +78,10 @@ def test_a_store_in_another_region_costs_transfer_by_the_list_and_none_at_home()
 
 def test_a_cost_without_a_price_counts_as_zero_with_a_note():
     one = plan(cost={"regions": ["us-east-1", "ap-northeast-1"]})
-    assert any("storage in ap-northeast-1: no list price on record" in note for note in one.notes)
+    assert any(
+        "storage and volumes in ap-northeast-1: no list price on record" in note
+        for note in one.notes
+    )
     assert any(
         note.startswith("storage, requests and transfer: list prices, recorded")
         for note in one.notes

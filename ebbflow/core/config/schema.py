@@ -447,7 +447,7 @@ class ClusterConfig(Section):
         "batch",
         "backend whose prices and limits the plan uses, wherever the run is; AWS Batch runs "
         "several nodes on-demand only, Kubernetes on Spot too; slurm: slurm.partitions; local: "
-        "simulated",
+        "simulated, unless a step of your own flow states its price",
     )
     expected_start_seconds: float = key(
         240.0, "expected time from requesting a node to its first step: boot, image, model", gt=0

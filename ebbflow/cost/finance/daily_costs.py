@@ -20,12 +20,13 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 
-from ebbflow.core.events import Event, LedgerClass
+from ebbflow.core.events import Event
 from ebbflow.core.untrusted_text import one_line
 from ebbflow.cost.amounts import format_usd, read_decimal
 from ebbflow.cost.errors import BillError
 from ebbflow.cost.ledger.instances import ESTIMATED_UNTIL_BILLED
 from ebbflow.cost.ledger.ledger import Ledger, fold
+from ebbflow.cost.ledger.pricing import PriceCurve
 from ebbflow.cost.ledger.timeline import MICRO
 
 _DAY_MICROS = 86_400 * MICRO
@@ -74,7 +75,7 @@ class DayComparison:
         if self.billed_usd < least:
             return "less was billed than the job metered"
         if self.most_usd is not None and self.billed_usd > self.most_usd:
-            return "more was billed under the job's tag than its instances, boot and idle time"
+            return "more was billed under the job's tag than its instances, volumes, boot and idle time"
         return None
 
 
@@ -144,15 +145,14 @@ def compare_days(
     instances = len({bill.node.instance_id for bill in ledger.nodes})
     rates = [bill.price.node_curve.first for bill in ledger.nodes]
     extra = max(rates, default=Decimal(0)) * instances * _UNMETERED_SECONDS / 3600
-    # The tag may be on the volumes too
-    extra += sum(line.usd for line in ledger.lines if line.ledger_class is LedgerClass.VOLUMES)
+    volumes = _volumes_by_day(ledger)  # the tag may be on the volumes too
     found = []
     for day, usd in sorted(metered.items()):
         row = costs.usd.get(day, {})
         billed = None
         if costs.covers(day):
             billed = sum((row.get(name, Decimal(0)) for name in mine), Decimal(0))
-        most = usd * (1 + _AGREED_SHARE) + extra + _AGREED_USD
+        most = usd * (1 + _AGREED_SHARE) + volumes.get(day, Decimal(0)) + extra + _AGREED_USD
         found.append(
             DayComparison(
                 day=day,
@@ -256,6 +256,24 @@ def _metered_by_day(ledger: Ledger) -> dict[date, Decimal]:
         stay = lost.job.stay(lost.node)
         start = round(stay.started * MICRO)
         _add_days(days, start, start + stay.micros, lost.price.curve.cost)
+    return days
+
+
+def _volumes_by_day(ledger: Ledger) -> dict[date, Decimal]:
+    """Return the estimated dollars of root volumes by day in UTC."""
+    days: dict[date, Decimal] = {}
+    for bill in ledger.nodes:
+        start = round(bill.node.started_wall * MICRO)
+        _add_days(days, start, start + bill.node.paid_micros, bill.volume_curve.cost)
+        volume = PriceCurve(bill.price.volume_usd_per_hour)
+        for extra in bill.extras:
+            begin = round(extra.start * MICRO)
+            _add_days(days, begin, begin + extra.micros, volume.cost)
+    for lost in ledger.unreported:
+        stay = lost.job.stay(lost.node)
+        start = round(stay.started * MICRO)
+        volume = PriceCurve(lost.price.volume_usd_per_hour)
+        _add_days(days, start, start + stay.micros, volume.cost)
     return days
 
 

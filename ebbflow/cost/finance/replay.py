@@ -235,7 +235,9 @@ def add_command(commands: Any) -> None:
         metavar="WORDS",
         help="such as 'g5.xlarge spot use1-az4', as recorded",
     )
-    parser.add_argument("--usd-per-hour", default=None, help="another price, per node")
+    parser.add_argument(
+        "--usd-per-hour", default=None, help="another price of a node, without its volume"
+    )
     parser.add_argument(
         "--interval", type=int, default=None, metavar="STEPS", help="steps between checkpoints"
     )

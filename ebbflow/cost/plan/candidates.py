@@ -119,7 +119,7 @@ class PlanInputs:
     # AWS Batch queues by name. A pool that none of them can run is rejected. None means that the
     # job uses no queues or that they are unknown; then no pool is rejected for lack of a queue.
     queues: Mapping[str, QueueState] | None = None
-    simulated: bool = False  # the job runs on this machine
+    simulated: bool = False  # the job runs on this machine as if it ran in the chosen pool
     # reservations of the account, Capacity Blocks for sale, and Spot placement scores
     evidence: CapacityEvidence = field(default_factory=CapacityEvidence)
 
@@ -136,6 +136,10 @@ class PlanInputs:
             if reservation.instance_type == pool.instance_type
             and pool.region in (None, reservation.region)
         ]
+
+    def runs_here(self, config: RunConfig) -> bool:
+        """Return whether the job runs on this machine, also if the user states its price."""
+        return self.simulated or config.cluster.plan_for == "local"
 
     def steps_left(self, config: RunConfig) -> int:
         return max(0, config.training.max_steps - self.progress.done_steps)

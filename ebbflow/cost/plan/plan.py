@@ -310,8 +310,8 @@ def plan_notes(config: RunConfig, sources: PlanInputs) -> tuple[str, ...]:
     lacking = [region for region in regions if region not in rates.regions]
     if lacking:
         lines.append(
-            f"storage in {', '.join(lacking)}: no list price on record, so it counts as nothing "
-            "there"
+            f"storage and volumes in {', '.join(lacking)}: no list price on record, so they count "
+            "as nothing there"
         )
     if not config.store.startswith("s3://"):
         lines.append(

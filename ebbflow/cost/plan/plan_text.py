@@ -209,6 +209,9 @@ def _chosen(plan: Plan, best: Candidate) -> list[str]:
         f"{format_usd(best.price.usd_float, 4)}/h per node, "
         f"{format_usd(best.price.usd_float * best.nodes, 4)}/h in all"
     )
+    volume = float(best.price.volume_usd_per_hour)
+    if volume:
+        price += f" (+ {format_usd(volume * best.nodes, 4)}/h for volumes)"
     if best.processes_per_node < best.gpu_count:
         used = f"{best.ranks} of {best.nodes * best.gpu_count} GPUs used"
     else:

@@ -199,7 +199,7 @@ def sufficient_hours(config: RunConfig, sources: PlanInputs, pool: Candidate) ->
     started = sources.progress.started_utc
     if started is not None:
         return pool.expected_hours + (sources.now_utc - started) / 3600
-    if sources.simulated:
+    if sources.runs_here(config):
         every = []
     else:
         every = feasible_pools(config.changed("cost", deadline_hours=None), sources)
@@ -314,7 +314,9 @@ def refuse_unlikely(
     machine, is never refused.
     """
     started = sources.progress.started_utc is not None
-    if started or sources.simulated or not _is_unlikely(config, ranked) or _falls_back(ranked):
+    if started or sources.runs_here(config):
+        return None
+    if not _is_unlikely(config, ranked) or _falls_back(ranked):
         return None
     deadline = config.cost.deadline_hours
     chance = chance_in_time(ranked[0])
@@ -564,7 +566,7 @@ def _unguaranteed(
     left = sources.hours_left(config)
     budget = config.cost.budget_usd
     started = sources.progress.started_utc
-    if left is None or started is not None or sources.simulated:
+    if left is None or started is not None or sources.runs_here(config):
         return None
     if budget is None:
         usd_left = math.inf

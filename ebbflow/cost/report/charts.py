@@ -568,7 +568,7 @@ def _lanes(ledger: Ledger, generations: dict[int, RecordedGeneration], origin: f
                 "node": node.node,
                 "machine": str(node.machine.get("instance_id") or node.machine.get("host") or ""),
                 "pool": "" if bill.price.pool is None else str(bill.price.pool),
-                "usd_per_hour": float(bill.price.curve.price_at(node.started_wall)),
+                "usd_per_hour": float(bill.price.node_curve.price_at(node.started_wall)),
                 "usd": float(bill.usd),
                 "start": _short(node.started_wall - origin),
                 "end": _short(node.ended_wall - origin),

@@ -729,4 +729,7 @@ def _price_in_full(report: RunReport) -> str:
         known = f" ({one_line(chosen.get('price_kind', NONE))})"
     else:
         known = ""
+    volume = float(chosen.get("volume_usd_per_hour") or 0.0)
+    if volume:
+        known += f" + {format_usd(volume, 4)}/h for its volume"
     return f"{text}, ${one_line(quoted)}/h per node{known}"

@@ -429,6 +429,7 @@ class PodSubmission:
 
         Called when the process exits.
         """
+        began = time.monotonic()
         watch = self._watch
         leave_seconds = self._limits.leave_seconds
         self._limit = leave_seconds / 2
@@ -437,7 +438,6 @@ class PodSubmission:
             self._follower.join(leave_seconds / 2)
         if watch is None or self._recorded:
             return
-        began = time.monotonic()
         with self._lock:
             try:
                 cluster = open_cluster()

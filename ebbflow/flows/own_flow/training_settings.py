@@ -176,10 +176,11 @@ def _read_given(step: CheckedStep, file: Path | None, overrides: Sequence[str]) 
 
 
 def _plan_where_it_runs(step: CheckedStep, given: GivenValues) -> dict[str, str]:
-    if "cluster.plan_for" in given:
-        return {}
-    if step.backend is not None:
+    planned = _value(given, "cluster.plan_for", None)
+    if step.backend is not None and planned in (None, "local"):
         return {"cluster.plan_for": step.backend}
+    if planned is not None:
+        return {}
     if step.options.usd_per_node_hour is not None:
         return {"cluster.plan_for": "local"}  # AWS Batch keeps no machine after it
     return {}
