@@ -262,8 +262,11 @@ def describe_exception(error: BaseException) -> str:
             f"SystemExit: the program called sys.exit({_text_of(error)}) before the training was "
             "done"
         )
-    notes = [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
-    return bounded_text("; ".join([f"{type(error).__name__}: {_text_of(error)}", *notes]))
+    parts = [f"{type(error).__name__}: {_text_of(error)}"]
+    notes = vars(error).get("__notes__")  # no `__getattr__` of the class answers for it
+    if isinstance(notes, list):
+        parts += [note for note in notes if isinstance(note, str)]
+    return bounded_text("; ".join(parts))
 
 
 def describe_traceback(error: BaseException) -> str:

@@ -531,11 +531,35 @@ def test_a_dataset_with_a_state_resumes_from_it() -> None:
     ]
 
 
+class Unsized(Noisy):
+    """A data set whose length only its own batch sampler would know."""
+
+    def __len__(self) -> int:
+        raise ValueError("the length is unknown")
+
+
+class Growing(Noisy):
+    """A data set that goes on through its own state, as a replay buffer does."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
-    ("samples", "ranks", "warned"), [(24, 1, False), (20, 1, True), (20, 2, False)]
+    ("samples", "ranks", "batch", "second", "warned"),
+    [
+        (24, 1, 2, False, False),
+        (20, 1, 2, False, True),
+        (20, 2, 2, False, False),
+        (20, 1, 0, False, False),  # between two epochs, the next of which may read other data
+        (20, 1, 2, True, False),  # of several loaders the restored one is not known
+    ],
 )
 def test_a_data_set_of_another_length_is_named_once_after_a_restore(
-    samples: int, ranks: int, warned: bool
+    samples: int, ranks: int, batch: int, second: bool, warned: bool
 ) -> None:
     def open_state() -> ScriptState:
         return ScriptState(Gang(), torch.nn.Linear(1, 1), None, {})
@@ -543,6 +567,9 @@ def test_a_data_set_of_another_length_is_named_once_after_a_restore(
     said: list[str] = []
     before = open_state()
     before.open_source(DataLoader(Noisy(), batch_size=4), said.append)
+    if second:
+        before.open_source(DataLoader([1, 2]), said.append)
+    before.batch = batch
     captured = before.capture(5)
     extra = json.loads(json.dumps(captured.fields))
     spent = RestoreSeconds(list=0.0, download=0.0, verify=0.0, load=0.0, agree=0.0)
@@ -566,6 +593,13 @@ def test_a_data_set_of_another_length_is_named_once_after_a_restore(
     assert len(said) == warned
     if warned:
         assert "had 24 samples at the restored commit and has 20 now" in said[0]
+
+
+def test_a_data_set_whose_length_cannot_be_had_or_that_has_a_state_is_not_compared() -> None:
+    unsized = DataLoader(Unsized(), batch_sampler=[[0, 1], [2, 3]])
+    assert BatchSource(unsized, 11, print).samples is None
+    assert BatchSource(DataLoader(Growing(), batch_size=4), 11, print).samples is None
+    assert BatchSource(DataLoader(Noisy(), batch_size=4), 11, print).samples == 24
 
 
 def test_a_torchdata_loader_resumes_from_its_state() -> None:

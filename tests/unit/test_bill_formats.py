@@ -196,6 +196,20 @@ def test_cost_explorers_days_hold_what_the_job_metered(
     assert (day.fault is not None) is faulty
 
 
+@pytest.mark.parametrize(("billed", "faulty"), [("95", False), ("110", True)])
+def test_a_day_holds_the_volumes_of_that_day_alone(
+    tmp_path: Path, billed: str, faulty: bool
+) -> None:
+    """$3.60 an hour, and $0.36 for the volume: at most $95.04 and an hour of boots on each day."""
+    long = [plan_event(3.6, volume="0.36"), *job(100.0)[1:]]
+    rows = [f'"{utc_day(WALL + day * 86400)}","{billed}","{billed}"' for day in range(6)]
+    path = daily(tmp_path / "costs.csv", '"Tag","ebbflow-job$demo($)","Total costs($)"', *rows)
+    days = compare_days(long, read_daily_costs(path), job_tag="ebbflow-job")
+    whole = [day for day in days if day.metered_usd > 80]
+    assert len(whole) >= 3
+    assert {day.fault is not None for day in whole} == {faulty}
+
+
 def test_a_job_over_midnight_is_divided_between_its_days(tmp_path: Path) -> None:
     head = '"Service","EC2-Instances($)","Total costs($)"'
     rows = [f'"{utc_day(WALL + day * 86400)}","90","90"' for day in range(3)]

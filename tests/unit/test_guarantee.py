@@ -62,6 +62,8 @@ def test_a_deadline_that_on_demand_cannot_keep_is_refused_with_the_arithmetic() 
     started = make_plan(batch_config(*tight), now_utc=WALL, progress=JobProgress(started_utc=WALL))
     assert started.refusal is None, "a job that has started goes on"
     assert make_plan(batch_config(*tight), now_utc=WALL, simulated=True).refusal is None
+    owned = batch_config(*tight, "cluster.plan_for=local")
+    assert make_plan(owned, now_utc=WALL, simulated=False).refusal is None, "its price is stated"
 
 
 def test_a_budget_that_on_demand_exceeds_is_refused_if_there_is_a_deadline() -> None:

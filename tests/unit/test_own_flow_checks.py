@@ -220,6 +220,10 @@ def test_a_step_on_kubernetes_is_planned_for_it_unless_the_file_says_otherwise(
     assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "kubernetes"
     file.write_text("cluster: {plan_for: batch}\n")
     assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "batch"
+    file.write_text("cluster: {plan_for: local}\n")  # a file that is also used on a laptop
+    assert make_settings(step, nodes=2, file=file).config.cluster.plan_for == "kubernetes"
+    owned = replace(make_step(tmp_path), options=StepOptions(usd_per_node_hour=2.0))
+    assert make_settings(owned, nodes=1, file=None).config.cluster.plan_for == "local"
 
 
 def test_a_deployment_is_refused_for_what_is_known_and_computed_arguments_wait_for_the_step(
@@ -280,13 +284,37 @@ def test_a_file_that_a_script_names_and_no_container_gets_is_told_with_the_optio
     assert code == 0, output
     assert (
         "@ebbflow: flow.py:12: train.py names data/rows.csv, words.json, which the code package "
-        "leaves out; fix, if it reads them: python flow.py --package-suffixes=.csv,.json run"
+        "leaves out; fix, if it reads them: python flow.py --package-suffixes=.csv,.json …"
     ) in output
     packed = ("--package-suffixes=.csv,.json", *words)
     code, output = check(tmp_path, *packed, script=script, decorators=remote)
     assert (code, "leaves out" in output) == (0, False), output
     code, output = check(tmp_path, script=script)
     assert (code, "leaves out" in output) == (0, False), output
+
+
+def test_a_missing_program_and_one_of_two_paths_are_left_to_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nvcc").mkdir()
+    (tmp_path / "model.tmp").touch()
+    attempts = [
+        lambda: subprocess.run(["nvcc-of-nobody"], check=False),
+        lambda: os.replace("model.tmp", "out/model.pt"),
+    ]
+    for attempt in attempts:
+        with pytest.raises(FileNotFoundError) as raised:
+            attempt()
+        assert explain_missing_file(raised.value, tmp_path / "train.py") == ""
+
+
+def test_an_exception_that_answers_any_attribute_is_described() -> None:
+    class ApiError(Exception):
+        def __getattr__(self, name: str) -> None:
+            return None
+
+    assert describe_exception(ApiError("refused")) == "ApiError: refused"
 
 
 def test_a_relative_path_that_is_missing_is_told_with_its_folder_and_the_fix(

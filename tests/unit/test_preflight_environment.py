@@ -343,6 +343,14 @@ def test_an_older_driver_with_cuda_compat_is_accepted_if_the_gpus_compute(gpu: F
     assert "driver 570.86.15" in found.detail and "CUDA 13.0: an addition" in found.detail
 
 
+def test_an_older_driver_keeps_the_words_of_torch_and_their_fix(gpu: FakeGpu) -> None:
+    gpu.driver("echo '570.86.15, NVIDIA H100'")
+    gpu.torch("13.0", ["sm_90"], (9, 0), "", "Error 802: system not yet initialized")
+    found = failed("gpu", gpu.project)
+    assert "570 < 580; Error 802: system not yet initialized" in found.detail
+    assert "nvidia-fabricmanager" in found.fix
+
+
 def test_more_ranks_than_gpus(gpu: FakeGpu) -> None:
     result = failed("gpu", gpu.project, cluster={"processes_per_node": 2, "device": "cuda"})
     assert "2 × 2 = 4 ranks on 1 GPUs" in result.detail

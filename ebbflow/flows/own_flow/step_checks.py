@@ -44,6 +44,8 @@ STORE_FOLDER = "ebbflow"  # beside the folders of flows in Metaflow's datastore
 _PACKED_FOLDER = "ebbflow_flow_files"  # of a flow's configurations, in the code package
 _SPIN = "spin"  # datastore of `spin`, which runs a step here, whatever @batch or @kubernetes say
 _RELATIVE_PATH = re.compile(r"[\w.-][\w./ -]{0,200}\.\w+")
+# Commands after which a missing file matters
+_STARTING = frozenset({"run", "resume", "check", "create"})
 _SUFFIXES = (".py", ".yaml", ".json", ".csv", ".js", ".css", ".txt")
 
 
@@ -214,7 +216,7 @@ def print_unpacked_files(step: CheckedStep) -> None:
     To stderr, since a compiled workflow may be on stdout.
     """
     suffixes = _list_package_suffixes()
-    if step.backend is None or not suffixes:
+    if step.backend is None or not suffixes or not _STARTING.intersection(sys.argv[1:]):
         return
     flow = Path(sys.argv[0]).name
     for script in step.files:
@@ -223,14 +225,15 @@ def print_unpacked_files(step: CheckedStep) -> None:
         unpacked = [
             name
             for name in _find_named_files(script, step.flow_folder)
-            if not name.endswith(suffixes) and step.flow_folder / name not in step.files
+            if not name.lower().endswith(suffixes) and step.flow_folder / name not in step.files
         ]
         if unpacked:
-            added = ",".join(sorted({Path(name).suffix for name in unpacked}))
+            added = {Path(name).suffix.lower() for name in unpacked}
+            given = added.union(suffixes).difference(_packed_by_default())
             print(
                 f"@ebbflow: {step.place}: {script.name} names {', '.join(unpacked)}, which the code "
-                f"package leaves out; fix, if it reads them: python {flow} --package-suffixes={added} "
-                "run",
+                f"package leaves out; fix, if it reads them: python {flow} "
+                f"--package-suffixes={','.join(sorted(given))} …",
                 file=sys.stderr,
                 flush=True,
             )
@@ -377,11 +380,23 @@ def _normal_name(package: str) -> str:
 
 
 def _list_package_suffixes() -> tuple[str, ...]:
-    """Return the endings of the files that Metaflow packs; empty outside its command line."""
+    """Return the endings of the files that Metaflow packs, in lower case; empty outside its command
+    line.
+    """
     from metaflow._vendor import click
 
     context = click.get_current_context(silent=True)
-    return tuple(getattr(context and context.obj, "package_suffixes", ()))
+    given: Sequence[str] = getattr(context and context.obj, "package_suffixes", ())
+    if not given:
+        return ()
+    return tuple({suffix.lower() for suffix in given} | _packed_by_default())
+
+
+def _packed_by_default() -> set[str]:
+    """Return the endings that Metaflow packs whatever `--package-suffixes` is."""
+    from metaflow.metaflow_config import DEFAULT_PACKAGE_SUFFIXES
+
+    return set(str(DEFAULT_PACKAGE_SUFFIXES).lower().split(","))
 
 
 def _find_named_files(script: Path, folder: Path) -> list[str]:
@@ -396,7 +411,7 @@ def _find_named_files(script: Path, folder: Path) -> list[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     paths = [text for text in texts if _RELATIVE_PATH.fullmatch(text) and ".." not in text]
-    return sorted(path for path in paths if (folder / path).is_file())
+    return sorted(path for path in paths if os.path.isfile(folder / path))
 
 
 def _find_file(name: str, folder: Path) -> Path | None:

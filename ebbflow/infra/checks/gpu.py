@@ -46,6 +46,9 @@ _OTHER_LIBRARY = (
     "use the driver's own libcuda.so.1: take cuda-compat out of LD_LIBRARY_PATH, or reboot if the "
     "driver was upgraded"
 )
+_HIDDEN_GPUS = (
+    "run nvidia-smi; see CUDA_VISIBLE_DEVICES, and whether the container was given its GPUs"
+)
 # Words of torch's error, and the fix
 _FIXES = (
     (
@@ -474,13 +477,14 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
     major = int(driver.version.split(".")[0])
     oldest = _OLDEST_DRIVER.get(family)
     # An older driver works with the libraries of NVIDIA's package cuda-compat
-    if oldest is not None and major < oldest and not answer["gpus"]:
+    is_old = oldest is not None and major < oldest
+    said = answer["error"] or "torch sees none of the GPUs"
+    if is_old and not answer["gpus"]:
         return failed(
-            f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}",
-            _OTHER_DRIVER,
+            f"{here} for CUDA {cuda}, which needs driver {oldest} or newer: {major} < {oldest}; {said}",
+            _fix_of(said, _OTHER_DRIVER),
         )
     if not answer["gpus"]:
-        said = answer["error"] or "torch sees none of the GPUs"
         return failed(f"{here} for CUDA {cuda}: {said}", _fix_of(said))
     for index, gpu in enumerate(answer["gpus"]):
         capability = 10 * gpu["capability"][0] + gpu["capability"][1]
@@ -494,16 +498,18 @@ def _compare(driver: _Driver, answer: dict) -> CheckFinding:
             )
         if gpu["error"]:
             return failed(
-                f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}", "run nvidia-smi -q"
+                f"GPU {index}, {gpu['name']}, cannot add: {gpu['error']}",
+                _OTHER_DRIVER if is_old else "run nvidia-smi -q",
             )
     return passed(f"{here} for CUDA {cuda}: an addition on each of {len(answer['gpus'])} GPUs")
 
 
-def _fix_of(said: str) -> str:
+def _fix_of(said: str, other: str = _HIDDEN_GPUS) -> str:
+    """Return the fix for an error of torch; `other` for an unknown one."""
     for sign, fix in _FIXES:
         if sign in said:
             return fix
-    return "run nvidia-smi; see CUDA_VISIBLE_DEVICES, and whether the container was given its GPUs"
+    return other
 
 
 def _ask_driver() -> _Driver:

@@ -139,6 +139,8 @@ class ScriptState:
         # Number of samples that the data set had at the restored commit, until the script reads its
         # loader; None if unknown
         self._committed_samples: int | None = None
+        # Number of samples of the only loader that was read; None if unknown, or after a second one
+        self._samples: int | None = None
         # Whether a different number of ranks made the commit, in the middle of an epoch
         self._in_other_batches = False
 
@@ -183,10 +185,12 @@ class ScriptState:
         Raises AttachError if the loader cannot be read.
         """
         if self.source is None or self.source.loader is not loader:
+            is_first = self.source is None
             self.source = BatchSource(loader, self._seed, warn)
             if self._source_state is not None:
                 self.source.load(self._source_state)
-            self._compare_samples(self.source.samples, warn)
+            self._samples = self.source.samples if is_first else None
+            self._compare_samples(self._samples, warn)
             if self._in_other_batches:
                 self._find_batch(loader)
         return self.source
@@ -224,7 +228,8 @@ class ScriptState:
             "epoch": self.epoch,
             "batch": self.batch,
             "samples": self.epoch_samples,
-            "dataset_samples": None if self.source is None else self.source.samples,
+            # Between two epochs the next one may read another loader
+            "dataset_samples": self._samples if self.batch else None,
             "seed": self._seed,
             "states": forms,
             "frozen": None if self.by_library else find_frozen(self.model),

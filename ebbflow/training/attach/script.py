@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -227,13 +228,18 @@ def run_script(spec: WorkerSpec) -> LoopResult:
 
 def explain_missing_file(error: FileNotFoundError, script: Path) -> str:
     """Return the folder in which a relative path was not found, with the fix if the script's folder
-    has it; "" for other paths.
+    has it; "" for other paths, and for programs, which are found by PATH.
     """
     name = error.filename
+    frames = traceback.extract_tb(error.__traceback__)
+    is_program = bool(frames) and frames[-1].filename == subprocess.__file__
     if not isinstance(name, str) or os.path.isabs(name):
         return ""
-    place = f"relative to the working directory {Path.cwd()}"
-    if (script.parent / name).exists():
+    if is_program or error.filename2 is not None:  # of two paths either may be missing
+        return ""
+    folder = Path.cwd()
+    place = f"relative to the working directory {folder}"
+    if folder != script.parent.resolve() and (script.parent / name).exists():
         return f"{place}; fix: read Path(__file__).parent / {name!r}, which exists"
     return place
 

@@ -104,12 +104,14 @@ class BatchSource:
 
     @property
     def samples(self) -> int | None:
-        """Number of samples of the data set; None if it has no sampler, or no length."""
-        if not self._in_sampler:
+        """Number of samples of the data set; None if it has no sampler, no length, or a state that
+        changes it.
+        """
+        if not self._in_sampler or self._stateful is not None:
             return None
         try:
             return len(self.loader.dataset)
-        except (TypeError, NotImplementedError):
+        except Exception:  # of the user's class; nothing depends on the number but a warning
             return None
 
     def state(self) -> Any:

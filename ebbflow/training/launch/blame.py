@@ -225,7 +225,7 @@ def settle_seconds(failures: Sequence[WorkerFailure], *, all_heard: bool = False
         return 3.0
     if all_heard:
         return 0.2
-    if all(map(_waits, failures)):
+    if all(failure.hung and _waits(failure) for failure in failures):
         return _MISSING_RANK_SECONDS
     return 1.5
 
@@ -387,14 +387,16 @@ def _network(evidence: Sequence[WorkerFailure], ranks: int | None) -> Culprit:
     if words is not None and words.cause:
         text = f"{first.message}; {words.cause}; fix: {words.fix}"
         return _culprit(accusation, evidence, message=text, certainty=SLOW)
-    text = (
-        f"{first.message}; {rule} and no process has ended: check the network and the storage "
-        "for a hang"
-    )
-    if missing:
-        text += (
-            f", and first the nodes of the ranks without a report ({', '.join(map(str, missing))})"
+    unheard = f"the ranks without a report ({', '.join(map(str, missing))})"
+    if missing and first.cascade:
+        text = f"{first.message}; it lost a peer: look first at {unheard}"
+    else:
+        text = (
+            f"{first.message}; {rule} and no process has ended: check the network and the storage "
+            "for a hang"
         )
+        if missing:
+            text += f", and first the nodes of {unheard}"
     return _culprit(accusation, evidence, message=text, certainty=SLOW)
 
 
