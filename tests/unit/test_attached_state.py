@@ -61,6 +61,23 @@ class Noisy(Dataset[Any]):
         return index, float(torch.rand(()))
 
 
+class Unsized(Noisy):
+    """A data set whose length only its own batch sampler would know."""
+
+    def __len__(self) -> int:
+        raise ValueError("the length is unknown")
+
+
+class Growing(Noisy):
+    """A data set that goes on through its own state, as a replay buffer does."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 class Counting(IterableDataset[Any]):
     """A dataset that goes on through its own state."""
 
@@ -529,23 +546,6 @@ def test_a_dataset_with_a_state_resumes_from_it() -> None:
     assert first + [batch.tolist() for batch in again.epoch(0, 2)] == [
         list(range(n, n + 4)) for n in range(0, 24, 4)
     ]
-
-
-class Unsized(Noisy):
-    """A data set whose length only its own batch sampler would know."""
-
-    def __len__(self) -> int:
-        raise ValueError("the length is unknown")
-
-
-class Growing(Noisy):
-    """A data set that goes on through its own state, as a replay buffer does."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,10 @@ def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
         "recorded in synthetic.json (us-east-1, us-east-2, us-west-2 2026-09-21 08:00 UTC, 6.2 h "
         "old)" in trust
     )
-    assert "dollars: recorded 2026-09-21 08:00 UTC, 6.2 h old, $0.298800/h per node; exact" in trust
+    assert (
+        "dollars: recorded 2026-09-21 08:00 UTC, 6.2 h old, $0.298800/h per node + $0.0110/h for its volume; exact"
+        in trust
+    )
     local = build_report(
         [event(PLAN, 0.0, **replace(plan, simulated=True).to_json()), *gang.events]
     )
@@ -183,7 +186,7 @@ def test_the_price_reaches_terms_bill_and_report_as_quoted_with_kind_and_age():
     )
     trust = " ".join(explain_figures(local))
     assert (
-        "in use2-az1, $0.298800/h per node (recorded 2026-09-21 08:00 UTC, 6.2 h old); exact at "
+        "in use2-az1, $0.298800/h per node (recorded 2026-09-21 08:00 UTC, 6.2 h old) + $0.0110/h for its volume; exact at "
         "that price" in trust
     )
 
