@@ -216,7 +216,7 @@ def plan_capacity(flow: TrainArtifacts) -> dict:
         plan = make_plan(
             config,
             now_utc=now,
-            simulated=is_local(flow) or None,
+            simulated=is_local(flow) or config.cluster.plan_for == "local",
             shape=shape,
             prices=open_prices(config, now, project_root=PROJECT_ROOT),
             history=read_job_history(job),

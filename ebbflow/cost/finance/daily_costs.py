@@ -14,7 +14,7 @@ tag, a day whose bill is too large.
 
 import csv
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
@@ -77,6 +77,17 @@ class DayComparison:
         if self.most_usd is not None and self.billed_usd > self.most_usd:
             return "more was billed under the job's tag than its instances, volumes, boot and idle time"
         return None
+
+
+@dataclass(frozen=True)
+class _PaidSpan:
+    """Paid time of one node or of its instance, with the prices that apply to it."""
+
+    start: int  # Unix microseconds
+    end: int
+    machine: PriceCurve
+    volume: PriceCurve  # of the root volume
+    is_metered: bool  # False if the time is estimated until the bill shows it
 
 
 def is_daily_costs(path: Path) -> bool:
@@ -240,41 +251,46 @@ def _groups_of(ledger: Ledger, costs: DailyCosts, job: str, job_tag: str) -> lis
 
 
 def _metered_by_day(ledger: Ledger) -> dict[date, Decimal]:
-    """Return the metered dollars by day in UTC."""
+    """Return the metered dollars of machines by day in UTC."""
     days: dict[date, Decimal] = {}
-    for bill in ledger.nodes:
-        start = round(bill.node.started_wall * MICRO)
-        spans = [(start, start + bill.node.paid_micros, bill.curve)]
-        for extra in bill.extras:
-            if extra.ledger_class in ESTIMATED_UNTIL_BILLED:
-                continue
-            begin = round(extra.start * MICRO)
-            spans.append((begin, begin + extra.micros, bill.price.curve))
-        for begin, end, curve in spans:
-            _add_days(days, begin, end, curve.cost)
-    for lost in ledger.unreported:
-        stay = lost.job.stay(lost.node)
-        start = round(stay.started * MICRO)
-        _add_days(days, start, start + stay.micros, lost.price.curve.cost)
+    for span in _list_paid_spans(ledger):
+        if span.is_metered:
+            _add_days(days, span.start, span.end, span.machine.cost)
     return days
 
 
 def _volumes_by_day(ledger: Ledger) -> dict[date, Decimal]:
     """Return the estimated dollars of root volumes by day in UTC."""
     days: dict[date, Decimal] = {}
+    for span in _list_paid_spans(ledger):
+        _add_days(days, span.start, span.end, span.volume.cost)
+    return days
+
+
+def _list_paid_spans(ledger: Ledger) -> Iterator[_PaidSpan]:
     for bill in ledger.nodes:
         start = round(bill.node.started_wall * MICRO)
-        _add_days(days, start, start + bill.node.paid_micros, bill.volume_curve.cost)
-        volume = PriceCurve(bill.price.volume_usd_per_hour)
+        end = start + bill.node.paid_micros
+        yield _PaidSpan(start, end, bill.curve, bill.volume_curve, is_metered=True)
         for extra in bill.extras:
-            begin = round(extra.start * MICRO)
-            _add_days(days, begin, begin + extra.micros, volume.cost)
+            start = round(extra.start * MICRO)
+            yield _PaidSpan(
+                start,
+                start + extra.micros,
+                bill.price.curve,
+                bill.price.volume_curve,
+                is_metered=extra.ledger_class not in ESTIMATED_UNTIL_BILLED,
+            )
     for lost in ledger.unreported:
         stay = lost.job.stay(lost.node)
         start = round(stay.started * MICRO)
-        volume = PriceCurve(lost.price.volume_usd_per_hour)
-        _add_days(days, start, start + stay.micros, volume.cost)
-    return days
+        yield _PaidSpan(
+            start,
+            start + stay.micros,
+            lost.price.curve,
+            lost.price.volume_curve,
+            is_metered=True,
+        )
 
 
 def _add_days(

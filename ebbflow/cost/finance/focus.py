@@ -175,7 +175,7 @@ def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
             yield from _months(
                 bill.price, machine, extra.start, extra.seconds, bill.price.curve, usual, text
             )
-            volume = PriceCurve(bill.price.volume_usd_per_hour)
+            volume = bill.price.volume_curve
             yield from _volume_months(bill.price, machine, extra.start, extra.seconds, volume, text)
     for lost in ledger.unreported:
         stay = lost.job.stay(lost.node)
@@ -189,7 +189,7 @@ def _charges(ledger: Ledger) -> Iterator[dict[str, str]]:
             _list_curve(lost.price),
             words,
         )
-        volume = PriceCurve(lost.price.volume_usd_per_hour)
+        volume = lost.price.volume_curve
         yield from _volume_months(
             lost.price, {}, stay.started, stay.stopped - stay.started, volume, words
         )

@@ -67,7 +67,7 @@ class NodeBill:
     @property
     def volume_curve(self) -> PriceCurve:
         """The node's share of the hourly price of the instance's root volume, over time."""
-        return divide_price(PriceCurve(self.price.volume_usd_per_hour), self.sharers)
+        return divide_price(self.price.volume_curve, self.sharers)
 
     @property
     def node_curve(self) -> PriceCurve:
@@ -99,7 +99,7 @@ class NodeBill:
         EBS bills a volume by the second and for a minute at least, as EC2 bills its instance
         (https://aws.amazon.com/ebs/pricing/).
         """
-        return PriceCurve(self.price.volume_usd_per_hour).cost(0, extra.micros)
+        return self.price.volume_curve.cost(0, extra.micros)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class UnreportedBill:
     @property
     def volume_usd(self) -> Decimal:
         micros = self.job.stay(self.node).micros
-        return PriceCurve(self.price.volume_usd_per_hour).cost(0, micros)
+        return self.price.volume_curve.cost(0, micros)
 
     @property
     def rank_microseconds(self) -> int:

@@ -148,6 +148,11 @@ class NodePrice:
     volume_usd_per_hour: Decimal = Decimal(0)
 
     @property
+    def volume_curve(self) -> PriceCurve:
+        """The price of the node's root volume, which is constant."""
+        return PriceCurve(self.volume_usd_per_hour)
+
+    @property
     def node_curve(self) -> PriceCurve:
         """The price of the node with its root volume."""
         return self.curve.plus(self.volume_usd_per_hour)
