@@ -79,17 +79,6 @@ class DayComparison:
         return None
 
 
-@dataclass(frozen=True)
-class _PaidSpan:
-    """Paid time of one node or of its instance, with the prices that apply to it."""
-
-    start: int  # Unix microseconds
-    end: int
-    machine: PriceCurve
-    volume: PriceCurve  # of the root volume
-    is_metered: bool  # False if the time is estimated until the bill shows it
-
-
 def is_daily_costs(path: Path) -> bool:
     """Return whether a file is Cost Explorer's CSV: its second row is a total."""
     if path.suffix != ".csv":
@@ -200,6 +189,17 @@ def render_days(job: str, costs: DailyCosts, days: Sequence[DayComparison]) -> s
             "a Cost and Usage Report with resource ids tells"
         )
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _PaidSpan:
+    """Paid time of one node or of its instance, with the prices that apply to it."""
+
+    start: int  # Unix microseconds
+    end: int
+    machine: PriceCurve
+    volume: PriceCurve  # of the root volume
+    is_metered: bool  # False if the time is estimated until the bill shows it
 
 
 def _describe_period(costs: DailyCosts) -> str:
