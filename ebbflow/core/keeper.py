@@ -36,7 +36,7 @@ _LOOK_SECONDS = 1.0  # between checks that the agent is still the parent
 # A parent that does not report an ended child for this long must be stopped
 _UNREAPED_SECONDS = 1.0
 _LINGER_SECONDS = 1.0
-_STUCK_SECONDS = 0.5  # a process killed this long ago and in state D cannot be ended
+_STUCK_SECONDS = 2.0  # a killed process in state D for this long cannot be ended
 _END_SECONDS = 30.0
 _FDS = 3
 _PROGRAM = (
@@ -305,20 +305,25 @@ def kill_until_none(
         reap: function that reaps ended children, and returns whether no child is left.
 
     Returns:
-        Ids of the processes that still exist after `seconds`, or earlier if all are in
+        Ids of the processes that still exist after `seconds`, or earlier if all stay in
         uninterruptible sleep (state D).
     """
     begun = time.monotonic()
-    known = set()
+    changed_at = 0.0
+    sleeping_before: set[int] = set()
+    known: set[int] = set()
     rounds = 0
     while True:
         done = reap()
         found = find()
         passed = time.monotonic() - begun
-        stuck = passed > _STUCK_SECONDS and all(
-            process.state == "D" and process.pid in known for process in found
-        )
-        if (not found and done) or (found and stuck) or passed > seconds:
+        sleeping = {stat.pid for stat in found if stat.state == "D"}
+        # A process that waits for a lock of the file system is in state D too, but not for long.
+        if len(sleeping) < len(found) or sleeping != sleeping_before:
+            changed_at = passed
+        sleeping_before = sleeping
+        stuck = found and passed - changed_at > _STUCK_SECONDS
+        if (not found and done) or stuck or passed > seconds:
             return sorted(process.pid for process in found)
         spreading = rounds > 1 and any(process.pid not in known for process in found)
         known.update(process.pid for process in found)

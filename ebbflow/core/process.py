@@ -31,6 +31,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # By version of cgroups: the files with limit and use, and the lines of memory.stat that count the
 # page cache, which the kernel drops before it kills a process.
 _CGROUPS = Path("/sys/fs/cgroup")
+_LISTS = 20  # lists of a tree of processes before it counts as ended though it changes
 _CGROUP_FILES = {
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "memory": (
@@ -275,23 +276,21 @@ def descendants(
         spare: ids of processes to leave out; their descendants are still returned.
         spare_trees: ids of processes to leave out together with all their descendants.
     """
-    found: list[ProcessStat] = []
-    ahead = [root]
-    while ahead:
-        parent = ahead.pop()
-        children_of_threads: list[int] = []
-        with contextlib.suppress(OSError, ValueError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                children_of_threads += map(
-                    int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
-                )
-        for pid in children_of_threads:
-            if pid in spare_trees or (stat := process_stat(pid)) is None:
-                continue
-            ahead.append(pid)
-            if pid not in spare and stat.living:
-                found.append(stat)
-    return found or _descendants_by_parent(root, spare, spare_trees)
+    listed_before: set[int] | None = None
+    # Bounded because nothing is reaped meanwhile if this process is the root.
+    for _ in range(_LISTS):
+        listed = _list_below(root, spare_trees)
+        stats = [stat for pid, stat in listed.items() if pid not in spare]
+        found = [stat for stat in stats if stat is not None and stat.living]
+        if found:
+            return found
+        # A process that forks and exits at once may have moved its child to the root after the
+        # root's children were read. Only a second list without new or vanished processes shows that
+        # nothing is alive.
+        if set(listed) == listed_before and None not in stats:
+            break
+        listed_before = set(listed)
+    return _descendants_by_parent(root, spare, spare_trees)
 
 
 def zombie_status(pid: int, parent: int) -> int | None:
@@ -485,6 +484,30 @@ def run_benchmarks(arguments: list[str]) -> NoReturn:
     environment = {**os.environ, "PYTHONPATH": python_path()}
     command = own_program_line(OwnProgram.BENCHMARKS, *arguments)
     os.execve(sys.executable, command, environment)
+
+
+def _list_below(root: int, spare_trees: Collection[int]) -> dict[int, ProcessStat | None]:
+    """Map the processes in the kernel's lists of children below `root` to their status.
+
+    The status is None if the process has vanished since.
+    """
+    listed: dict[int, ProcessStat | None] = {}
+    ahead = [root]
+    while ahead:
+        parent = ahead.pop()
+        children_of_threads: list[int] = []
+        with contextlib.suppress(OSError, ValueError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children_of_threads += map(
+                    int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
+                )
+        for pid in children_of_threads:
+            if pid in spare_trees:
+                continue
+            listed[pid] = process_stat(pid)
+            if listed[pid] is not None:
+                ahead.append(pid)
+    return listed
 
 
 def _descendants_by_parent(

@@ -184,6 +184,7 @@ def test_the_event_of_an_attempt_has_batchs_record_and_the_placements_machines_a
         "usd_per_hour": 1.5,
         "quoted_usd_per_hour": "1.50",
         "price_kind": "live",
+        "volume_usd_per_hour": "0",
     }
     without = batch_attempt_data(batch_attempt(), None)
     assert without.keys() == data.keys()
