@@ -8,8 +8,9 @@ from ebbflow.core.config.schema import SlurmConfig
 from ebbflow.infra.slurm.script import BatchScript, agent_lines
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 
-# In place of an agent: it leaves as an agent does
-AGENT = ["bash", "-c", "trap 'echo notice; exit 75' TERM; echo ready; sleep 600 & wait"]
+# In place of an agent: it leaves as an agent does. Each notice goes to a file of its own, so that it
+# counts whatever srun reads of an agent's last output.
+_AGENT = "trap 'touch {folder}/notice-$SLURM_NODEID; exit 75' TERM; echo ready; sleep 600 & wait"
 
 
 def send(cluster: SlurmCluster, folder: Path, *options: str) -> tuple[str, Path]:
@@ -17,7 +18,8 @@ def send(cluster: SlurmCluster, folder: Path, *options: str) -> tuple[str, Path]
     log = folder / "out.log"
     script = folder / "job.sh"
     own = ["--nodes=2", "--ntasks-per-node=1", "--no-requeue", f"--output={log}", *options]
-    script.write_text(BatchScript(options=own, lines=agent_lines(SlurmConfig(), AGENT)).render())
+    agent = ["bash", "-c", _AGENT.format(folder=folder)]
+    script.write_text(BatchScript(options=own, lines=agent_lines(SlurmConfig(), agent)).render())
     job_id = cluster.ask("sbatch", "--parsable", str(script)).strip()
     cluster.wait_until(
         "agents", lambda: log.exists() and log.read_text().count("ready") == 2, timeout=60
@@ -28,7 +30,8 @@ def send(cluster: SlurmCluster, folder: Path, *options: str) -> tuple[str, Path]
 def check_left(cluster: SlurmCluster, job_id: str, log: Path, timeout: float) -> None:
     """Check that both agents got the notice, and that the job ended with their exit code."""
     cluster.wait_until("an end", lambda: cluster.state(job_id) == "FAILED", timeout)
-    assert log.read_text().count("notice") == 2, log.read_text()
+    told = {path.name for path in log.parent.glob("notice-*")}
+    assert told == {"notice-0", "notice-1"}, log.read_text()
     assert cluster.field(job_id, "ExitCode") == "75:0", log.read_text()
 
 

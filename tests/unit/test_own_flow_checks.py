@@ -26,7 +26,7 @@ from ebbflow.flows.own_flow.step_options import OptionError, StepOptions
 from ebbflow.flows.own_flow.task_job import TaskJob, share_gpus
 from ebbflow.flows.own_flow.task_name import TaskName
 from ebbflow.flows.own_flow.trained_model import TrainedModel
-from ebbflow.flows.own_flow.training_settings import make_settings
+from ebbflow.flows.own_flow.training_settings import check_configurations, make_settings
 from ebbflow.training.attach.script import explain_missing_file
 from ebbflow.training.errors import describe_exception
 
@@ -366,6 +366,22 @@ def test_a_teams_budget_which_a_step_would_ignore_is_refused(tmp_path: Path) -> 
     step = make_step(tmp_path)
     with pytest.raises(OwnFlowError, match=r"flow.py:9: job.yaml:2 has cost.team_file, .*; fix: "):
         make_settings(step, nodes=1, file=tmp_path / "job.yaml")
+
+
+def test_a_gang_on_batch_whose_fixes_of_metaflow_are_refused_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gang = replace(make_step(tmp_path), backend="batch", is_gang=True)
+    make_settings(gang, nodes=2, file=None)
+    monkeypatch.setenv("EBBFLOW__BATCH__METADATA_FIXES", "refuse")
+    with pytest.raises(
+        OwnFlowError,
+        match=r"flow.py:9: .*METADATA_FIXES has batch.metadata_fixes: refuse, .*; fix: ",
+    ):
+        check_configurations(gang)
+    check_configurations(replace(gang, is_gang=False))
+    monkeypatch.setenv("METAFLOW_DEFAULT_METADATA", "service")
+    check_configurations(gang)
 
 
 def test_options_accept_units_and_texts_of_a_command_line() -> None:

@@ -15,6 +15,7 @@ from ebbflow.core.config.problems import ConfigError
 from ebbflow.core.config.schema import RunConfig, TrainingConfig
 from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
 from ebbflow.flows.remote import in_container
+from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.infra.slurm.partitions import gpus_per_node
 
@@ -98,6 +99,7 @@ def make_settings(
     """
     given = _read_given(step, file, overrides)
     _refuse_team_file(step, given)
+    _check_metadata_fixes(step, given)
     on_slurm = _value(given, "cluster.plan_for", "local") == "slurm"
     own = {"store": step.store, **_plan_where_it_runs(step, given)}
     if on_slurm:
@@ -155,6 +157,8 @@ def check_configurations(step: CheckedStep) -> None:
 
     Raises OwnFlowError.
     """
+    if step.is_gang and step.backend == "batch":
+        _check_metadata_fixes(step, _read_given(step, None, ()))
     for call in step.calls:
         file = step.find_file(call.file)
         if call.kind != "train" or call.overrides is None or file is None or step.nodes is None:
@@ -200,6 +204,23 @@ def _refuse_team_file(step: CheckedStep, given: GivenValues) -> None:
     raise OwnFlowError(
         f"{step.place}: {source} has {key}, and a step of your own flow reserves nothing in a team's "
         f"budget; fix: leave out {key}, and set cost.budget_usd"
+    )
+
+
+def _check_metadata_fixes(step: CheckedStep, given: GivenValues) -> None:
+    """Check that a gang on AWS Batch may have the fixes of Metaflow that it needs. Raises
+    OwnFlowError.
+    """
+    key = "batch.metadata_fixes"
+    metadata = metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
+    is_batch_gang = step.is_gang and step.backend == "batch"
+    if not is_batch_gang or metadata != "local" or _value(given, key, "auto") != "refuse":
+        return
+    (_, source) = given[key]
+    raise OwnFlowError(
+        f"{step.place}: {source} has {key}: refuse, and the gang of step {step.name} runs on AWS "
+        "Batch, where Metaflow needs the fixes with local metadata; fix: set "
+        "METAFLOW_DEFAULT_METADATA=service and METAFLOW_SERVICE_URL, or leave out the key"
     )
 
 
