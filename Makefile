@@ -33,6 +33,9 @@ test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config", JOBS=0: one after a
 		[ $$? -eq 1 ] && echo "make test: the tests that failed run once more, alone" && \
 		$(BIN)/python -m pytest -x -n 0 --last-failed --last-failed-no-failures none $(ARGS); }
 
+test-long: $(VENV)/dev.stamp  ## run the tests that `make test` leaves out: variants of its tests, and tests of the bench
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=30 -m long $(ARGS)
+
 lint: $(VENV)/dev.stamp  ## check style and format of the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

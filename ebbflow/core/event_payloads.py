@@ -640,6 +640,7 @@ class PlannedPool:
     quoted_usd_per_hour: Dollars = None
     volume_usd_per_hour: Dollars = None
     on_demand_usd_per_hour: Dollars = None
+    paid_hours: Number = None
     expected_hours: Number = None
     expected_usd: Number = None
     compute_usd: Number = None

@@ -37,7 +37,14 @@ def on_batch(folder: Path, name: str, environment: dict[str, str]) -> OwnFlow:
     return OwnFlow(folder, name, text=text, **environment)
 
 
-@pytest.mark.parametrize("name", ["single", "gang", "configured"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("single", marks=pytest.mark.long),
+        "gang",
+        pytest.param("configured", marks=pytest.mark.long),
+    ],
+)
 def test_a_step_in_batch_survives_the_loss_of_a_machine_and_ends_equal(
     name: str, tmp_path: Path, swift: Swift, monkeypatch: pytest.MonkeyPatch
 ) -> None:

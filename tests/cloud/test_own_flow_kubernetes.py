@@ -56,7 +56,14 @@ def find_pod(running: LocalCluster) -> dict[str, Any]:
     return max(pods, key=lambda pod: "worker" in pod["metadata"]["name"])
 
 
-@pytest.mark.parametrize("name", ["single", "gang", "configured"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "single",
+        pytest.param("gang", marks=pytest.mark.long),
+        pytest.param("configured", marks=pytest.mark.long),
+    ],
+)
 def test_an_own_flow_loses_a_pod_or_a_node_of_the_cluster_and_ends_equal(
     name: str, tmp_path: Path, swift: Swift, monkeypatch: pytest.MonkeyPatch
 ) -> None:

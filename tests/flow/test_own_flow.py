@@ -129,6 +129,7 @@ def test_a_gang_replaces_a_killed_rank_within_the_attempt_and_a_lost_node_by_a_r
     assert {lane["node"] for lane in killed.report["charts"]["lanes"]} == {0, 1}
 
 
+@pytest.mark.long
 def test_each_trial_of_a_nested_foreach_is_a_job_and_a_killed_one_continues(
     tmp_path: Path,
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_step_that_repeats_itself_has_a_job_per_round_and_a_complete_one_is_no
     assert models[0].weights_sha256 == models[1].weights_sha256
 
 
+@pytest.mark.long
 def test_gangs_in_a_foreach_with_the_loop_in_the_step(tmp_path: Path) -> None:
     flow = OwnFlow(tmp_path, "gangs")
     done = flow.succeed("run", "--max-workers", "1")
@@ -251,6 +253,7 @@ def test_a_loop_in_the_step_stops_at_its_budget_and_is_not_retried(tmp_path: Pat
     assert "budget" in flow.cards("train")["training"]
 
 
+@pytest.mark.long
 def test_a_step_with_resources_and_a_time_limit_survives_a_kill(
     tmp_path: Path, weights: str
 ) -> None:

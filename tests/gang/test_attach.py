@@ -49,6 +49,9 @@ CORPUS = {
     "accelerated": (1, 36, 3),
 }
 
+# Those whose loops another test resumes too: the guides' DDP and torchtitan, and `accelerated`
+_VARIANTS = ("ddp", "fsdp1", "nano_gpt", "resnet")
+
 # script: (libraries, steps, lines that a user may change)
 LIBRARIES = {
     "hugging_face": (("accelerate", "peft", "transformers.trainer"), 24, 4),
@@ -80,7 +83,10 @@ def test_the_patch_of_a_script_is_as_small_as_promised(name: str) -> None:
     assert 0 < max(added, removed) <= (CORPUS | LIBRARIES)[name][2]
 
 
-@pytest.mark.parametrize("name", CORPUS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in _VARIANTS)) for name in CORPUS],
+)
 def test_a_script_that_is_killed_and_preempted_ends_bit_equal(tmp_path: Path, name: str) -> None:
     ranks, steps, _ = CORPUS[name]
     if name == "accelerated":
@@ -121,7 +127,12 @@ def test_a_script_that_is_killed_and_preempted_ends_bit_equal(tmp_path: Path, na
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("hugging_face", []), ("hugging_face", ["--lora"]), ("lightning_mlp", [])]
+    ("name", "words"),
+    [
+        ("hugging_face", []),
+        pytest.param("hugging_face", ["--lora"], marks=pytest.mark.long),
+        ("lightning_mlp", []),
+    ],
 )
 def test_a_script_of_a_library_resumes_on_an_empty_disk(
     tmp_path: Path, name: str, words: list[str]

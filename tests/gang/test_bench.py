@@ -51,6 +51,7 @@ def assert_measured(figures: dict[str, Any], rounds: int) -> int:
     )
 
 
+@pytest.mark.long
 def test_the_engine_and_bare_loops_take_the_same_steps_to_the_same_loss(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +87,7 @@ def assert_says_where_it_was_measured(figures: dict[str, Any], output: str) -> N
     assert max(map(len, output.splitlines())) <= 100
 
 
+@pytest.mark.long
 def test_every_saver_saves_and_restores_the_same_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

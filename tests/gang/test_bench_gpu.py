@@ -23,6 +23,7 @@ def run_tiny(path: Path, *options: str) -> int:
     return main(["--device", "cpu", "--tiny", "--json", str(path), *options])
 
 
+@pytest.mark.long
 def test_lines_of_the_command_hold_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

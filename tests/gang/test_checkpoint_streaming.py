@@ -51,7 +51,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
-@pytest.mark.parametrize("name", ["out", "out.safetensors", "out.pt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("out", marks=pytest.mark.long),
+        "out.safetensors",
+        pytest.param("out.pt", marks=pytest.mark.long),
+    ],
+)
 def test_an_export_holds_a_part_of_it_at_a_time(job: Store, tmp_path: Path, name: str) -> None:
     target = tmp_path / name
     command = [sys.executable, "-c", _PROGRAM, job.uri, str(target)]

@@ -13,7 +13,6 @@ from tests.support.curves import GOLDEN, REFERENCE, VARIANTS, Curve, train_curve
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all curves
 FEW = [
-    "HSDP 2×2",
     "tensor 2 on 2 ranks",
     "tensor 2 on 2 ranks, resumed",
     REFERENCE,

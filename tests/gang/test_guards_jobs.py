@@ -190,7 +190,7 @@ def test_memory_that_grows_is_given_back_at_a_commit(
     assert taken == list(range(1, STEPS + 1)), "no step was lost"
 
 
-@pytest.mark.parametrize("unused_from", [0, 44])
+@pytest.mark.parametrize("unused_from", [pytest.param(0, marks=pytest.mark.long), 44])
 def test_a_parameter_that_one_rank_does_not_use_ends_the_job_at_once(
     tmp_path: Path, unused_from: int
 ) -> None:

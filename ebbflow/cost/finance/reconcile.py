@@ -343,11 +343,9 @@ def _forecast_usd(plan: PlanPayload) -> float | None:
         return None
     if plan.chosen.compute_usd is None:
         return plan.chosen.expected_usd
-    machine_usd = float(plan.chosen.usd_per_hour)
-    node_usd = machine_usd + float(plan.chosen.volume_usd_per_hour or 0)
-    if not node_usd:
-        return plan.chosen.compute_usd
-    return plan.chosen.compute_usd * machine_usd / node_usd
+    volume_usd = float(plan.chosen.volume_usd_per_hour or 0)
+    node_hours = (plan.chosen.nodes or 0) * (plan.chosen.paid_hours or 0)
+    return plan.chosen.compute_usd - volume_usd * node_hours
 
 
 def _add_line(
