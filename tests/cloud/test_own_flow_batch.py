@@ -13,6 +13,7 @@ import pytest
 
 from ebbflow.core.store import Store
 from tests.support.batch.flow import ON_DEMAND, account
+from tests.support.long_tests import mark_long
 from tests.support.own_flow import SOURCES, OwnFlow
 from tests.support.swift import Swift
 
@@ -38,12 +39,7 @@ def on_batch(folder: Path, name: str, environment: dict[str, str]) -> OwnFlow:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("single", marks=pytest.mark.long),
-        "gang",
-        pytest.param("configured", marks=pytest.mark.long),
-    ],
+    "name", mark_long(["single", "gang", "configured"], ["single", "configured"])
 )
 def test_a_step_in_batch_survives_the_loss_of_a_machine_and_ends_equal(
     name: str, tmp_path: Path, swift: Swift, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ import pytest
 from ebbflow.core.store import Store
 from tests.support.kubernetes.fixture import LocalCluster
 from tests.support.kubernetes.flow import KubernetesRunner, cluster
+from tests.support.long_tests import mark_long
 from tests.support.own_flow import SOURCES, OwnFlow
 from tests.support.swift import Swift
 
@@ -57,12 +58,7 @@ def find_pod(running: LocalCluster) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "single",
-        pytest.param("gang", marks=pytest.mark.long),
-        pytest.param("configured", marks=pytest.mark.long),
-    ],
+    "name", mark_long(["single", "gang", "configured"], ["gang", "configured"])
 )
 def test_an_own_flow_loses_a_pod_or_a_node_of_the_cluster_and_ends_equal(
     name: str, tmp_path: Path, swift: Swift, monkeypatch: pytest.MonkeyPatch

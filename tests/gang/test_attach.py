@@ -34,6 +34,7 @@ from tests.support.attached_scripts import (
     output,
     start,
 )
+from tests.support.long_tests import mark_long
 from tests.support.planted_resume_bugs import OTHERS, plant
 from tests.support.swift import Swift
 from tests.support.warm import WarmProcess
@@ -83,10 +84,7 @@ def test_the_patch_of_a_script_is_as_small_as_promised(name: str) -> None:
     assert 0 < max(added, removed) <= (CORPUS | LIBRARIES)[name][2]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name in _VARIANTS)) for name in CORPUS],
-)
+@pytest.mark.parametrize("name", mark_long(CORPUS, _VARIANTS))
 def test_a_script_that_is_killed_and_preempted_ends_bit_equal(tmp_path: Path, name: str) -> None:
     ranks, steps, _ = CORPUS[name]
     if name == "accelerated":

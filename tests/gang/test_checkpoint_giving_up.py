@@ -199,6 +199,7 @@ def test_the_options_leave_their_permit_in_the_store_once_the_launcher_holds_the
     tmp_path: Path, job: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(launchers.RUN_CLAIM_VARIABLE, "")  # restored after the test
+    monkeypatch.setenv("EBBFLOW_RUNS", str(tmp_path / "runs"))
     words = ["--set", f"store={tmp_path / 'store'}"]
     both = ["--from-scratch", "--accept-rollback"]
     line = CommandLine("train_flow.py", [], "run", [*words, "--job", "job", *both])

@@ -20,6 +20,7 @@ from ebbflow.training.checkpoint.commands import main as checkpoints
 from ebbflow.training.checkpoint.file_formats import read_file, write_file
 from ebbflow.training.checkpoint.portable_state import read_commit
 from ebbflow.training.errors import CorruptCommit
+from tests.support.long_tests import mark_long
 
 _MIB = 2**20
 _PROGRAM = """
@@ -51,14 +52,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("out", marks=pytest.mark.long),
-        "out.safetensors",
-        pytest.param("out.pt", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name", mark_long(["out", "out.safetensors", "out.pt"], ["out", "out.pt"]))
 def test_an_export_holds_a_part_of_it_at_a_time(job: Store, tmp_path: Path, name: str) -> None:
     target = tmp_path / name
     command = [sys.executable, "-c", _PROGRAM, job.uri, str(target)]

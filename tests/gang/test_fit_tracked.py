@@ -29,6 +29,7 @@ from ebbflow.training.engine.tensor_parallel import split_computation, split_wei
 from ebbflow.training.gang import Gang
 from ebbflow.training.weights.load import materialise
 from ebbflow.workloads.language.language_model import CausalLM
+from tests.support.long_tests import mark_long
 
 _RANKS = 8
 # (width, blocks, heads, length, vocabulary), samples per rank and micro-batch, and what differs
@@ -97,6 +98,9 @@ CASES: dict[str, tuple[tuple[int, int, int, int, int], int, dict[str, Any]]] = {
         },
     ),
 }
+
+
+_COMBINATIONS = [name for name in CASES if name.count(",") > 1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -199,7 +203,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 @pytest.mark.usefixtures("fused_norms")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_long(CASES, _COMBINATIONS))
 def test_the_estimate_is_the_peak_and_at_most_a_quarter_more(name: str) -> None:
     config, samples = configured(name)
     if "sharded" in name:
@@ -219,7 +223,11 @@ def test_the_estimate_is_the_peak_and_at_most_a_quarter_more(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["wide", "length 8192", "full", "sharded", "sharded, tensor", "sharded, tensor, full"]
+    "name",
+    mark_long(
+        ["wide", "length 8192", "full", "sharded", "sharded, tensor", "sharded, tensor, full"],
+        _COMBINATIONS,
+    ),
 )
 def test_on_a_cpu_norms_keep_more(name: str) -> None:
     config, samples = configured(name)

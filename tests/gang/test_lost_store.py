@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.long_tests import mark_long
 from tests.support.lost_store import LOST_AFTER, STEPS, LostStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("kind", ["rename", "mount"])
+@pytest.mark.parametrize("kind", mark_long(["rename", "mount"], ["mount"]))
 def test_a_run_whose_store_goes_away_never_completes_and_goes_on_when_it_is_back(
     tmp_path: Path, kind: str
 ) -> None:

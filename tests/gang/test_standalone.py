@@ -24,6 +24,7 @@ from ebbflow.cost.report.report import build_report
 from ebbflow.training.attach.standalone import default_job_name
 from ebbflow.training.errors import DataError
 from tests.support.gangs import free_port, run_ranks
+from tests.support.long_tests import mark_long
 from tests.support.tied_rank import STEP_DEADLINE_SECONDS
 from tests.support.warm import start_warm
 
@@ -96,7 +97,7 @@ def run_and_kill_rank_1(folder: Path, rendezvous: list[str]) -> str:
     return log.read_text()
 
 
-@pytest.mark.parametrize("rendezvous", ["with a run id", "without"])
+@pytest.mark.parametrize("rendezvous", mark_long(["with a run id", "without"], ["without"]))
 def test_a_restart_by_torchrun_continues_the_same_job(tmp_path: Path, rendezvous: str) -> None:
     static = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     output = run_and_kill_rank_1(

@@ -4,8 +4,10 @@ gang.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -30,9 +32,16 @@ KNOWN: dict[str, Any] = {"secret": lambda: SECRET}  # how a node's side is given
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port on which nothing listens.
+
+    It is none of those that Linux gives to outgoing connections, one of which could take it before
+    it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(16_384, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(
