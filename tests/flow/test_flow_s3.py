@@ -154,6 +154,7 @@ def test_the_commands_read_a_job_in_a_bucket(lost: tuple[Bucket, FlowRun]) -> No
     )
 
 
+@pytest.mark.long
 def test_a_job_continued_by_its_name_and_metaflow_in_the_bucket_too(
     quiet: dict[str, Any], tmp_path: Path, swift: Swift
 ) -> None:

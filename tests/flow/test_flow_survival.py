@@ -184,7 +184,11 @@ def test_a_notice_and_a_request_to_leave_lose_nothing(quiet: Report, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGINT, "preflight"), (signal.SIGHUP, "prepare")]
+    ("number", "step"),
+    [
+        (signal.SIGINT, "preflight"),
+        pytest.param(signal.SIGHUP, "prepare", marks=pytest.mark.long),
+    ],
 )
 def test_interrupted_before_training(number: int, step: str, tmp_path: Path) -> None:
     """A terminal's signal comes to every process of its group."""
