@@ -27,6 +27,20 @@ pytestmark = [pytest.mark.flow, pytest.mark.timeout(900)]
 CONFIGS = Path(__file__).resolve().parents[2] / "ebbflow" / "configs"
 ATTACHED = ("ddp", "fsdp2", "nano_gpt", "resnet", "accelerated", "hugging_face", "lightning_mlp")
 _NEEDS_RANKS = ("ddp", "fsdp2")
+# The script asks itself to leave after the first commit of each of its first two starts.
+_ASKED = """
+import os, pathlib, signal, threading, time
+def _ask(before):
+    while _count() == before:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGTERM)
+def _count():
+    return len(list(pathlib.Path("runs/jobs").glob("*/commits/*/*/*.json")))
+_starts = pathlib.Path("starts")
+_starts.write_text((_starts.read_text() if _starts.exists() else "") + "*")
+if _starts.read_text() != "***":
+    threading.Thread(target=_ask, args=[_count()], daemon=True).start()
+"""
 _PLAIN = """
 import numpy as np
 rng = np.random.default_rng(0)
@@ -145,18 +159,11 @@ def test_a_script_that_is_asked_to_leave_twice_shows_no_false_word(
 ) -> None:
     script = attached(tmp_path, name)
     text = script.read_text()
-    # It asks itself, once in each of the first two starts
-    script.write_text(
-        f"import os, signal, threading, pathlib\n"
-        f"_mark = pathlib.Path('starts')\n"
-        f"_starts = int(_mark.read_text()) if _mark.exists() else 0\n"
-        f"_mark.write_text(str(_starts + 1))\n"
-        f"if _starts < 2:\n"
-        f"    threading.Timer(6.0, os.kill, (os.getpid(), {int(signal.SIGTERM)})).start()\n{text}"
-    )
+    script.write_text(_ASKED + text)
     terminal = ""
     for code in (75, 75, 0):
-        terminal = _run(tmp_path, _start("python", script.name), code=code)
+        command = [*_start("python", script.name), "0.2"]  # seconds for each step
+        terminal = _run(tmp_path, command, code=code)
 
     _check(tmp_path, terminal, resumes, was_killed=True)
 

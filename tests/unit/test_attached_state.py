@@ -4,6 +4,7 @@ any batch.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -21,7 +22,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from ebbflow.training.attach.capture import ScriptState
 from ebbflow.training.attach.guards import describe_promise
-from ebbflow.training.attach.influence import find_random_draws
+from ebbflow.training.attach.influence import (
+    Kind,
+    Place,
+    ScriptFile,
+    can_change_training,
+    find_random_draws,
+)
 from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.state import (
     BatchSource,
@@ -635,6 +642,34 @@ def test_a_torchdata_loader_resumes_from_its_state() -> None:
 
 def draw_in_collate(rows: list[Any]) -> torch.Tensor:
     return torch.rand(len(rows))
+
+
+EPOCHS = """
+for epoch in job.epochs(4, loader):
+    {first}
+    for images, labels in loader:
+        loss = loss_of(model(images), labels)
+        loss.backward()
+        total = total + loss
+    print(epoch, loss.item(), total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "name", "carried"),
+    [
+        ("model.train()", "loss", False),  # written anew by the first batch of each epoch
+        ("total = 0", "total", False),
+        ("scale(model, loss); loss.backward()", "loss", True),
+    ],
+)
+def test_a_variable_is_carried_between_epochs_if_it_is_read_before_it_is_written(
+    first: str, name: str, carried: bool
+) -> None:
+    """A commit at the end of an epoch is made at the line of the loop over the epochs."""
+    tree = ast.parse(EPOCHS.format(first=first))
+    place = Place(source=ScriptFile(tree), body=tree.body, line=2)
+    assert can_change_training(place, name, Kind.TENSORS) is carried
 
 
 def test_the_place_of_a_random_draw_in_a_dataset_is_found() -> None:

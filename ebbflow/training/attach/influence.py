@@ -328,6 +328,9 @@ def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
         branches = [_first_access(body, name, is_attribute) for body in _blocks(node)]
         if _Access.READ in branches:
             return _Access.READ
+        # An inner loop runs at least once, such as that over the batches of an epoch
+        if isinstance(node, _LOOPS) and branches[0] is _Access.WRITE:
+            return _Access.WRITE
         certain = isinstance(node, ast.With | ast.AsyncWith | ast.Try) or (
             isinstance(node, ast.If) and bool(node.orelse)
         )
