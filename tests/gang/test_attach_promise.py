@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from ebbflow.core.events import OUTCOME, read_events
+from ebbflow.core.store import Store
 from tests.support.script_shapes import BEGIN, EXACT, NOT_EXACT
 
 pytestmark = pytest.mark.timeout(700)  # sixty runs in one process, on a busy machine
@@ -87,25 +89,72 @@ def test_what_changes_and_is_not_saved_is_named_with_the_fix(
             "for epoch in job.epochs(2, zip(x, x)):\n    pass\n",
             "2 epochs of a zip, which can be read once",
         ),
+        (
+            "for epoch in job.epochs(2):\n"
+            "    for a in job.batches([x] * 3): train_on(a, a[:, :1])\n"
+            "    for a in job.batches([x] * 9): train_on(a, a[:, :1])\n",
+            "train.py:22: job.batches again in epoch 0",
+        ),
     ],
 )
 def test_what_cannot_be_counted_is_refused_with_the_fix(
     tmp_path: Path, body: str, words: str
 ) -> None:
-    script = tmp_path / "train.py"
+    done, outcomes = run_attached(tmp_path, body)
+    assert done.returncode not in (0, 75), done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if words in line]
+    assert "; fix: " in line and "Traceback" not in done.stderr
+    found = [outcome["outcome"] for outcome in outcomes]
+    assert found in ([], ["config"]), "none if no loop had begun"
+
+
+@pytest.mark.parametrize(
+    ("leave", "outcome"),
+    [
+        ("sys.exit(3)", "failed"),
+        ("stop()", "failed"),
+        ("sys.exit(0)", "completed"),
+        ("break", "completed"),
+    ],
+)
+def test_a_script_that_exits_in_its_loop_has_failed_unless_its_code_is_0(
+    tmp_path: Path, leave: str, outcome: str
+) -> None:
+    body = (
+        "import sys\n"
+        "def stop():\n"
+        "    try: raise SystemExit('bad data')\n"
+        "    finally: pass\n"
+        "for step in job.steps(9):\n"
+        "    train_on(x, x[:, :1])\n"
+        f"    if step == 4: {leave}\n"
+    )
+    done, outcomes = run_attached(tmp_path, body)
+    (ending,) = outcomes
+    assert ending["outcome"] == outcome, done.stdout + done.stderr
+    assert (done.returncode == 0) == (outcome == "completed")
+    if outcome == "failed":
+        assert ending["message"].startswith("train.py:26: SystemExit: the program called sys.exit(")
+
+
+def run_attached(
+    folder: Path, body: str
+) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
+    """Run a script with `body` after `attach`; return the process and its job's outcomes."""
+    script = folder / "train.py"
     script.write_text(BEGIN + "job = ebbflow.attach(model, opt)\n" + body)
+    store = folder / "store"
     done = subprocess.run(
         [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__STORE": str(tmp_path / "store")},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "EBBFLOW__STORE": str(store)},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert done.returncode not in (0, 75), done.stdout
-    (line,) = [line for line in done.stderr.splitlines() if words in line]
-    assert "; fix: " in line and "Traceback" not in done.stderr
+    events = read_events(Store.open(f"{store}/jobs/train"))
+    return done, [event.data for event in events if event.name == OUTCOME]
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ebbflow.training.attach.capture import ScriptState, Stateful
 from ebbflow.training.attach.loop import AttachedLoop, refuse
 from ebbflow.training.attach.plain_state import SavedValues
+from ebbflow.training.attach.script_state import find_own_line
 from ebbflow.training.attach.state import (
     BatchSource,
     change_iteration,
@@ -37,6 +38,7 @@ class AttachedJob:
         self._state = state
         # Whether the next loop over the loader is that of the epoch
         self._reads_epoch = False
+        self._begun_epoch = -1  # in which `batches` was read last
 
     @property
     def name(self) -> str:
@@ -113,7 +115,7 @@ class AttachedJob:
 
     def batches(self, loader: Iterable[Batch], *, epochs: int | None = None) -> Iterator[Batch]:
         """Yield the remaining batches of `epochs` epochs; without `epochs`, those of the current
-        epoch.
+        epoch, once in each epoch.
         """
         if epochs is None:
             if not self._loop.is_running:
@@ -189,6 +191,7 @@ class AttachedJob:
         loop = self._loop
         state = self._state
         reporter = loop.session.reporter
+        self._check_first_loader()
         source = self._open_source(loader)
         self._reads_epoch = False
         loop.read_batches()
@@ -213,6 +216,20 @@ class AttachedJob:
             last = source.length is not None and state.batch >= source.length
             loop.end_step(samples, last=last)
         reporter.enter("evaluation", loop.step)
+
+    def _check_first_loader(self) -> None:
+        """Exit if the epoch had batches before, because commits count those of one loader."""
+        epoch = self._state.epoch
+        if self._begun_epoch == epoch:
+            place = find_own_line()
+            refuse(
+                AttachError(
+                    f"{place}: job.batches again in epoch {epoch}, and a resume knows how far one "
+                    "loader was read; fix: one loader that gives the batches of both, such as one "
+                    "over a ConcatDataset"
+                )
+            )
+        self._begun_epoch = epoch
 
 
 def _check_rereadable(loader: object, epochs: int) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +32,7 @@ from ebbflow.training.attach.guards import (
     describe_promise,
     make_script_guards,
 )
-from ebbflow.training.attach.script_state import ScriptWatch
+from ebbflow.training.attach.script_state import ScriptWatch, find_own_line
 from ebbflow.training.attach.standalone import (
     end_observer,
     release_job,
@@ -94,6 +96,8 @@ class AttachedLoop:
     """
 
     _completed = False  # whether all steps of the job are taken
+    _exit: SystemExit | None = None  # with a code other than 0, by which the script left its loop
+    _exit_place = ""  # file and line
 
     def __init__(
         self, spec: WorkerSpec, gang: Gang, state: JobState, *, kept_steps: int = 0
@@ -229,9 +233,12 @@ class AttachedLoop:
         self.restore_random_states()
         self._syncs.start_clock()
         try:
-            yield
+            with _raising_exits():
+                yield
         except GeneratorExit:
             self._left = True  # by break, or by an exception: known when the script ends
+            self._exit = _find_exit(sys._getframe())
+            self._exit_place = find_own_line()
             raise
         finally:
             self._running = False
@@ -463,7 +470,7 @@ class AttachedLoop:
             return
         error = getattr(sys, "last_value", None)  # which ended the script, unless it is older
         if error is self._older_error:
-            error = None
+            error = self._exit
         if not self._closed and error is not None:
             self._record_failure(error)
         elif self._left and not self._closed:
@@ -480,15 +487,26 @@ class AttachedLoop:
     def _record_failure(self, error: BaseException) -> None:
         """Record that the error ended the script. With an agent, the agent records it."""
         outcome = Outcome.FAILED
+        message = describe_exception(error)
         if isinstance(error, KeyboardInterrupt):
             outcome = Outcome.INTERRUPTED
+        elif isinstance(error, TrainingError | InfraError):
+            outcome = error.outcome
+        elif error is self._exit and self._exit_place:
+            message = f"{self._exit_place}: {message}"
         if self._spec.agent_pid is None and self.session.gang.rank == 0:
             self.session.reporter.emit(
                 OUTCOME,
                 step=self.step,
                 outcome=str(outcome),
-                message=redact_secrets(describe_exception(error)),
+                message=redact_secrets(message),
             )
+
+    def close_refused(self, error: TrainingError | InfraError) -> None:
+        """Close the job, which the error ends. With an agent, the agent does so."""
+        if self._spec.agent_pid is None and not self._closed:
+            self._record_failure(error)
+            self._close()
 
     def _describe_promise(self) -> JsonObject:
         state = self._state
@@ -699,10 +717,57 @@ class AttachedLoop:
 
 def refuse(error: TrainingError | InfraError) -> NoReturn:
     """Print the error in one line, and exit with the error's exit code."""
+    if current is not None:
+        current.close_refused(error)
     release_job()
     print(f"ebbflow: {describe_error(error)}", file=sys.stderr, flush=True)
     end_observer()
     raise SystemExit(error.outcome.exit_code) from error
+
+
+@contextlib.contextmanager
+def _raising_exits() -> Iterator[None]:
+    """Within the context, `sys.exit` raises an exception object, which `_find_exit` finds.
+
+    That of Python 3.11 leaves its object to the first handler of the exception.
+    """
+    original = sys.exit
+
+    def exit_with_object(code: object = None, /) -> NoReturn:
+        raise SystemExit(code)
+
+    sys.exit = exit_with_object
+    try:
+        yield
+    finally:
+        if sys.exit is exit_with_object:
+            sys.exit = original
+
+
+def _find_exit(frame: types.FrameType | None) -> SystemExit | None:
+    """Return the SystemExit with a code other than 0 that is ending the loop of a script, or None.
+
+    A generator that is closed because an exception leaves its loop is not told by which.
+
+    Args:
+        frame: of the generator; its callers include the script.
+    """
+    frames: set[types.FrameType | None] = set()
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    for value in gc.get_objects():
+        if not issubclass(type(value), SystemExit) or value.code in (None, 0):
+            continue
+        entry = value.__traceback__
+        if entry is None:  # in Python 3.11 until a `finally` or `with` has met it
+            return value
+        raised = entry.tb_frame
+        while raised is not None and raised not in frames:
+            raised = raised.f_back
+        if raised is not None:
+            return value
+    return None
 
 
 def _open_session(

@@ -224,6 +224,18 @@ class ScriptWatch:
         self.unsaved[variable.name] = Unsaved(name=variable.name, place=where, kind=kind)
 
 
+def find_own_line() -> str:
+    """Return the file and line of the innermost caller in the user's code, such as "train.py:10",
+    or "".
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_own_file(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 class _HasState(Protocol):
     def state_dict(self) -> object: ...
 
