@@ -753,8 +753,10 @@ def test_a_reconciliation_has_the_first_chosen_plans_forecast() -> None:
     exact = plan_event(3.6)
     exact.data["chosen"]["compute_usd"] = 0.8
     assert reconcile([exact, *events], []).forecast_usd == 0.8
-    exact.data["chosen"] |= {"volume_usd_per_hour": "0.05", "nodes": 2, "paid_hours": 1.0}
-    assert reconcile([exact, *events], []).forecast_usd == pytest.approx(0.7)
+    with_volume = plan_event(3.6)
+    with_volume.data["chosen"] |= {"volume_usd_per_hour": "0.05", "nodes": 2, "paid_hours": 1.0}
+    with_volume.data["chosen"]["compute_usd"] = 0.8
+    assert reconcile([with_volume, *events], []).forecast_usd == pytest.approx(0.7)
     assert reconcile(events, []).forecast_usd is None
     other = event("note", -3.0, chosen={"expected_usd": 7.0})
     assert reconcile([other, plan_event(3.6)], []).forecast_usd == 0.9
