@@ -23,8 +23,8 @@ help:  ## what can be made
 run: $(VENV)/run.stamp  ## train the laptop job: preflight, plan, two nodes, commits, report (ARGS="--set training.max_steps=100")
 	$(BIN)/python ebbflow/flows/train_flow.py run $(ARGS)
 
-check: lint types  ## what to run before each commit: style, types and unit tests, in under 3 minutes
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests/unit $(ARGS)
+check: lint types  ## what to run before each commit: style, types and the unit tests that are not slow
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not long" tests/unit $(ARGS)
 
 # Tests of real processes keep deadlines, which a busy machine can miss. Like CPython's suite, tests that failed beside
 # others run once more, alone; one that fails twice fails the run. Both tries are printed: look at what passed only then.

@@ -474,6 +474,7 @@ def test_the_doctor_looks_for_counts_in_the_saved_file() -> None:
     ) == {"t", "step"}
 
 
+@pytest.mark.slow
 def test_the_doctor_links_large_files_and_keeps_the_originals(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     shared = tmp_path / "shared"

@@ -247,6 +247,7 @@ def test_daily_costs_that_cannot_hold_the_job_are_refused(tmp_path: Path) -> Non
     assert not is_daily_costs(report)
 
 
+@pytest.mark.slow
 def test_the_lines_of_others_are_not_kept_in_memory(tmp_path: Path) -> None:
     """20,000 lines of untagged instances and volumes at the job's time."""
     others = []

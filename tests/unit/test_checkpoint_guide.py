@@ -52,6 +52,7 @@ def test_the_package_imports_torch_obstore_awscrt_and_the_ground_alone(path: Pat
             assert known or name.startswith(OURS), f"{path}: {name}"
 
 
+@pytest.mark.slow
 def test_the_example_runs_with_the_files_that_the_guide_names(tmp_path: Path) -> None:
     package = tmp_path / "ebbflow"
     (package / "training").mkdir(parents=True)

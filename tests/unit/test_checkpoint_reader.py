@@ -198,6 +198,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, DataObject,
 @pytest.mark.parametrize("remote", [False, True])
 @settings(max_examples=150, deadline=None)
 @given(wishes=WISHES)
+@pytest.mark.slow
 def test_any_ranges_overlapping_or_not_come_as_they_are(
     stored: tuple[Store, DataObject, bytes], remote: bool, wishes: list[tuple[int, int]]
 ) -> None:

@@ -210,6 +210,7 @@ def check_loader(folder: Path, text: str) -> None:
 
 @FUZZ
 @given(job=mutated_jobs(), flow_style=st.sampled_from([None, True, False]))
+@pytest.mark.slow
 def test_no_mutation_of_a_valid_file_crashes_the_loader(
     tmp_path: Path, job: Any, flow_style: bool | None
 ) -> None:

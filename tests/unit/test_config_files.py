@@ -34,6 +34,7 @@ def described(node: dict[str, Any], path: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+@pytest.mark.slow
 def test_a_shipped_configuration_loads_and_plans(path: Path) -> None:
     assert path.read_text().splitlines()[0] == EDITOR_LINE
     config = load_config(path, project_root=ROOT, environment={}).config

@@ -116,6 +116,7 @@ def cheapest_usd(config: RunConfig) -> float:
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.slow
 def test_the_defaults_cost_at_most_a_tenth_more_than_the_best_keys(name: str) -> None:
     config = JOBS[name]
     defaults = cheapest_usd(config)
@@ -236,6 +237,7 @@ def test_logits_that_are_freed_leave_a_block_that_no_float32_tensor_fits() -> No
     assert allowance(loss_chunk_tokens=1024)[0] == pytest.approx(0, abs=2)
 
 
+@pytest.mark.slow
 def test_the_plan_refuses_hardly_any_run_that_was_published() -> None:
     judged = [judge_foundry_run(run) for run in read_foundry_runs()]
     found = summarise_foundry(judged)

@@ -367,6 +367,7 @@ def test_the_labels_of_threads_name_symptoms_and_a_text() -> None:
         assert thread.url.startswith("https://") and len(thread.sha256) == 64
 
 
+@pytest.mark.slow
 def test_the_collected_excerpts_are_still_recognised() -> None:
     files = sorted(SUPPORT.glob("collected*.yaml"))
     cases = []
@@ -662,6 +663,7 @@ def test_a_symptom_made_in_plain_torch_is_named(name: str, tmp_path: Path) -> No
     assert found.rule.id in (INJECTIONS[name].symptom, *INJECTIONS[name].answers)
 
 
+@pytest.mark.slow
 def test_the_documentation_lists_how_each_symptom_is_tested() -> None:
     """It is written with `python -m tests.unit.test_diagnosis`."""
     assert COVERAGE_PAGE.read_text(encoding="utf-8") == coverage_page()

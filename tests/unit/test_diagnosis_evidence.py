@@ -181,6 +181,7 @@ def test_settings_and_messages_of_ours_are_no_evidence() -> None:
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.slow
 def test_the_answers_do_not_depend_on_the_seed_of_hashes(seed: str) -> None:
     """The golden answers are written as `tests/support/diagnosis_answers.py` says."""
     root = Path(__file__).parents[2]

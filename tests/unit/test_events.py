@@ -329,6 +329,7 @@ def folded(folder: Path) -> tuple[str, list[str]]:
     return json.dumps({**report, "events": None}), []
 
 
+@pytest.mark.slow
 def test_no_single_bit_flip_changes_the_ledger_in_silence(tmp_path: Path) -> None:
     sealed_job(tmp_path)
     sound, damage = folded(tmp_path)
@@ -526,6 +527,7 @@ def replaced_by(kind: str) -> Callable[[Path, Path], None]:
 
 
 @pytest.mark.parametrize("kind", KINDS + ENTRIES)
+@pytest.mark.slow
 def test_a_changed_event_segment_is_reported(tmp_path: Path, kind: str) -> None:
     sealed_job(tmp_path / "sound")
     sound, _ = folded(tmp_path / "sound")

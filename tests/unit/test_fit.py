@@ -486,6 +486,7 @@ def test_the_plans_roofline_is_the_fit_to_the_published_runs() -> None:
     }
 
 
+@pytest.mark.slow
 def test_speeds_of_published_runs_that_were_not_fitted_are_planned_within_a_tenth() -> None:
     found = summarise_foundry([judge_foundry_run(run) for run in read_foundry_runs()])
     assert found["held_out"]["runs"] == 131

@@ -137,6 +137,7 @@ def test_metaflows_colours_pass_and_nothing_that_hides_or_moves(
 
 
 @pytest.mark.parametrize("door", DOORS)
+@pytest.mark.slow
 def test_no_door_lets_a_control_character_through(door: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *DOORS[door]],

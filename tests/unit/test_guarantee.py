@@ -76,6 +76,7 @@ def test_a_budget_that_on_demand_exceeds_is_refused_if_there_is_a_deadline() -> 
     assert first_plan(low, "cost.deadline_hours=null").refusal is None
 
 
+@pytest.mark.slow
 def test_no_adversary_makes_an_admitted_job_late_or_exceed_its_budget() -> None:
     found = [adversarial_job(batch_config(*SLOW_COMMITS), seed) for seed in (5, 7, 10)]
     admitted = [job for job in found if job is not None]

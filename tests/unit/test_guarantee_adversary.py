@@ -96,6 +96,7 @@ for limit, name in ((HOURS, "time"), (USD, "money")):
 
 
 @pytest.mark.parametrize("name", COURSES)
+@pytest.mark.slow
 def test_a_job_of_the_tightest_limits_keeps_them_whatever_the_adversary_does(name: str) -> None:
     course = COURSES[name]
     assert course.holds(tight_job(course.config, course.case))
@@ -340,6 +341,7 @@ WEAKER: dict[str, tuple[Weaker, str]] = {
 
 
 @pytest.mark.parametrize("name", WEAKER)
+@pytest.mark.slow
 def test_the_adversary_finds_a_violation_as_soon_as_a_term_is_weakened(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,7 @@ def test_jobs_of_another_project_of_this_machine_are_found_from_any_folder(
     assert list_known_jobs() == []
 
 
+@pytest.mark.slow
 def test_the_command_reports_all_known_jobs_as_csv(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for name in ("one", "two"):

@@ -426,6 +426,7 @@ def test_evaluation_after_the_last_step_of_a_completed_job_is_evaluation():
 
 @settings(max_examples=200, deadline=None)
 @given(faulty_jobs())
+@pytest.mark.slow
 def test_useful_time_is_that_of_completed_steps_in_the_final_weights(
     job: tuple[list[Event], float],
 ):

@@ -237,6 +237,7 @@ def test_a_node_of_kubernetes_has_no_scale_down() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
+@pytest.mark.slow
 def test_the_total_never_falls_as_jobs_of_batch_follow_each_other_on_instances(seed: int) -> None:
     """Random attempts on two instances, some warm; each event in turn is added to the log."""
     draw = random.Random(seed)

@@ -134,6 +134,7 @@ def test_lines_of_a_killed_agent_are_read_from_the_raw_log(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("records_before_the_kill", [1, 500, 3000])
+@pytest.mark.slow
 def test_an_agent_killed_in_the_midst_of_writing_loses_and_doubles_nothing(
     records_before_the_kill: int, tmp_path: Path
 ) -> None:

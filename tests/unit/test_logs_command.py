@@ -56,6 +56,7 @@ def command(runs: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_logs_command_finds_a_job_locally_and_in_the_given_store(
     tmp_path: Path,
 ) -> None:

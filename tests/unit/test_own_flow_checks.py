@@ -88,6 +88,7 @@ def check(folder: Path, *words: str, **parts: str) -> tuple[int, str]:
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.slow
 def test_a_step_with_ebbflow_passes_metaflows_check_alone_and_with_num_parallel(
     tmp_path: Path,
 ) -> None:
@@ -172,6 +173,7 @@ def make_step(folder: Path) -> CheckedStep:
         ),
     ],
 )
+@pytest.mark.slow
 def test_bad_input_is_refused_with_place_and_fix(
     tmp_path: Path, parts: dict[str, str], text: str
 ) -> None:
@@ -271,6 +273,7 @@ def test_a_store_in_a_folder_is_refused_for_a_container(tmp_path: Path) -> None:
     assert re.search(r"store .*/runs is a folder, which the container does not keep; fix", output)
 
 
+@pytest.mark.slow
 def test_a_file_that_a_script_names_and_no_container_gets_is_told_with_the_option_that_packs_it(
     tmp_path: Path,
 ) -> None:

@@ -271,6 +271,7 @@ def test_an_open_page_takes_newer_figures_and_ends_as_report_without_a_reload(
 
 
 @pytest.mark.parametrize("width", [360, 768, 1440])
+@pytest.mark.slow
 def test_nothing_is_cut_off_at_any_width(width: int, tmp_path: Path) -> None:
     report = build_report(job_with_settings())
     assert not cut_off(render(report, earlier=[report]), width, tmp_path)

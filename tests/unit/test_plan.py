@@ -109,6 +109,7 @@ def test_every_pool_is_ranked_or_rejected_once_with_a_reason():
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, {1}), (2, {1, 2}), (3, {1, 2}), (None, {1, 2, 4, 8})]
 )
+@pytest.mark.slow
 def test_auto_tries_no_more_nodes_than_are_allowed(most: int | None, sizes: set[int]):
     one = plan(
         cluster={
@@ -121,6 +122,7 @@ def test_auto_tries_no_more_nodes_than_are_allowed(most: int | None, sizes: set[
     assert {pool.nodes for pool in [*one.ranked, *one.rejected]} == sizes
 
 
+@pytest.mark.slow
 def test_a_plan_offers_only_what_the_backend_can_run():
     two = {"nodes": 2, "processes_per_node": 1}
     batch = plan(cluster={**two, "plan_for": "batch"})
@@ -464,6 +466,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_exits_with_its_outcome(tmp_path: Path):
     path = tmp_path / "job.yaml"
     path.write_text("training:\n  max_steps: 1000\n")

@@ -105,6 +105,7 @@ def test_the_required_versions_are_those_of_setup_cfg() -> None:
         assert requirements == [str(found) for found in REQUIREMENTS if found.extra == extra]
 
 
+@pytest.mark.slow
 def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed("imports")
     (tmp_path / "torch").mkdir()

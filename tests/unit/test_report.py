@@ -407,6 +407,7 @@ def test_importing_the_report_imports_neither_pandas_nor_torch():
     assert done.stdout.strip() == "set()", done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_rebuilds_the_report_from_the_store(tmp_path: Path):
     store = Store.open(str(tmp_path / "store"))
     with EventLog(

@@ -104,6 +104,7 @@ def test_files_with_names_of_secrets_are_left_out_and_named(
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_script_that_exits_is_reported_with_its_line_and_a_refusal_with_its_error(
     text: str, told: list[object], tmp_path: Path
 ) -> None:

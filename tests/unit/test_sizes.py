@@ -83,6 +83,7 @@ def test_thousands_of_objects_are_listed_completely(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1000, 20), (1, 5000)])
+@pytest.mark.slow
 def test_a_large_job_has_a_small_page(ranks: int, steps: int) -> None:
     began = time.process_time()
     log = GangLog(1, 10.0, [list(range(node, min(node + 8, ranks))) for node in range(0, ranks, 8)])

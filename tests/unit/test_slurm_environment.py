@@ -121,6 +121,7 @@ def test_importing_ebbflow_in_a_script_sets_them_and_in_our_commands_does_not(
     assert is_own_program([sys.executable, "-u", "/venv/bin/ebbflow", "run"])
 
 
+@pytest.mark.slow
 def test_a_script_with_an_unreadable_node_list_gets_one_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch, ebbflow\nebbflow.attach(torch.nn.Linear(1, 1))\n")

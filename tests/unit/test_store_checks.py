@@ -113,6 +113,7 @@ def test_a_clock_that_cannot_be_asked_is_no_pass(
 
 
 @pytest.mark.parametrize("away", ["refused", "swallowed"])
+@pytest.mark.slow
 def test_a_store_that_is_away_stops_the_run_in_preflight(tmp_path: Path, away: str) -> None:
     """With exit code 3, before anything is written, and long before a task would have been started."""
     runner = FlowRunner(tmp_path, store="s3://bucket/prefix")

@@ -128,6 +128,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, str, dict[str, Any]]], di
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_collector_gets_generations_saves_and_steps_as_spans(
     collector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
