@@ -28,7 +28,7 @@ check: lint types  ## what to run before each commit: style, types and the unit 
 
 # Tests of real processes keep deadlines, which a busy machine can miss. Like CPython's suite, tests that failed beside
 # others run once more, alone; one that fails twice fails the run. Both tries are printed: look at what passed only then.
-test: $(VENV)/dev.stamp  ## run all tests (ARGS="-k config", JOBS=0: one after another)
+test: $(VENV)/dev.stamp  ## run the tests of CI (ARGS="-k config", JOBS=0: one after another)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=30 $(ARGS) || { \
 		[ $$? -eq 1 ] && echo "make test: the tests that failed run once more, alone" && \
 		$(BIN)/python -m pytest -x -n 0 --last-failed --last-failed-no-failures none $(ARGS); }

@@ -322,7 +322,7 @@ def kill_until_none(
         if len(sleeping) < len(found) or sleeping != sleeping_before:
             changed_at = passed
         sleeping_before = sleeping
-        stuck = found and passed - changed_at > _STUCK_SECONDS
+        stuck = bool(found) and passed - changed_at > _STUCK_SECONDS
         if (not found and done) or stuck or passed > seconds:
             return sorted(process.pid for process in found)
         spreading = rounds > 1 and any(process.pid not in known for process in found)

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+_MOST_LISTINGS = 20  # of a tree of processes that changes while it is listed
+
 # By version of cgroups: the files with limit and use, and the lines of memory.stat that count the
 # page cache, which the kernel drops before it kills a process.
 _CGROUPS = Path("/sys/fs/cgroup")
-_LISTS = 20  # lists of a tree of processes before it counts as ended though it changes
 _CGROUP_FILES = {
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "memory": (
@@ -278,7 +279,7 @@ def descendants(
     """
     listed_before: set[int] | None = None
     # Bounded because nothing is reaped meanwhile if this process is the root.
-    for _ in range(_LISTS):
+    for _ in range(_MOST_LISTINGS):
         listed = _list_below(root, spare_trees)
         stats = [stat for pid, stat in listed.items() if pid not in spare]
         found = [stat for stat in stats if stat is not None and stat.living]

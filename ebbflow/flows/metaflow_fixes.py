@@ -116,11 +116,13 @@ def needs_fixes(words: Sequence[str]) -> bool:
     """Return whether a Metaflow process with this command line uses local metadata and a release
     that the fixes suit.
     """
-    local = (
-        any(pair == ("--metadata", "local") for pair in itertools.pairwise(words))
-        or "--metadata=local" in words
-    )
-    return local and (is_known_release() or not broken_contract())
+    return _stated_metadata(words) == "local" and (is_known_release() or not broken_contract())
+
+
+def uses_local_metadata(words: Sequence[str]) -> bool:
+    """Return whether a command of a flow uses local metadata, by its words or Metaflow's settings."""
+    stated = _stated_metadata(words) or metaflow_setting("METAFLOW_DEFAULT_METADATA")
+    return stated in ("", "local")
 
 
 def fix_process_of_batch(line: CommandLine) -> None:
@@ -312,6 +314,16 @@ def pass_over_missing_metadata(cli: Any) -> None:
 
     FlowDataStore.get_task_datastore = lenient
     cli.sync_local_metadata_from_datastore = sync_what_there_is
+
+
+def _stated_metadata(words: Sequence[str]) -> str:
+    """Return the metadata provider on a command line of Metaflow, or ""."""
+    for word, following in itertools.pairwise([*words, ""]):
+        if word == "--metadata":
+            return following
+        if word.startswith("--metadata="):
+            return word.partition("=")[2]
+    return ""
 
 
 def _asked_service(follows: str) -> CheckFinding:

@@ -93,7 +93,7 @@ def test_what_changes_and_is_not_saved_is_named_with_the_fix(
             "for epoch in job.epochs(2):\n"
             "    for a in job.batches([x] * 3): train_on(a, a[:, :1])\n"
             "    for a in job.batches([x] * 9): train_on(a, a[:, :1])\n",
-            "train.py:22: job.batches again in epoch 0",
+            "train.py:22: job.batches after batches of another loader in epoch 0",
         ),
     ],
 )

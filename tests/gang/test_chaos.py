@@ -203,12 +203,30 @@ def test_silence_is_neither_right_nor_in_time_and_a_verdict_on_the_innocent_is_a
     assert found.false_kill and found.guilty is None
 
 
+@pytest.mark.parametrize(
+    ("kinds", "guilty", "places"),
+    [
+        (["extra-collective", "node-kill-at-step", "store-away"], 2, 1),
+        pytest.param(
+            ["extra-collective", "memory-limit", "node-kill-at-step", "rank-kill", "store-away"],
+            4,
+            2,
+            marks=pytest.mark.long,
+        ),
+    ],
+)
 def test_gangs_under_faults_name_the_guilty_and_end_with_the_weights_of_the_quiet_one(
-    tmp_path: Path,
+    tmp_path: Path, kinds: list[str], guilty: int, places: int
 ) -> None:
     path = tmp_path / "figures.json"
-    kinds = ["extra-collective", "node-kill-at-step", "store-away"]
-    arguments = ["--injections", "3", "--kinds", ",".join(kinds), "--step-seconds", "0.02"]
+    arguments = [
+        "--injections",
+        str(len(kinds)),
+        "--kinds",
+        ",".join(kinds),
+        "--step-seconds",
+        "0.02",
+    ]
     assert main([*arguments, "--json", str(path), "--folder", str(tmp_path)]) == 0
     figures = json.loads(path.read_text())
     assert (
@@ -217,9 +235,9 @@ def test_gangs_under_faults_name_the_guilty_and_end_with_the_weights_of_the_quie
         and figures["jobs"] == 1
     )
     assert sorted(figures["kinds"]) == kinds
-    assert figures["all"]["guilty"] == figures["all"]["reason"] == {"right": 4, "of": 4}
-    assert figures["all"]["place"] == {"right": 2, "of": 2}
-    assert figures["all"]["back_seconds"]["count"] == 4
+    assert figures["all"]["guilty"] == figures["all"]["reason"] == {"right": guilty, "of": guilty}
+    assert figures["all"]["place"] == {"right": places, "of": places}
+    assert figures["all"]["back_seconds"]["count"] == guilty
 
 
 def planned(*kinds: str) -> Planned:

@@ -5,6 +5,7 @@ tests/soak/soak_equivalence.py.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,13 @@ def test_a_curve_is_that_of_a_single_process(curves: dict[str, Curve], name: str
         curves, json.loads(GOLDEN.read_text()), name
     )
     every.test_each_sample_is_seen_once_and_is_the_same_text(curves, name)
+
+
+@pytest.mark.long
+def test_the_curve_of_hsdp_is_that_of_a_single_process(tmp_path: Path) -> None:
+    name = "HSDP 2×2"
+    curves = train_curves(tmp_path, [name, REFERENCE])
+    test_a_curve_is_that_of_a_single_process(curves, name)
 
 
 def test_the_model_learns_and_a_resumed_tensor_group_changes_no_bit(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbflow.core.config.schema import RunConfig
+from ebbflow.core.process import AGENT_PORTS
 from ebbflow.core.program import python_path
 from ebbflow.core.store import Store
 from ebbflow.training.data import prepare_tokens
@@ -34,14 +35,14 @@ KNOWN: dict[str, Any] = {"secret": lambda: SECRET}  # how a node's side is given
 def free_port() -> int:
     """Return a port on which nothing listens.
 
-    It is none of those that Linux gives to outgoing connections, one of which could take it before
-    it is used.
+    It is below those that gangs choose (`AGENT_PORTS`) and those that Linux gives to outgoing
+    connections, one of which could take it before it is used.
     """
-    while True:
-        port = random.SystemRandom().randrange(16_384, 32_768)
+    for port in random.SystemRandom().sample(range(10_000, AGENT_PORTS.start), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise OSError("none of 100 ports is free")
 
 
 def run_ranks(

@@ -57,6 +57,17 @@ from tests.support.attached_scripts import ROOT
 
 GLOBAL = random.Random(7)
 
+EPOCHS = """
+for epoch in job.epochs(4, loader):
+    {first}
+    for images, labels in {batches}:
+        {skip}
+        loss = loss_of(model(images), labels)
+        loss.backward()
+        total = total + loss
+    print(epoch, loss.item(), total)
+"""
+
 
 class Noisy(Dataset[Any]):
     """A dataset with random numbers of its own, as augmentation has them."""
@@ -645,31 +656,27 @@ def draw_in_collate(rows: list[Any]) -> torch.Tensor:
     return torch.rand(len(rows))
 
 
-EPOCHS = """
-for epoch in job.epochs(4, loader):
-    {first}
-    for images, labels in loader:
-        loss = loss_of(model(images), labels)
-        loss.backward()
-        total = total + loss
-    print(epoch, loss.item(), total)
-"""
-
-
 @pytest.mark.parametrize(
-    ("first", "name", "carried"),
+    ("first", "batches", "skip", "name", "carried"),
     [
-        ("model.train()", "loss", False),  # written anew by the first batch of each epoch
-        ("total = 0", "total", False),
-        ("scale(model, loss); loss.backward()", "loss", True),
+        # Written anew by the first batch of each epoch
+        ("model.train()", "loader", "pass", "loss", False),
+        ("model.train()", "tqdm(enumerate(loader))", "pass", "loss", False),
+        ("model.train()", "job.batches(data)", "pass", "loss", False),
+        ("total = 0", "loader", "pass", "total", False),
+        ("scale(model, loss); loss.backward()", "loader", "pass", "loss", True),
+        # The queue may be empty, and the first batch may be skipped
+        ("model.train()", "queue", "pass", "loss", True),
+        ("model.train()", "loader", "if labels is None: continue", "loss", True),
     ],
 )
 def test_a_variable_is_carried_between_epochs_if_it_is_read_before_it_is_written(
-    first: str, name: str, carried: bool
+    first: str, batches: str, skip: str, name: str, carried: bool
 ) -> None:
     """A commit at the end of an epoch is made at the line of the loop over the epochs."""
-    tree = ast.parse(EPOCHS.format(first=first))
-    place = Place(source=ScriptFile(tree), body=tree.body, line=2)
+    tree = ast.parse(EPOCHS.format(first=first, batches=batches, skip=skip))
+    machines = frozenset({"loader", "model"})
+    place = Place(source=ScriptFile(tree), body=tree.body, line=2, machines=machines)
     assert can_change_training(place, name, Kind.TENSORS) is carried
 
 

@@ -150,12 +150,14 @@ def test_any_other_end_is_an_interruption(reason: str | None) -> None:
 
 
 @pytest.mark.parametrize("reason", ["preflight", "config"])
-def test_a_refusal_is_no_reason_of_a_generations_end(reason: str) -> None:
-    lost = only(started(1), outcome(1, reason))
+def test_a_launchers_refusal_is_no_reason_of_a_generations_end(reason: str) -> None:
+    lost = only(started(1), outcome(1, reason, rank=-1))
     assert (lost.reason, lost.unplanned) == (None, True)
 
 
-@pytest.mark.parametrize(("reason", "user_code"), [("failed", True), ("interrupted", False)])
+@pytest.mark.parametrize(
+    ("reason", "user_code"), [("failed", True), ("config", True), ("interrupted", False)]
+)
 def test_the_outcome_of_ranks_without_an_agent_is_the_end_of_their_generation(
     reason: str, user_code: bool
 ) -> None:

@@ -383,6 +383,9 @@ def test_a_gang_on_batch_whose_fixes_of_metaflow_are_refused_is_not_started(
     ):
         check_configurations(gang)
     check_configurations(replace(gang, is_gang=False))
+    with monkeypatch.context() as words:
+        words.setattr("sys.argv", ["flow.py", "--metadata=service", "run"])
+        check_configurations(gang)
     monkeypatch.setenv("METAFLOW_DEFAULT_METADATA", "service")
     check_configurations(gang)
 

@@ -162,9 +162,11 @@ def _generation(
     culprit = ended.culprit or ""
     # Other reasons are never the program's fault, such as a gang that a newer launcher superseded
     user_code = reason in (EndReason.RANK_FAILED, EndReason.AGENT_FAILED) and bool(ended.user_code)
-    # That of a launcher is the refusal of a later run; a script that misuses its job ends as a rank.
-    is_own = outcome is not None and (outcome.payload.outcome not in _REFUSED or outcome.rank >= 0)
-    if last_end is None and outcome is not None and is_own:
+    # A launcher's refusal is that of a later run. A rank's refusal ends its generation.
+    ends_generation = outcome is not None and (
+        outcome.payload.outcome not in _REFUSED or outcome.rank >= 0
+    )
+    if last_end is None and outcome is not None and ends_generation:
         # There is no agent, or it died before it recorded the end
         reason = outcome.payload.outcome
         user_code = reason is Outcome.FAILED or reason in _REFUSED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from ebbflow.core.config.device_settings import most_even_ranks, renew_defaults
 from ebbflow.core.config.load import LoadedConfig, load_config, read_given_values
 from ebbflow.core.config.problems import ConfigError
 from ebbflow.core.config.schema import RunConfig, TrainingConfig
+from ebbflow.flows.metaflow_fixes import uses_local_metadata
 from ebbflow.flows.own_flow.step_checks import CheckedStep, OwnFlowError
 from ebbflow.flows.remote import in_container
-from ebbflow.infra.aws.account import metaflow_setting
 from ebbflow.infra.checks.gpu import visible_gpus
 from ebbflow.infra.slurm.partitions import gpus_per_node
 
@@ -158,7 +159,8 @@ def check_configurations(step: CheckedStep) -> None:
     Raises OwnFlowError.
     """
     if step.is_gang and step.backend == "batch":
-        _check_metadata_fixes(step, _read_given(step, None, ()))
+        config = None if step.options.config is None else step.find_file(step.options.config)
+        _check_metadata_fixes(step, _read_given(step, config, ()))
     for call in step.calls:
         file = step.find_file(call.file)
         if call.kind != "train" or call.overrides is None or file is None or step.nodes is None:
@@ -208,13 +210,15 @@ def _refuse_team_file(step: CheckedStep, given: GivenValues) -> None:
 
 
 def _check_metadata_fixes(step: CheckedStep, given: GivenValues) -> None:
-    """Check that a gang on AWS Batch may have the fixes of Metaflow that it needs. Raises
-    OwnFlowError.
+    """Check that `batch.metadata_fixes` does not refuse what a gang on AWS Batch needs.
+
+    Raises OwnFlowError.
     """
     key = "batch.metadata_fixes"
-    metadata = metaflow_setting("METAFLOW_DEFAULT_METADATA") or "local"
     is_batch_gang = step.is_gang and step.backend == "batch"
-    if not is_batch_gang or metadata != "local" or _value(given, key, "auto") != "refuse":
+    if not is_batch_gang or _value(given, key, "auto") != "refuse":
+        return
+    if not uses_local_metadata(sys.argv):
         return
     (_, source) = given[key]
     raise OwnFlowError(

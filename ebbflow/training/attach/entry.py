@@ -117,7 +117,7 @@ def attach_with(
 
         return _open_with(open_spec, make)
     except (TrainingError, InfraError) as error:
-        refuse(error)
+        refuse(error, ends_job=False)
 
 
 def attach_folder(
@@ -138,7 +138,7 @@ def attach_folder(
             lambda spec, gang: FolderJob(spec, gang, folder), store=store, name=name, config=config
         )
     except (TrainingError, InfraError) as error:
-        refuse(error)
+        refuse(error, ends_job=False)
 
 
 def open_attached(make: Callable[[WorkerSpec, Gang], Job], **wanted: str | Path | None) -> Job:

@@ -119,7 +119,9 @@ def can_change_training(place: Place, name: str, kind: Kind) -> bool:
         bodies += [function.body for function in shared]
     if is_local or not bodies:
         return False
-    if not any(_first_access(body, name, is_attribute) is _Access.READ for body in bodies):
+    if not any(
+        _first_access(body, name, is_attribute, place.machines) is _Access.READ for body in bodies
+    ):
         return False
     region = [*bodies[:1], *(function.body for function in shared)]
     flow = _Flow(place.source, place.machines)
@@ -307,10 +309,12 @@ def _parse(filename: str) -> ScriptFile | None:
 
 
 def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
-    statements: Iterable[ast.stmt], name: str, is_attribute: bool
+    statements: Iterable[ast.stmt], name: str, is_attribute: bool, machines: frozenset[str]
 ) -> _Access | None:
     """Return whether the statements first read or first write the variable; None if neither is
     certain.
+
+    machines: names of loaders, among others.
     """
     for node in statements:
         if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
@@ -325,11 +329,12 @@ def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
                 return _Access.WRITE
         if isinstance(node, ast.For | ast.AsyncFor) and _is_target(node.target, name):
             return _Access.WRITE
-        branches = [_first_access(body, name, is_attribute) for body in _blocks(node)]
+        branches = [_first_access(body, name, is_attribute, machines) for body in _blocks(node)]
         if _Access.READ in branches:
             return _Access.READ
-        # An inner loop runs at least once, such as that over the batches of an epoch
-        if isinstance(node, _LOOPS) and branches[0] is _Access.WRITE:
+        if isinstance(node, ast.For | ast.AsyncFor) and _writes_for_each_batch(
+            node, name, machines
+        ):
             return _Access.WRITE
         certain = isinstance(node, ast.With | ast.AsyncWith | ast.Try) or (
             isinstance(node, ast.If) and bool(node.orelse)
@@ -337,6 +342,27 @@ def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
         if certain and branches and set(branches) == {_Access.WRITE}:
             return _Access.WRITE
     return None
+
+
+def _writes_for_each_batch(
+    loop: ast.For | ast.AsyncFor, name: str, machines: frozenset[str]
+) -> bool:
+    """Return whether a loop over a loader, which is not empty, writes the variable in each pass
+    before it reads it.
+    """
+    calls = [part for part in ast.walk(loop.iter) if isinstance(part, ast.Call)]
+    is_over_batches = _mentions(loop.iter, set(machines)) or any(
+        _call_name(call) == "batches" for call in calls
+    )
+    if not is_over_batches:
+        return False
+    for node in loop.body:
+        access = _first_access([node], name, name.startswith("."), machines)
+        if access is not None:
+            return access is _Access.WRITE
+        if any(isinstance(part, ast.Continue | ast.Break) for part in ast.walk(node)):
+            return False
+    return False
 
 
 def _has_effect(statements: Sequence[ast.stmt]) -> bool:

@@ -38,7 +38,9 @@ class AttachedJob:
         self._state = state
         # Whether the next loop over the loader is that of the epoch
         self._reads_epoch = False
-        self._begun_epoch = -1  # in which `batches` was read last
+        self._read_epoch = -1  # the epoch of which `batches` gave batches last
+        self._read_loader: object = None
+        self._read_all = False  # whether it gave all of them
 
     @property
     def name(self) -> str:
@@ -191,7 +193,7 @@ class AttachedJob:
         loop = self._loop
         state = self._state
         reporter = loop.session.reporter
-        self._check_first_loader()
+        self._check_first_loader(loader)
         source = self._open_source(loader)
         self._reads_epoch = False
         loop.read_batches()
@@ -215,21 +217,27 @@ class AttachedJob:
             state.count_batch(samples)
             last = source.length is not None and state.batch >= source.length
             loop.end_step(samples, last=last)
+        self._read_all = True
         reporter.enter("evaluation", loop.step)
 
-    def _check_first_loader(self) -> None:
-        """Exit if the epoch had batches before, because commits count those of one loader."""
+    def _check_first_loader(self, loader: object) -> None:
+        """Exit if the epoch had batches of another loader, or all of this one: commits count the
+        batches of one loader.
+        """
         epoch = self._state.epoch
-        if self._begun_epoch == epoch:
-            place = find_own_line()
+        is_same = loader is self._read_loader
+        if self._read_epoch == epoch and (self._read_all or not is_same):
+            what = "all batches of this loader" if is_same else "batches of another loader"
             refuse(
                 AttachError(
-                    f"{place}: job.batches again in epoch {epoch}, and a resume knows how far one "
-                    "loader was read; fix: one loader that gives the batches of both, such as one "
-                    "over a ConcatDataset"
+                    f"{find_own_line()}: job.batches after {what} in epoch {epoch}, and a resume "
+                    "knows how far one loader was read; fix: one loader that gives the batches of "
+                    "both, such as one over a ConcatDataset, or one more epoch"
                 )
             )
-        self._begun_epoch = epoch
+        self._read_epoch = epoch
+        self._read_loader = loader
+        self._read_all = False
 
 
 def _check_rereadable(loader: object, epochs: int) -> None:

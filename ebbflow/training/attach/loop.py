@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import os
 import signal
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +23,7 @@ from ebbflow.core.config.schema import RunConfig
 from ebbflow.core.errors import InfraError, Outcome, describe_error
 from ebbflow.core.events import NOTICE, OUTCOME
 from ebbflow.core.json_values import JsonObject
+from ebbflow.training.attach import exits
 from ebbflow.training.attach.capture import JobState
 from ebbflow.training.attach.guards import (
     LoopWatch,
@@ -32,7 +31,7 @@ from ebbflow.training.attach.guards import (
     describe_promise,
     make_script_guards,
 )
-from ebbflow.training.attach.script_state import ScriptWatch, find_own_line
+from ebbflow.training.attach.script_state import ScriptWatch
 from ebbflow.training.attach.standalone import (
     end_observer,
     release_job,
@@ -96,8 +95,6 @@ class AttachedLoop:
     """
 
     _completed = False  # whether all steps of the job are taken
-    _exit: SystemExit | None = None  # with a code other than 0, by which the script left its loop
-    _exit_place = ""  # file and line
 
     def __init__(
         self, spec: WorkerSpec, gang: Gang, state: JobState, *, kept_steps: int = 0
@@ -162,7 +159,7 @@ class AttachedLoop:
         self._watch_model()
         self.session.saver.prepare(self.session.saves.spread.module, self.session.saves.optimizer)
         reporter.clock.emit_phases()
-        atexit.register(self._on_exit)
+        self._watch_exit()
         current = self
 
     @property
@@ -211,7 +208,7 @@ class AttachedLoop:
         """
         if self._is_fork:
             return
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.complete()
         elif not self._closed:
             self._record_failure(error)
@@ -233,12 +230,10 @@ class AttachedLoop:
         self.restore_random_states()
         self._syncs.start_clock()
         try:
-            with _raising_exits():
-                yield
+            yield
         except GeneratorExit:
             self._left = True  # by break, or by an exception: known when the script ends
-            self._exit = _find_exit(sys._getframe())
-            self._exit_place = find_own_line()
+            exits.mark_pending_exit(sys._getframe())
             raise
         finally:
             self._running = False
@@ -470,9 +465,11 @@ class AttachedLoop:
             return
         error = getattr(sys, "last_value", None)  # which ended the script, unless it is older
         if error is self._older_error:
-            error = self._exit
+            error = None
         if not self._closed and error is not None:
             self._record_failure(error)
+        elif not self._closed and self._judges_exit and exits.found is not None:
+            self._record_exit(exits.found)
         elif self._left and not self._closed:
             self.complete()
         self._close()
@@ -487,14 +484,19 @@ class AttachedLoop:
     def _record_failure(self, error: BaseException) -> None:
         """Record that the error ended the script. With an agent, the agent records it."""
         outcome = Outcome.FAILED
-        message = describe_exception(error)
         if isinstance(error, KeyboardInterrupt):
             outcome = Outcome.INTERRUPTED
         elif isinstance(error, TrainingError | InfraError):
             outcome = error.outcome
-        elif error is self._exit and self._exit_place:
-            message = f"{self._exit_place}: {message}"
-        if self._spec.agent_pid is None and self.session.gang.rank == 0:
+        self._record_end(outcome, describe_exception(error))
+
+    def _record_exit(self, end: exits.ProgramExit) -> None:
+        """Record that the script has ended its process with a code other than 0."""
+        outcome = Outcome.INTERRUPTED if end.is_interrupt else Outcome.FAILED
+        self._record_end(outcome, end.message)
+
+    def _record_end(self, outcome: Outcome, message: str) -> None:
+        if self._judges_exit and self.session.gang.rank == 0:
             self.session.reporter.emit(
                 OUTCOME,
                 step=self.step,
@@ -504,9 +506,14 @@ class AttachedLoop:
 
     def close_refused(self, error: TrainingError | InfraError) -> None:
         """Close the job, which the error ends. With an agent, the agent does so."""
-        if self._spec.agent_pid is None and not self._closed:
+        if self._judges_exit and not self._closed and not self._is_fork:
             self._record_failure(error)
             self._close()
+
+    @property
+    def _judges_exit(self) -> bool:
+        """Whether this process records how it ends, since no agent does."""
+        return self._spec.agent_pid is None
 
     def _describe_promise(self) -> JsonObject:
         state = self._state
@@ -693,6 +700,11 @@ class AttachedLoop:
         )
         os._exit(1)
 
+    def _watch_exit(self) -> None:
+        atexit.register(self._on_exit)
+        if self._judges_exit:
+            exits.watch_exits()
+
     def _on_exit(self) -> None:
         if self._is_fork:
             return
@@ -711,63 +723,22 @@ class AttachedLoop:
         self.session.saver.close()
         self._ends.close()
         signal.signal(signal.SIGTERM, self._former_handler)
+        exits.unwatch_exits()
         release_job()
         current = None
 
 
-def refuse(error: TrainingError | InfraError) -> NoReturn:
-    """Print the error in one line, and exit with the error's exit code."""
-    if current is not None:
+def refuse(error: TrainingError | InfraError, *, ends_job: bool = True) -> NoReturn:
+    """Print the error in one line, and exit with the error's exit code.
+
+    ends_job: whether the error ends the job of this process, if it has one.
+    """
+    if ends_job and current is not None:
         current.close_refused(error)
     release_job()
     print(f"ebbflow: {describe_error(error)}", file=sys.stderr, flush=True)
     end_observer()
     raise SystemExit(error.outcome.exit_code) from error
-
-
-@contextlib.contextmanager
-def _raising_exits() -> Iterator[None]:
-    """Within the context, `sys.exit` raises an exception object, which `_find_exit` finds.
-
-    That of Python 3.11 leaves its object to the first handler of the exception.
-    """
-    original = sys.exit
-
-    def exit_with_object(code: object = None, /) -> NoReturn:
-        raise SystemExit(code)
-
-    sys.exit = exit_with_object
-    try:
-        yield
-    finally:
-        if sys.exit is exit_with_object:
-            sys.exit = original
-
-
-def _find_exit(frame: types.FrameType | None) -> SystemExit | None:
-    """Return the SystemExit with a code other than 0 that is ending the loop of a script, or None.
-
-    A generator that is closed because an exception leaves its loop is not told by which.
-
-    Args:
-        frame: of the generator; its callers include the script.
-    """
-    frames: set[types.FrameType | None] = set()
-    while frame is not None:
-        frames.add(frame)
-        frame = frame.f_back
-    for value in gc.get_objects():
-        if not issubclass(type(value), SystemExit) or value.code in (None, 0):
-            continue
-        entry = value.__traceback__
-        if entry is None:  # in Python 3.11 until a `finally` or `with` has met it
-            return value
-        raised = entry.tb_frame
-        while raised is not None and raised not in frames:
-            raised = raised.f_back
-        if raised is not None:
-            return value
-    return None
 
 
 def _open_session(
