@@ -48,7 +48,6 @@ def watch_exits() -> None:
             _mark(error)
             raise
 
-    exit_watched.__name__ = "exit"
     _former = original
     sys.exit = exit_watched  # type: ignore[assignment]
 
@@ -78,28 +77,35 @@ def mark_pending_exit(frame: types.FrameType | None) -> None:
             _mark(value)
 
 
-class _End:
-    """Mark of a SystemExit, which is dropped with it."""
-
-    def __init__(self, end: ProgramExit) -> None:
-        self._end = end
-
-    def __del__(self) -> None:
-        global found
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and sys._getframe().f_back is None:
-            found = self._end
-
-
-def _mark(error: SystemExit) -> None:
-    if error.code in (None, 0) or _MARK in vars(error):
-        return
+def describe_exit(error: SystemExit) -> ProgramExit:
+    """Describe an exit with the line that called for it, as far as it is known."""
+    mark = vars(error).get(_MARK)
+    if isinstance(mark, _End):
+        return mark.end
     message = describe_exception(error)
     place = find_own_line()
     if place:
         message = f"{place}: {message}"
     is_interrupt = isinstance(error.__context__, KeyboardInterrupt)
-    vars(error)[_MARK] = _End(ProgramExit(message=message, is_interrupt=is_interrupt))
+    return ProgramExit(message=message, is_interrupt=is_interrupt)
+
+
+class _End:
+    """Mark of a SystemExit, which is dropped with it."""
+
+    def __init__(self, end: ProgramExit) -> None:
+        self.end = end
+
+    def __del__(self) -> None:
+        global found
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and sys._getframe().f_back is None:
+            found = self.end
+
+
+def _mark(error: SystemExit) -> None:
+    if error.code not in (None, 0) and _MARK not in vars(error):
+        vars(error)[_MARK] = _End(describe_exit(error))
 
 
 def _is_raised_in(error: SystemExit, frames: set[types.FrameType | None]) -> bool:

@@ -119,9 +119,7 @@ def can_change_training(place: Place, name: str, kind: Kind) -> bool:
         bodies += [function.body for function in shared]
     if is_local or not bodies:
         return False
-    if not any(
-        _first_access(body, name, is_attribute, place.machines) is _Access.READ for body in bodies
-    ):
+    if not any(_first_access(body, name, place.machines) is _Access.READ for body in bodies):
         return False
     region = [*bodies[:1], *(function.body for function in shared)]
     flow = _Flow(place.source, place.machines)
@@ -309,7 +307,7 @@ def _parse(filename: str) -> ScriptFile | None:
 
 
 def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
-    statements: Iterable[ast.stmt], name: str, is_attribute: bool, machines: frozenset[str]
+    statements: Iterable[ast.stmt], name: str, machines: frozenset[str]
 ) -> _Access | None:
     """Return whether the statements first read or first write the variable; None if neither is
     certain.
@@ -329,7 +327,7 @@ def _first_access(  # noqa: PLR0911 (one return for each kind of statement)
                 return _Access.WRITE
         if isinstance(node, ast.For | ast.AsyncFor) and _is_target(node.target, name):
             return _Access.WRITE
-        branches = [_first_access(body, name, is_attribute, machines) for body in _blocks(node)]
+        branches = [_first_access(body, name, machines) for body in _blocks(node)]
         if _Access.READ in branches:
             return _Access.READ
         if isinstance(node, ast.For | ast.AsyncFor) and _writes_for_each_batch(
@@ -357,7 +355,7 @@ def _writes_for_each_batch(
     if not is_over_batches:
         return False
     for node in loop.body:
-        access = _first_access([node], name, name.startswith("."), machines)
+        access = _first_access([node], name, machines)
         if access is not None:
             return access is _Access.WRITE
         if any(isinstance(part, ast.Continue | ast.Break) for part in ast.walk(node)):

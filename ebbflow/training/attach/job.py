@@ -38,9 +38,10 @@ class AttachedJob:
         self._state = state
         # Whether the next loop over the loader is that of the epoch
         self._reads_epoch = False
-        self._read_epoch = -1  # the epoch of which `batches` gave batches last
-        self._read_loader: object = None
-        self._read_all = False  # whether it gave all of them
+        # What `batches` read last
+        self._last_epoch = -1
+        self._last_loader: object = None
+        self._is_exhausted = False  # whether it gave all batches of that loader
 
     @property
     def name(self) -> str:
@@ -217,7 +218,7 @@ class AttachedJob:
             state.count_batch(samples)
             last = source.length is not None and state.batch >= source.length
             loop.end_step(samples, last=last)
-        self._read_all = True
+        self._is_exhausted = True
         reporter.enter("evaluation", loop.step)
 
     def _check_first_loader(self, loader: object) -> None:
@@ -225,19 +226,19 @@ class AttachedJob:
         batches of one loader.
         """
         epoch = self._state.epoch
-        is_same = loader is self._read_loader
-        if self._read_epoch == epoch and (self._read_all or not is_same):
+        is_same = loader is self._last_loader
+        if self._last_epoch == epoch and (self._is_exhausted or not is_same):
             what = "all batches of this loader" if is_same else "batches of another loader"
             refuse(
                 AttachError(
-                    f"{find_own_line()}: job.batches after {what} in epoch {epoch}, and a resume "
-                    "knows how far one loader was read; fix: one loader that gives the batches of "
+                    f"{find_own_line()}: job.batches after {what} in epoch {epoch}, but a commit "
+                    "counts the batches of one loader; fix: one loader that gives the batches of "
                     "both, such as one over a ConcatDataset, or one more epoch"
                 )
             )
-        self._read_epoch = epoch
-        self._read_loader = loader
-        self._read_all = False
+        self._last_epoch = epoch
+        self._last_loader = loader
+        self._is_exhausted = False
 
 
 def _check_rereadable(loader: object, epochs: int) -> None:

@@ -211,7 +211,10 @@ class AttachedLoop:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.complete()
         elif not self._closed:
-            self._record_failure(error)
+            if isinstance(error, SystemExit):
+                self._record_exit(exits.describe_exit(error))
+            else:
+                self._record_failure(error)
             self._close()
 
     @contextlib.contextmanager
@@ -233,7 +236,8 @@ class AttachedLoop:
             yield
         except GeneratorExit:
             self._left = True  # by break, or by an exception: known when the script ends
-            exits.mark_pending_exit(sys._getframe())
+            if self._judges_exit:
+                exits.mark_pending_exit(sys._getframe())
             raise
         finally:
             self._running = False
