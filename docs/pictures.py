@@ -64,8 +64,6 @@ def main() -> None:
         ) -> None:
             """Take the page from its top, or from its element `part`."""
             browser.open((folder / "runs" / job / page).as_uri(), width=_WIDTH)
-            if part == "#figure-usd":
-                browser.evaluate("document.querySelector('#axis input[value=seconds]').click()")
             if part:
                 top = browser.evaluate(
                     f"document.querySelector('{part}').getBoundingClientRect().top - 12"
@@ -85,7 +83,7 @@ def main() -> None:
             while run.poll() is None and not (live.exists() and _HALF.search(live.read_text())):
                 time.sleep(0.5)
             take("first-run", "live", page="live.html", height=820)
-            take("first-run", "forecast", page="live.html", part="#figure-usd", height=350)
+            take("first-run", "forecast", page="live.html", part="#figure-usd", height=280)
             assert run.wait() == 0, (folder / "first-run.txt").read_text()
             take("first-run", "report")
         print((folder / "first-run.txt").read_text())

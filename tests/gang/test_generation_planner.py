@@ -138,6 +138,21 @@ def test_a_node_is_paid_for_from_its_join_on(spec: GangSpec) -> None:
     assert start.terms.spent_usd == pytest.approx(0.02 * (100 + 2 * 800 + 3 * 100))
 
 
+def test_a_crash_loop_costs_what_the_joined_nodes_cost(spec: GangSpec) -> None:
+    """Three failures of 1,000 s, in which node 0 was alone for the first 100 s, of two ranks each."""
+    terms = Terms(usd_per_rank_second=0.01)
+    planner = GenerationPlanner(
+        replace(spec, terms=terms), job_store(spec), born=0.0, now=lambda: 1000.0
+    )
+    planner.plan(planner.open(), [0, 1, 2], ["a", "b", "c"], {2: 100.0, 1: 900.0})
+    failure = GenerationEnd(culprit="rank 1: ValueError: x", fingerprint=A)
+    assert planner.check_crash_loop(failure, 1, 1000.0) is None
+    assert planner.check_crash_loop(failure, 2, 1000.0) is None
+    last = planner.check_crash_loop(failure, 3, 1000.0)
+    assert last is not None
+    assert "12000 rank-seconds, $120.0000 at the planned price" in last.culprit
+
+
 def test_spending_follows_the_price_from_the_time_of_its_change(spec: GangSpec) -> None:
     """100 s with 6 ranks at a cent, then 50 s at 3 cents, of which the launcher told late."""
     terms = Terms(usd_per_rank_second=0.01, budget_usd=20.0, reserve_usd=1.0)
@@ -218,18 +233,18 @@ def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
     generation = later.open()
     assert (
         later.check_crash_loop(
-            GenerationEnd(culprit="rank 3: other", fingerprint=B), generation.number, 10.0
+            GenerationEnd(culprit="rank 3: other", fingerprint=B), generation.number, 5.0
         )
         is None
     )
     last = later.check_crash_loop(
-        GenerationEnd(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, 10.0
+        GenerationEnd(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, 5.0
     )
     assert (
         last is not None and last.failed_as == "crash_loop" and not last.curable and not last.again
     )
     assert (
-        "38 rank-seconds, $19.0000 at the planned price; the last one: rank 1: ValueError: x"
+        "58 rank-seconds, $29.0000 at the planned price; the last one: rank 1: ValueError: x"
         in last.culprit
     )
 

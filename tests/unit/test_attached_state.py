@@ -540,6 +540,7 @@ def test_the_doctor_links_large_files_and_keeps_the_originals(tmp_path: Path) ->
     }
 
 
+@pytest.mark.slow
 def test_requires_grad_is_restored_under_the_names_without_wrappers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].weight.requires_grad = False

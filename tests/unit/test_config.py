@@ -217,6 +217,7 @@ def test_no_mutation_of_a_valid_file_crashes_the_loader(
     check_loader(tmp_path, yaml.safe_dump(job, default_flow_style=flow_style, allow_unicode=True))
 
 
+@pytest.mark.slow
 @FUZZ
 @given(data=st.data())
 def test_no_slip_of_the_keyboard_crashes_the_loader(tmp_path: Path, data: st.DataObject) -> None:

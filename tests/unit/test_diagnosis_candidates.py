@@ -85,6 +85,7 @@ def test_better_evidence_has_a_higher_probability() -> None:
     assert 1 > calibration["clear"] > calibration["contested"] > calibration["vague"] > 0
 
 
+@pytest.mark.slow
 def test_a_stated_probability_is_within_ten_points_of_what_was_measured() -> None:
     """On excerpts to which it was not fitted: a second reader accepts so many of the roots."""
     classes = count_accepted(judge_excerpts(load_excerpts()))

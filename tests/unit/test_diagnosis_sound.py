@@ -131,6 +131,7 @@ def test_a_line_of_a_sound_run_names_no_root(line: str) -> None:
     assert roots(["step 1 of the run", line, "step 2 of the run"]) == []
 
 
+@pytest.mark.slow
 def test_no_sound_log_of_two_hundred_has_a_root() -> None:
     draw = random.Random(7)
     for number in range(200):

@@ -472,6 +472,7 @@ def test_a_gpu_generation_has_its_own_mfu_and_more_nodes_lose_some_of_it() -> No
     assert all(kind.gpu.fit_source for kind in types.types if kind.gpu.fitted_runs)
 
 
+@pytest.mark.slow
 def test_the_plans_roofline_is_the_fit_to_the_published_runs() -> None:
     """Its parameters, and which GPUs count as calibrated, come from the table of runs."""
     fit = fit_roofline(read_foundry_runs())

@@ -54,6 +54,7 @@ def test_only_what_stays_on_this_machine_is_simulated() -> None:
     assert [steps.is_local(flow) for flow in (Here, OnBatch, OnKubernetes)] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_on_batch_only_what_a_queue_takes_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

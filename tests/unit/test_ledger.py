@@ -355,6 +355,7 @@ def test_apportioned_parts_sum_to_the_rounded_whole(amounts: list[Decimal], deci
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(timelines(), st.randoms(use_true_random=False))
 def test_every_paid_rank_second_is_in_exactly_one_class(timeline: tuple[list[Event], int], random):

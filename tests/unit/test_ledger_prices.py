@@ -156,6 +156,7 @@ def exact_usd(events: list[Event], changes: list[tuple[float, float]], first: fl
     return total
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(timelines(), _changes)
 def test_every_paid_second_costs_the_price_of_its_moment(

@@ -264,6 +264,7 @@ def test_a_flood_of_lines_keeps_no_agent_from_answering_the_others(tmp_path: Pat
     assert "printed faster than its agent reads; the raw log has them" in gap.text
 
 
+@pytest.mark.slow
 def test_a_file_system_without_hole_punching_is_reported_once(tmp_path: Path, monkeypatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(95, "Operation not supported")

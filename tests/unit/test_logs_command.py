@@ -111,6 +111,7 @@ def test_the_logs_command_finds_a_job_locally_and_in_the_given_store(
     assert elsewhere.stdout.splitlines() == [far] and not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_leaves_what_this_machine_has(tmp_path: Path) -> None:
     three_ranks(tmp_path / "demo")
     (tmp_path / "demo" / "job.json").write_text(

@@ -183,6 +183,7 @@ def test_bad_input_is_refused_with_place_and_fix(
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_the_decorator_and_its_options_can_be_given_on_the_command_line(tmp_path: Path) -> None:
     words = ("--with=ebbflow:bugdet=3,ranks=2", "check")
     code, output = check(tmp_path, *words, decorators="")
@@ -228,6 +229,7 @@ def test_a_step_on_kubernetes_is_planned_for_it_unless_the_file_says_otherwise(
     assert make_settings(owned, nodes=1, file=None).config.cluster.plan_for == "local"
 
 
+@pytest.mark.slow
 def test_a_deployment_is_refused_for_what_is_known_and_computed_arguments_wait_for_the_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

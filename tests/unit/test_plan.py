@@ -260,6 +260,7 @@ def test_the_budget_is_judged_over_all_pools_and_the_choice_keeps_it():
     )
 
 
+@pytest.mark.slow
 def test_a_deadline_that_no_pool_meets_is_refused_and_slow_pools_are_rejected():
     cluster = {"nodes": 1, "plan_for": "kubernetes"}
     free = plan(cluster=cluster)
@@ -479,6 +480,7 @@ def test_the_command_prints_the_plan_and_exits_with_its_outcome(tmp_path: Path):
     assert wrong.returncode == 2 and "num_heads" in wrong.stderr and not wrong.stdout
 
 
+@pytest.mark.slow
 def test_the_command_plans_for_the_pools_that_a_configured_queue_takes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

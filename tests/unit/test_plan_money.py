@@ -387,6 +387,7 @@ def test_a_local_run_teaches_nothing_of_any_pool_and_a_users_stop_is_no_reclaim(
     assert len(load_job_history(store).stays) == 1, "what cannot be read is left out"
 
 
+@pytest.mark.slow
 def test_the_plan_event_is_small_and_counts_the_pools():
     cluster = {"nodes": "auto", "processes_per_node": "auto", "plan_for": "kubernetes"}
     whole = plan(
@@ -405,6 +406,7 @@ def test_the_plan_event_is_small_and_counts_the_pools():
     }
 
 
+@pytest.mark.slow
 def test_the_two_questions_of_a_script():
     best = get_cheapest_suitable_instance(config(), now_utc=WALL)
     assert (best["instance_type"], best["market"]) == ("g5.xlarge", "spot")

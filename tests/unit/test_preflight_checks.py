@@ -116,6 +116,7 @@ def test_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "libtorch.so: cannot open shared object file" in failed("imports").detail
 
 
+@pytest.mark.slow
 def test_ports_without_a_network() -> None:
     passed("ports")
     unshare = shutil.which("unshare")
@@ -208,6 +209,7 @@ def test_shared_memory_warns_of_little_room_for_nccl(monkeypatch: pytest.MonkeyP
     assert "none needed" in passed("shared-memory").detail
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm_stops_no_run_since_staging_is_memory() -> None:
     """With a /dev/shm of 1 MiB, in a mount namespace: the default model's staging fits, and nothing
     blocks.

@@ -205,6 +205,7 @@ def test_a_stale_price_is_used_and_marked_as_stale():
     )
 
 
+@pytest.mark.slow
 def test_the_text_shows_places_and_ages_and_does_not_flood():
     everything = {"nodes": "auto", "processes_per_node": "auto", "instance_types": []}
     for config in (configuration(), configuration(cluster=everything)):

@@ -277,6 +277,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_commands_show_quotes_and_refuse_a_bad_file_in_one_line():
     static = run("prices", "show", "--set", "cluster.instance_types=[g5.xlarge]")
     assert static.returncode == 0, static.stderr

@@ -333,6 +333,7 @@ def test_a_parquet_bill_is_read_or_needs_pyarrow(tmp_path: Path) -> None:
     assert sum(line.usd for line in read_bill(path)) == total_usd(rows)
 
 
+@pytest.mark.slow
 def test_the_command_joins_a_job_and_a_bill(tmp_path: Path) -> None:
     events, instances = two_instances()
     job = Store.open(str(tmp_path / "store" / "jobs" / "demo"))

@@ -270,6 +270,7 @@ def assert_displayed_rows_add_up(report: RunReport) -> str:
     return total[3]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(timelines())
 def test_displayed_lines_sum_to_the_displayed_total_to_the_cent(timeline):

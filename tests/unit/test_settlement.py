@@ -530,6 +530,7 @@ def test_leftovers_are_ended_and_recorded(service: JobService, clock: Clock, job
     assert clock.slept == 2.0
 
 
+@pytest.mark.slow
 def test_leftovers_that_do_not_end_are_named_after_ninety_seconds(
     service: JobService, clock: Clock, job: Job
 ) -> None:
@@ -577,6 +578,7 @@ def cluster(service: JobService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return service
 
 
+@pytest.mark.slow
 def test_attempts_in_a_cluster_are_settled_by_the_cluster(
     cluster: JobService, clock: Clock, job: Job
 ) -> None:

@@ -36,6 +36,7 @@ class CountingSink(FolderSink):
         return super().begin(key, size, parts=parts, seconds=seconds)
 
 
+@pytest.mark.slow
 def test_an_object_beyond_ten_thousand_parts_gets_larger_ones(tmp_path: Path) -> None:
     throttle = Throttle()
     sink = CountingSink(tmp_path, throttle)

@@ -77,6 +77,7 @@ def test_our_own_spelling_is_kept(address: str) -> None:
     assert resolve_address(address) == address
 
 
+@pytest.mark.slow
 @given(address=st.text(st.characters(codec="utf-8", exclude_characters="$"), max_size=40))
 @example("arn:aws:s3:::b")
 @example("http:/x")

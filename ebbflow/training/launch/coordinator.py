@@ -96,7 +96,7 @@ class Coordinator:
                 try:
                     ended = self._run_generation(generation, spec, nodes)
                     self._drain.forget_nodes(ended.left_out)
-                    following = self._open_next(ended, generation.number, spec.world_size)
+                    following = self._open_next(ended, generation.number)
                     if isinstance(following, tuple):
                         last = ended
                     else:
@@ -108,7 +108,7 @@ class Coordinator:
                     ended = end_from_agent_error(error, spec.node)
                     last = ended
                     with contextlib.suppress(TrainingError, InfraError):
-                        seconds = self._log.seconds * spec.world_size
+                        seconds = self._log.seconds
                         loop = self._planner.check_crash_loop(ended, generation.number, seconds)
                         last = loop or ended
                     following = last
@@ -279,7 +279,7 @@ class Coordinator:
         return replace(end_from_open_error(error), reason=reason)
 
     def _open_next(
-        self, ended: messages.GenerationEnd, number: int, world_size: int
+        self, ended: messages.GenerationEnd, number: int
     ) -> tuple[Generation, list[int]] | messages.GenerationEnd:
         """Wait until every node's ranks have ended.
 
@@ -292,7 +292,7 @@ class Coordinator:
             return self._peers.announce_end(nodes)
 
         def open_next() -> Generation | messages.GenerationEnd:
-            loop = self._planner.check_crash_loop(ended, number, self._log.seconds * world_size)
+            loop = self._planner.check_crash_loop(ended, number, self._log.seconds)
             return loop or self._planner.open()
 
         try:
@@ -438,20 +438,19 @@ class GenerationPlanner:
         return self._terms_at(self._now())
 
     def check_crash_loop(
-        self, ended: messages.GenerationEnd, generation: int, rank_seconds: float
+        self, ended: messages.GenerationEnd, generation: int, seconds: float
     ) -> messages.GenerationEnd | None:
         """Return the gang's result if it must not start again for lack of progress, else None.
 
-        Either this generation completes a crash loop, or the job spent too much without a new
-        commit.
+        Either this generation, which took `seconds`, completes a crash loop, or the job spent too
+        much without a new commit.
         """
-        seconds = rank_seconds / self._world_size
         lost = self.measure_lost_work(time.monotonic() - seconds, self._world_size)
         lost_node = ended.reason == EndReason.NODE_LOST and not ended.known_cause
         failed = FailedGeneration(
             generation=generation,
             fingerprint=ended.fingerprint,
-            rank_seconds=rank_seconds,
+            rank_seconds=self._rank_seconds(seconds),
             counts=bool(ended.fingerprint) or (lost_node and not ended.left_out),
             run=self._spec.run,
             why=ended.culprit,
@@ -470,6 +469,16 @@ class GenerationPlanner:
             user_code=ended.user_code,
             curable=False,
             failed_as=Outcome.CRASH_LOOP.value,
+        )
+
+    def _rank_seconds(self, seconds: float) -> float:
+        """Return the rank-seconds that were paid for in the last `seconds`."""
+        now = self._now()
+        ends = [*(paid.since for paid in self._paid[1:]), now]
+        begins = [now - seconds, *ends[:-1]]
+        return sum(
+            paid.ranks * max(end - max(begin, now - seconds), 0.0)
+            for paid, begin, end in zip(self._paid, begins, ends, strict=True)
         )
 
     def _read_failures(self, events: Sequence[Event]) -> None:
