@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 4
 
 .DEFAULT_GOAL := help
-.PHONY: help run check test lint types coverage mutants compat docs pictures recording observe bench soak soak-batch batch-demo image kubernetes-demo slurm-demo soak-kubernetes metaflow-releases audit clean
+.PHONY: help run check unit test test-long lint types coverage mutants compat docs pictures recording observe bench soak soak-batch batch-demo image kubernetes-demo slurm-demo soak-kubernetes metaflow-releases audit clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 8
@@ -23,7 +23,10 @@ help:  ## what can be made
 run: $(VENV)/run.stamp  ## train the laptop job: preflight, plan, two nodes, commits, report (ARGS="--set training.max_steps=100")
 	$(BIN)/python ebbflow/flows/train_flow.py run $(ARGS)
 
-check: lint types  ## what to run before each commit: style, types and the unit tests that are not slow
+check: lint  ## what to run before each commit: style, types and the unit tests that are not slow
+	$(MAKE) --no-print-directory --jobs 2 --output-sync types unit
+
+unit: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not long" tests/unit $(ARGS)
 
 # Tests of real processes keep deadlines, which a busy machine can miss. Like CPython's suite, tests that failed beside
