@@ -168,7 +168,7 @@ def compute_progress(
     steps = _numbers(columns["step"])
     seconds = _numbers(columns["seconds"])
     spent = float(ledger.total_usd)
-    done = _find_last_kept_step(events, generations)
+    done = newest = _find_last_kept_step(events, generations)
     committed = max((event.step or 0 for event in events if event.name == ev.COMMIT), default=0)
     gang, rate = _newest_gang(ledger)
     at_risk = max(0, done - committed)
@@ -193,7 +193,12 @@ def compute_progress(
             at_risk = 0
             found.update({"step": done, "at_risk_steps": 0})
     since = min((bill.node.started_wall for bill in gang), default=0.0) - origin
-    recent = [row for row in zip(seconds, steps, strict=True) if row[0] >= since][-_RECENT_STEPS:]
+    # Steps after the newest one are of lost generations, and will be executed again
+    recent = [
+        (second, step)
+        for second, step in zip(seconds, steps, strict=True)
+        if second >= since and step <= newest
+    ][-_RECENT_STEPS:]
     paces = sorted(
         (late - early) / (after - before)
         for (early, before), (late, after) in pairwise(recent)
