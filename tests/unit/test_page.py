@@ -28,7 +28,12 @@ from ebbflow.cost.report.charts import thin_columns
 from ebbflow.cost.report.render_html import render
 from ebbflow.cost.report.render_jobs import render_jobs_page
 from ebbflow.cost.report.report import RunReport, build_report
-from ebbflow.cost.report.verdict import describe_stop, render_verdict, summarize_status
+from ebbflow.cost.report.verdict import (
+    describe_stop,
+    render_progress,
+    render_verdict,
+    summarize_status,
+)
 from ebbflow.observe.observer import JobObserver, PageFile
 from ebbflow.observe.watch import LivePage, LiveReport, _Server, merge_committed_steps
 from tests.support.browser import cut_off, dump
@@ -444,21 +449,21 @@ def test_the_page_explains_the_difference_to_the_plan() -> None:
     assert useful + extra == pytest.approx(0.068 - 0.01, abs=2e-4)
 
 
-def test_lost_steps_that_are_not_yet_redone_do_not_count_as_fast_ones() -> None:
+def test_lost_steps_that_are_not_yet_redone_count_in_no_figure() -> None:
     first = GangLog(1, 10.0, [[0], [1]])
     first.steps(1, 15, useful_step=2.0)
     first.commit(4)
     first.ended("node_lost", 30.0)
     second = GangLog(2, 45.0, [[0], [1]], parent=(4, 1))
-    second.steps(5, 6, useful_step=2.0)
+    second.steps(5, 6, useful_step=4.0)
     settings = [{"key": "training.max_steps", "value": 20, "source": "default"}]
     begun = event(CONFIGURED, 0.0, settings=settings)
-    found = build_report(
-        [begun, plan_event(), *first.events, *second.events], running=LAUNCHER
-    ).progress
+    report = build_report([begun, plan_event(), *first.events, *second.events], running=LAUNCHER)
+    found = report.progress
     assert (found["step"], found["at_risk_steps"]) == (6, 2)
-    assert found["eta_seconds"] == pytest.approx(28.0)  # 14 steps of 2 s
-    assert found["at_risk_seconds"] == pytest.approx(4.0)
+    assert found["eta_seconds"] == pytest.approx(56.0)  # 14 steps of 4 s
+    assert found["at_risk_seconds"] == pytest.approx(8.0)
+    assert "loss 0.3333 · 250 tokens/s · ETA 56.0 s" in render_progress(report)
 
 
 def test_clocks_that_are_apart_are_a_caution_on_the_page() -> None:

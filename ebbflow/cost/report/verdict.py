@@ -141,9 +141,12 @@ def render_progress(report: RunReport) -> str:
     loss = next((loss for step, loss in reversed(report.loss_curve) if step <= done), None)
     if loss is not None:
         parts.append(f"loss {loss:.4f}")
-    speed = (report.charts.get("steps") or {}).get("speed") or [None]
-    if speed[-1]:
-        parts.append(f"{speed[-1]:,.0f} {get_weight_unit(report)}/s")
+    columns = report.charts.get("steps") or {}
+    rows = zip(columns.get("step") or (), columns.get("speed") or (), strict=True)
+    # Later rows are lost steps that are not yet redone
+    speed = next((speed for step, speed in reversed([*rows]) if (step or 0) <= done), None)
+    if speed:
+        parts.append(f"{speed:,.0f} {get_weight_unit(report)}/s")
     eta = found.get("eta_seconds")
     if eta is not None:
         parts.append(f"ETA {format_duration(eta)}")
