@@ -112,13 +112,15 @@ class Progress:
 
     def _line(self, status: Status, seconds: float) -> str:
         remaining = (self._max_steps - status.step) * seconds / self._steps
+        # The first step also compiles and warms up, so that it foretells nothing
+        is_first = self._silent_until == 0.0
         parts = [
             f"step {status.step}/{self._max_steps}",
             f"{100 * status.step / self._max_steps:.0f}%",
             f"loss {status.loss:.4f}",
             f"{self._tokens / seconds:,.0f} {self._unit}/s",
             self._mfu(seconds),
-            f"ETA {_duration(remaining)}",
+            "" if is_first else f"ETA {_duration(remaining)}",
         ]
         terms = self._terms
         if terms is not None and terms.is_priced:

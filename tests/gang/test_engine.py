@@ -362,6 +362,7 @@ def test_progress_is_one_whole_line_each_ten_seconds() -> None:
     assert [line.split(" · ")[0] for line in lines] == [
         f"step {s}/100" for s in (*range(1, 100, 10), 100)
     ]
+    assert "ETA" not in lines[0], "the first step also compiles"
     assert lines[1] == (
         "step 11/100 · 11% · loss 2.5000 · 1,000 tok/s · MFU 25% of measured peak · ETA 1:29 · "
         "$0.5000 of $5.00 (recorded price) · commit 10"
