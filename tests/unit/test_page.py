@@ -464,6 +464,13 @@ def test_lost_steps_that_are_not_yet_redone_count_in_no_figure() -> None:
     assert found["eta_seconds"] == pytest.approx(56.0)  # 14 steps of 4 s
     assert found["at_risk_seconds"] == pytest.approx(8.0)
     assert "loss 0.3333 · 250 tokens/s · ETA 56.0 s" in render_progress(report)
+    columns = data_of(render(report))["tables"]["steps"]
+    assert columns["step"] == [*range(1, 16), 20]
+    drawn = {
+        name: [step for step, usd in zip(columns["step"], columns[name], strict=True) if usd]
+        for name in ("usd_spent", "usd_forecast")
+    }
+    assert drawn == {"usd_spent": [*range(1, 7)], "usd_forecast": [6, 20]}
 
 
 def test_clocks_that_are_apart_are_a_caution_on_the_page() -> None:

@@ -230,15 +230,21 @@ def _with_forecast(report: RunReport, columns: Columns) -> Columns:
         return columns
     found = report.progress
     entropy = report.actual.get("unigram_entropy_nats")
+    size = len(columns["step"])
+    reached = size
+    if report.outcome is None:
+        # Later rows are lost steps that are not yet redone
+        done = found.get("step") or 0
+        reached = sum((step or 0) <= done for step in columns["step"]) or size
     columns = {
         **columns,
-        "usd_spent": [*columns["usd"]],
-        "usd_forecast": [None] * len(columns["step"]),
+        "usd_spent": [*columns["usd"][:reached], *[None] * (size - reached)],
+        "usd_forecast": [None] * size,
     }
     forecast = found.get("forecast_usd")
     eta = found.get("eta_seconds")
     if forecast is not None and eta:
-        columns["usd_forecast"][-1] = columns["usd"][-1]
+        columns["usd_forecast"][reached - 1] = columns["usd"][reached - 1]
         end = {
             "step": found.get("steps"),
             "seconds": (columns["seconds"][-1] or 0.0) + eta,
