@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbflow.core.events import read_log
+from ebbflow.core.event_payloads import StepPayload
+from ebbflow.core.events import read_log, select_events
 from ebbflow.core.layout import job_prefix
 from ebbflow.core.store import Store
 from ebbflow.cost.report.figure_text import format_key_figures
@@ -492,6 +493,23 @@ def test_bad_input_is_one_line_with_the_fix(
         line for line in output(script).splitlines() if not line.startswith("ebbflow: job bad, ")
     ]
     assert len(lines) == 1 and lines[0].startswith("ebbflow: ") and message in lines[0], lines
+
+
+def test_the_number_of_steps_follows_from_the_epochs_and_their_batches(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"{MODELS}optimizer = {SGD.format('a')}\n"
+        "loader = torch.utils.data.DataLoader(torch.ones(10, 2), batch_size=2)\n"
+        "job = ebbflow.attach(a, optimizer)\nfor epoch in job.epochs(4):\n"
+        "    for number, batch in enumerate(job.batches(loader)):\n"
+        "        a(batch).sum().backward(); optimizer.step()\n"
+        "        if number == 2: break\n"
+    )
+    finish(start(script), script)
+    told = [event.payload.max_steps for event in select_events(events_of(script), StepPayload)]
+    # All five batches of an epoch, then as many as the script took of the one before
+    assert [steps for steps in told if steps is not None] == [20, 12]
+    assert len(told) == 12
 
 
 def test_ranks_exit_with_0_while_the_watch_of_their_loops_reads_the_store(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ class AttachedJob:
     def __init__(self, loop: AttachedLoop, state: ScriptState) -> None:
         self._loop = loop
         self._state = state
+        self._count = 0  # of epochs; 0 if unknown
+        self._batches = 0  # of the epoch before; 0 if unknown
         # Whether the next loop over the loader is that of the epoch
         self._reads_epoch = False
         # What `batches` read last
@@ -107,12 +109,14 @@ class AttachedJob:
             length = self._open_source(loader).length
             self._loop.max_steps = count * (length or 0)
             self._follow(loader)
+        self._count = count
         self._loop.tell_if_complete(is_complete=self.epoch >= count)
         with self._loop.run():
             while self.epoch < count:
                 self._reads_epoch = True
                 self._loop.begin_epoch(counts_updates=loader is None)
                 yield self.epoch
+                self._batches = self.batch
                 self._state.begin_epoch(self.epoch + 1)
                 self._loop.end_epoch(self.epoch - 1)
 
@@ -143,7 +147,7 @@ class AttachedJob:
         with loop.run():
             while loop.step < max_steps:
                 loop.begin_step()
-                with loop.counting():
+                with loop.counting(1):
                     yield loop.step
                 loop.end_step(1)
 
@@ -196,6 +200,10 @@ class AttachedJob:
         reporter = loop.session.reporter
         self._check_first_loader(loader)
         source = self._open_source(loader)
+        if self._count and source.length is not None:
+            # Scripts may leave each epoch early
+            length = self._batches or source.length
+            loop.max_steps = loop.step - state.batch + (self._count - state.epoch) * length
         self._reads_epoch = False
         loop.read_batches()
         reporter.enter("data", loop.step + 1)
@@ -213,7 +221,7 @@ class AttachedJob:
                 loop.skip_batch(samples)
                 continue
             loop.begin_step()
-            with loop.counting(count_batch=state.count_batch):
+            with loop.counting(samples, state.count_batch):
                 yield batch
             state.count_batch(samples)
             last = source.length is not None and state.batch >= source.length

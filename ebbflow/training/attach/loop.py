@@ -256,19 +256,25 @@ class AttachedLoop:
         restore_rng(rank, states)
 
     @contextlib.contextmanager
-    def counting(self, count_batch: Callable[[], object] | None = None) -> Iterator[None]:
+    def counting(
+        self, samples: int, count_batch: Callable[[int], object] | None = None
+    ) -> Iterator[None]:
         """Within the context, count the current step even if the user's code leaves the loop early.
 
-        The step counts if the optimizer has stepped.
+        The step, of so many samples over all ranks, counts if the optimizer has stepped.
         """
         self._strays.step = self._in_step
         try:
             yield
         except GeneratorExit:
             if self._updated:
+                self._updated = False
                 self.step += 1
+                self.samples += samples
+                if not self._closed and not self._is_fork:
+                    self._record(samples, None)
                 if count_batch is not None:
-                    count_batch()
+                    count_batch(samples)
             raise
         finally:
             self._strays.step = 0
