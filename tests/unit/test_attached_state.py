@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from ebbflow.training.attach.capture import ScriptState
 from ebbflow.training.attach.guards import describe_promise
 from ebbflow.training.attach.influence import (
+    Influence,
     Kind,
     Place,
     ScriptFile,
-    can_change_training,
+    find_influence,
     find_random_draws,
 )
 from ebbflow.training.attach.script_state import ScriptWatch
@@ -57,6 +58,19 @@ from tests.support.attached_scripts import ROOT
 
 GLOBAL = random.Random(7)
 
+BEST = """
+best, total = 1e9, 0
+for epoch in job.epochs(9):
+    total = 0
+    for batch in job.batches(loader):
+        total += train(model, batch)
+    {last}
+
+def keep(model, loss):
+    torch.save(model.state_dict(), "best.pt")
+    return loss
+"""
+SAVE_BEST = "mean = total / 9\n    if mean < best:\n        best = mean; torch.save(1, 'best.pt')"
 EPOCHS = """
 for epoch in job.epochs(4, loader):
     {first}
@@ -678,7 +692,34 @@ def test_a_variable_is_carried_between_epochs_if_it_is_read_before_it_is_written
     tree = ast.parse(EPOCHS.format(first=first, batches=batches, skip=skip))
     machines = frozenset({"loader", "model"})
     place = Place(source=ScriptFile(tree), body=tree.body, line=2, machines=machines)
-    assert can_change_training(place, name, Kind.TENSORS) is carried
+    assert find_influence(place, name, Kind.TENSORS).trains is carried
+
+
+@pytest.mark.parametrize(
+    ("last", "name", "influence"),
+    [
+        (SAVE_BEST, "best", Influence(save_line=9)),
+        # Its mean is that of the rest of the epoch after a resume in the middle of one
+        (SAVE_BEST, "total", Influence(save_line=9, is_reset=True)),
+        ("print(best, total)", "total", Influence(is_reset=True)),
+        ("scheduler.step(total)", "total", Influence(trains=True, is_reset=True)),
+        ("if total < best:\n        best = keep(model, total)", "best", Influence(save_line=8)),
+        ("if total < best:\n        best = total\n    save_model(model)", "best", Influence()),
+        (
+            "best = min(best, total)\n    if best < total - 1:\n        break",
+            "best",
+            Influence(trains=True),
+        ),
+    ],
+)
+def test_a_variable_that_decides_what_the_script_saves_is_told_from_one_that_trains(
+    last: str, name: str, influence: Influence
+) -> None:
+    tree = ast.parse(BEST.format(last=last))
+    source = ScriptFile(tree)
+    source.functions["keep"] = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    place = Place(source=source, body=tree.body, line=5, machines=frozenset({"loader", "model"}))
+    assert find_influence(place, name, Kind.PLAIN) == influence
 
 
 def test_the_place_of_a_random_draw_in_a_dataset_is_found() -> None:

@@ -5,6 +5,9 @@ carried from one step to the next, and if its value reaches something that train
 an optimizer's settings, an update in place, a random draw, or the end of the loop. A running mean
 that is printed is carried, but reaches nothing.
 
+A best loss that decides whether the script saves its best model trains nothing either. Such a
+variable is told apart, since the script's own file would be another one after a resume.
+
 The analysis follows assignments, conditions and calls of functions in the same file. It knows no
 types: it errs towards "reaches" for the operations above, and towards "does not reach" for calls of
 libraries.
@@ -33,6 +36,8 @@ _DRAWS = frozenset(
     | {"integers", "rand_like", "randn_like"}
 )
 _MUTATORS = {"append", "appendleft", "extend", "update", "add", "insert", "push", "put", "heappush"}
+# Of torch, safetensors, transformers, accelerate and Lightning
+_SAVES = {"save", "save_file", "save_model", "save_pretrained", "save_checkpoint", "save_state"}
 _SETTINGS = {"lr", "momentum", "weight_decay", "betas", "initial_lr"}
 # Attributes of parameters, and those by which callbacks end a framework's loop
 _STORED = {"data", "grad", "lr", "should_training_stop", "should_stop", "should_epoch_stop"}
@@ -97,10 +102,17 @@ class Place:
     machines: frozenset[str] = frozenset()  # names of modules, optimizers, loaders and samplers
 
 
-def can_change_training(place: Place, name: str, kind: Kind) -> bool:
-    """Return whether a variable's value in one step can change what later steps train.
+@dataclass(frozen=True, kw_only=True)
+class Influence:
+    """What a variable's value in one step can change later."""
 
-    Also return True if it can change what the script makes of it after the loop.
+    trains: bool = False  # what steps train, or what the script makes of it after the loop
+    save_line: int = 0  # line of a save by the script that it decides; 0 if none, or if it trains
+    is_reset: bool = False  # whether an outer loop, such as that over the epochs, writes it anew
+
+
+def find_influence(place: Place, name: str, kind: Kind) -> Influence:
+    """Return what a variable's value in one step can change later.
 
     Args:
         name: a variable, or an attribute as ".count".
@@ -118,17 +130,20 @@ def can_change_training(place: Place, name: str, kind: Kind) -> bool:
     if is_attribute or not loops:
         bodies += [function.body for function in shared]
     if is_local or not bodies:
-        return False
-    if not any(_first_access(body, name, place.machines) is _Access.READ for body in bodies):
-        return False
+        return Influence()
+    accesses = {_first_access(body, name, place.machines) for body in bodies}
+    if _Access.READ not in accesses:
+        return Influence()
+    is_reset = _Access.WRITE in accesses
     region = [*bodies[:1], *(function.body for function in shared)]
     flow = _Flow(place.source, place.machines)
     if any(flow.reaches(body, {name}) for body in region):
-        return True
-    if kind is Kind.PLAIN or not loops:
-        return False
-    after = [node for node in place.body if node.lineno > (loops[0].end_lineno or 0)]
-    return _is_used(after, name)
+        return Influence(trains=True, is_reset=is_reset)
+    if kind is not Kind.PLAIN and loops:
+        after = [node for node in place.body if node.lineno > (loops[0].end_lineno or 0)]
+        if _is_used(after, name):
+            return Influence(trains=True, is_reset=is_reset)
+    return Influence(save_line=min(flow.decided_saves, default=0), is_reset=is_reset)
 
 
 def find_random_draws(*objects: object) -> str:
@@ -173,11 +188,16 @@ def _is_used(statements: Sequence[ast.stmt], name: str) -> bool:
 
 
 class _Flow:
-    """Analysis that follows a variable's value through statements."""
+    """Analysis that follows a variable's value through statements.
+
+    Attributes:
+        decided_saves: lines of the script's own saves that depend on the value.
+    """
 
     def __init__(self, source: ScriptFile, machines: frozenset[str]) -> None:
         self._source = source
         self._machines = machines
+        self.decided_saves: set[int] = set()
 
     def reaches(self, statements: Sequence[ast.stmt], names: set[str], depth: int = 0) -> bool:
         """Return whether a value of the variables `names` reaches an operation that trains."""
@@ -255,6 +275,8 @@ class _Flow:
         target = call.func.value if isinstance(call.func, ast.Attribute) else None
         given = any(_mentions(argument, tainted) for argument in _arguments(call))
         on_it = target is not None and _mentions(target, tainted)
+        if controlled and name in _SAVES:
+            self.decided_saves.add(call.lineno)
         if name in _STEPS:
             return given or controlled or on_it
         if name in _SETTERS:
@@ -282,6 +304,8 @@ class _Flow:
             inside |= _tainted_parameters(function, call, tainted)
             if controlled and _has_effect(function.body):
                 return True
+            if controlled and _find_calls(function.body, _SAVES):
+                self.decided_saves.add(call.lineno)
             if inside and self.reaches(function.body, inside, depth + 1):
                 return True
         return False
@@ -361,6 +385,14 @@ def _writes_for_each_batch(
         if any(isinstance(part, ast.Continue | ast.Break) for part in ast.walk(node)):
             return False
     return False
+
+
+def _find_calls(statements: Sequence[ast.stmt], names: set[str]) -> list[ast.Call]:
+    return [
+        node
+        for node in _walk(statements)
+        if isinstance(node, ast.Call) and _call_name(node) in names
+    ]
 
 
 def _has_effect(statements: Sequence[ast.stmt]) -> bool:

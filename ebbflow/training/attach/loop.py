@@ -609,11 +609,13 @@ class AttachedLoop:
         return fields | {"guards": self.session.guards.numbers.to_json()}
 
     def _look_at_script(self) -> None:
-        known = set(self.script.unsaved)
-        self.script.look()
-        for name, unsaved in self.script.unsaved.items():
+        script = self.script
+        known = script.unsaved | script.deciding
+        script.look()
+        for name, unsaved in (script.unsaved | script.deciding).items():
             if name not in known:
-                self.say(f"not exact: {unsaved.describe()}")
+                prefix = "not exact: " if name in script.unsaved else ""
+                self.say(f"{prefix}{unsaved.describe()}")
 
     def _restore(self) -> None:
         """Restore the newest commit, if there is one, and continue from its step. Collective."""

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ebbflow.core.program import PACKAGE_ROOT
-from ebbflow.training.attach.influence import Kind, Place, ScriptFile, can_change_training
+from ebbflow.training.attach.influence import Kind, Place, ScriptFile, find_influence
 
 if TYPE_CHECKING:
     import numpy
@@ -45,12 +45,14 @@ _SKIPPED = (types.ModuleType, types.FunctionType, types.MethodType, types.Builti
 
 @dataclass(frozen=True, kw_only=True)
 class Unsaved:
-    """A variable that changes, is not saved, and can change what the script trains."""
+    """A variable that changes, is not saved, and can change what the script trains or saves."""
 
     name: str  # such as memory or self.count
     place: str  # file and line, such as train.py:10
     kind: Kind
     is_generator: bool = False
+    is_reset: bool = False  # whether the script writes it anew in each epoch
+    save_line: int = 0  # line of the script's own save that it decides, if it trains nothing
 
     def describe(self) -> str:
         """Describe the problem and the fix in one line."""
@@ -65,7 +67,12 @@ class Unsaved:
             fix = f"saved = job.state({self.name}=…), and saved.{self.name} in its place"
         else:
             fix = f"attach(…, {self.name}={self.name})"
-        return f"`{self.name}` ({self.place}) changes and is not saved; fix: {fix}"
+        if self.is_reset:
+            fix += ", set anew only if job.batch == 0"
+        effect = "changes and is not saved"
+        if self.save_line:
+            effect = f"decides whether line {self.save_line} saves, and no commit has it"
+        return f"`{self.name}` ({self.place}) {effect}; fix: {fix}"
 
 
 class ScriptWatch:
@@ -89,6 +96,9 @@ class ScriptWatch:
         self._generators: dict[str, object] = {}
         self._pending: dict[str, object] = {}  # states of generators in the restored commit
         self.unsaved: dict[str, Unsaved] = {}
+        self.deciding: dict[
+            str, Unsaved
+        ] = {}  # those that only decide what the script itself saves
         # What an earlier start of the job found, until this one has looked as often
         self._was_examined = False
         self._found_before: dict[str, Unsaved] = {}
@@ -124,6 +134,7 @@ class ScriptWatch:
                 place=fields["place"],
                 kind=Kind(fields["kind"]),
                 is_generator=fields["is_generator"],
+                is_reset=fields.get("is_reset", False),
             )
             if unsaved.name not in saved:
                 self._found_before[unsaved.name] = unsaved
@@ -158,7 +169,7 @@ class ScriptWatch:
                 fingerprint = _fingerprint(variable.value)
             seen[key] = fingerprint
             changed = key in self._seen and self._seen[key] != fingerprint
-            if changed and variable.name not in self.unsaved:
+            if changed and variable.name not in self.unsaved | self.deciding:
                 self._judge(variable)
         self._seen = {} if self._has_looked else seen
         if self._has_looked:
@@ -217,11 +228,18 @@ class ScriptWatch:
             line=variable.scope.line,
             machines=frozenset(machines),
         )
-        if not can_change_training(place, name, kind):
+        influence = find_influence(place, name, kind)
+        if not influence.trains and not influence.save_line:
             return
         line = source.find_line(place.body, name) or source.find_line_in_functions(name)
-        where = f"{os.path.basename(variable.scope.file)}:{line or variable.scope.line}"
-        self.unsaved[variable.name] = Unsaved(name=variable.name, place=where, kind=kind)
+        found = self.unsaved if influence.trains else self.deciding
+        found[variable.name] = Unsaved(
+            name=variable.name,
+            place=f"{os.path.basename(variable.scope.file)}:{line or variable.scope.line}",
+            kind=kind,
+            is_reset=influence.is_reset,
+            save_line=influence.save_line,
+        )
 
 
 def find_own_line() -> str:
