@@ -41,6 +41,7 @@ from tests.support.flow import wait_until
 from tests.support.timelines import GangLog, event, plan_event
 from tests.unit.test_report import expensive, interrupted_job
 
+PICTURES = Path(__file__).parents[2] / "docs" / "pictures.py"
 LAUNCHER = {"since_utc": 1.8e9, "host": "here", "user": "ada", "pid": 1, "command": "run"}
 SETTINGS = [
     {"key": "training.max_steps", "value": 8, "source": "configs/laptop.yaml:18"},
@@ -471,6 +472,14 @@ def test_lost_steps_that_are_not_yet_redone_count_in_no_figure() -> None:
         for name in ("usd_spent", "usd_forecast")
     }
     assert drawn == {"usd_spent": [*range(1, 7)], "usd_forecast": [6, 20]}
+
+
+def test_the_page_has_the_parts_that_are_pictured() -> None:
+    page = render(build_report(job_with_settings(), running=LAUNCHER))
+    pictured = re.findall(r'part="#([\w-]+)"|querySelector\(.#([\w-]+)', PICTURES.read_text())
+    ids = {name for names in pictured for name in names if name}
+    assert ids == {"ranks", "figure-usd"}
+    assert all(f'id="{name}"' in page for name in ids)
 
 
 def test_clocks_that_are_apart_are_a_caution_on_the_page() -> None:
