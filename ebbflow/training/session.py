@@ -56,6 +56,7 @@ class Rehearsal:
     # The file in which the agent looks for a notice; None without an agent
     notice_path: str | None = None
     spoils_loss: bool = False  # whether this rank reports a non-finite loss in the next step
+    was_due: bool = False
 
     def inject(
         self, step: int, *, max_steps: int, gang: Gang, reporter: Reporter, limits: Limits
@@ -65,8 +66,10 @@ class Rehearsal:
         Call this before `step` is saved, so that the step is lost.
         """
         fault = self.fault
-        if step != fault.due_step(max_steps):
+        # A script's number of steps may grow, and so a share of it
+        if self.was_due or step != fault.due_step(max_steps):
             return
+        self.was_due = True
         if not fault.targets(
             node=self.node, rank=gang.rank, nodes=self.nodes, world_size=gang.world_size
         ):

@@ -499,13 +499,19 @@ def test_the_number_of_steps_follows_from_the_epochs_and_their_batches(tmp_path:
     script = tmp_path / "train.py"
     script.write_text(
         f"{MODELS}optimizer = {SGD.format('a')}\n"
-        "loader = torch.utils.data.DataLoader(torch.ones(10, 2), batch_size=2)\n"
-        "job = ebbflow.attach(a, optimizer)\nfor epoch in job.epochs(4):\n"
-        "    for number, batch in enumerate(job.batches(loader)):\n"
+        "rows = torch.arange(10.0).repeat(2, 1).T\n"
+        "loader = torch.utils.data.DataLoader(rows, batch_size=2)\n"
+        "read = []\njob = ebbflow.attach(a, optimizer)\nfor epoch in job.epochs(4):\n"
+        # A variable, such as one of a progress bar, holds the batches until the next epoch
+        "    batches = enumerate(job.batches(loader))\n"
+        "    for number, batch in batches:\n"
         "        a(batch).sum().backward(); optimizer.step()\n"
+        "        read.append(int(batch[0, 0]))\n"
         "        if number == 2: break\n"
+        "print('read', read)\n"
     )
     finish(start(script), script)
+    assert f"read {[0, 2, 4] * 4}" in output(script)
     told = [event.payload.max_steps for event in select_events(events_of(script), StepPayload)]
     # All five batches of an epoch, then as many as the script took of the one before
     assert [steps for steps in told if steps is not None] == [20, 12]

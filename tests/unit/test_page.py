@@ -474,6 +474,35 @@ def test_lost_steps_that_are_not_yet_redone_count_in_no_figure() -> None:
     assert drawn == {"usd_spent": [*range(1, 7)], "usd_forecast": [6, 20]}
 
 
+def test_steps_without_samples_have_no_speed() -> None:
+    gang = GangLog(1, 10.0, [[0]])
+    gang.steps(1, 5, useful_step=2.0)
+    for written in gang.events:
+        written.data.pop("tokens", None)
+    report = build_report([plan_event(), *gang.events], running=LAUNCHER)
+    assert render_progress(report).startswith("step 5 · loss 0.4000 · $")
+
+
+@pytest.mark.parametrize("last", [905, 1101])
+def test_a_long_job_is_foretold_right_after_a_loss(last: int) -> None:
+    """Its plots show each bucket of steps by a few of them, and the newest step is in one with lost
+    steps.
+    """
+    first = GangLog(1, 10.0, [[0]])
+    first.steps(1, 1200, useful_step=20.0)
+    first.commit(900)
+    first.ended("node_lost", 24_000.0)
+    second = GangLog(2, 24_100.0, [[0]], parent=(900, 1))
+    second.steps(901, last, useful_step=20.0)
+    settings = [{"key": "training.max_steps", "value": 2000, "source": "default"}]
+    begun = event(CONFIGURED, 0.0, settings=settings)
+    beat = event("node_heartbeat", second.now + 1.0, generation=2, seconds=1.0)
+    events = [begun, plan_event(), *first.events, *second.events, beat]
+    found = build_report(events, running=LAUNCHER).progress
+    assert found["step"] == last
+    assert found["eta_seconds"] == pytest.approx(20.0 * (2000 - last), rel=1e-6)
+
+
 def test_the_page_has_the_parts_that_are_pictured() -> None:
     page = render(build_report(job_with_settings(), running=LAUNCHER))
     pictured = re.findall(r'part="#([\w-]+)"|querySelector\(.#([\w-]+)', PICTURES.read_text())

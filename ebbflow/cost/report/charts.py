@@ -197,8 +197,11 @@ def compute_progress(
     recent = [
         (second, step)
         for second, step in zip(seconds, steps, strict=True)
-        if second >= since and step <= newest
+        if second >= since and step < newest
     ][-_RECENT_STEPS:]
+    stepped = [event.t_wall for event in events if event.name == ev.STEP and event.step == newest]
+    if stepped and max(stepped) - origin >= since:
+        recent.append((max(stepped) - origin, newest))
     paces = sorted(
         (late - early) / (after - before)
         for (early, before), (late, after) in pairwise(recent)

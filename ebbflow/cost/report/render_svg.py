@@ -235,7 +235,7 @@ def _with_forecast(report: RunReport, columns: Columns) -> Columns:
     if report.outcome is None:
         # Later rows are lost steps that are not yet redone
         done = found.get("step") or 0
-        reached = sum((step or 0) <= done for step in columns["step"]) or size
+        reached = sum((step or 0) <= done for step in columns["step"])
     columns = {
         **columns,
         "usd_spent": [*columns["usd"][:reached], *[None] * (size - reached)],
@@ -243,7 +243,7 @@ def _with_forecast(report: RunReport, columns: Columns) -> Columns:
     }
     forecast = found.get("forecast_usd")
     eta = found.get("eta_seconds")
-    if forecast is not None and eta:
+    if forecast is not None and eta and reached:
         columns["usd_forecast"][reached - 1] = columns["usd"][reached - 1]
         end = {
             "step": found.get("steps"),

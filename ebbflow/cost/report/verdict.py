@@ -142,7 +142,10 @@ def render_progress(report: RunReport) -> str:
     if loss is not None:
         parts.append(f"loss {loss:.4f}")
     columns = report.charts.get("steps") or {}
-    rows = zip(columns.get("step") or (), columns.get("speed") or (), strict=True)
+    if columns.get("speed"):
+        rows = zip(columns["step"], columns["speed"], strict=True)
+    else:
+        rows = ()
     # Later rows are lost steps that are not yet redone
     speed = next((speed for step, speed in reversed([*rows]) if (step or 0) <= done), None)
     if speed:

@@ -36,8 +36,9 @@ _DRAWS = frozenset(
     | {"integers", "rand_like", "randn_like"}
 )
 _MUTATORS = {"append", "appendleft", "extend", "update", "add", "insert", "push", "put", "heappush"}
-# Of torch, safetensors, transformers, accelerate and Lightning
+# Of torch, safetensors, transformers, accelerate, Lightning and shutil
 _SAVES = {"save", "save_file", "save_model", "save_pretrained", "save_checkpoint", "save_state"}
+_SAVES |= {"copyfile"}
 _SETTINGS = {"lr", "momentum", "weight_decay", "betas", "initial_lr"}
 # Attributes of parameters, and those by which callbacks end a framework's loop
 _STORED = {"data", "grad", "lr", "should_training_stop", "should_stop", "should_epoch_stop"}
@@ -134,7 +135,7 @@ def find_influence(place: Place, name: str, kind: Kind) -> Influence:
     accesses = {_first_access(body, name, place.machines) for body in bodies}
     if _Access.READ not in accesses:
         return Influence()
-    is_reset = _Access.WRITE in accesses
+    is_reset = _is_reset_by_epochs(loops, name, place.machines)
     region = [*bodies[:1], *(function.body for function in shared)]
     flow = _Flow(place.source, place.machines)
     if any(flow.reaches(body, {name}) for body in region):
@@ -144,6 +145,21 @@ def find_influence(place: Place, name: str, kind: Kind) -> Influence:
         if _is_used(after, name):
             return Influence(trains=True, is_reset=is_reset)
     return Influence(save_line=min(flow.decided_saves, default=0), is_reset=is_reset)
+
+
+def _is_reset_by_epochs(loops: Sequence[ast.stmt], name: str, machines: frozenset[str]) -> bool:
+    """Return whether the job's loop over its epochs writes a variable first that a loop in it reads
+    first.
+
+    Args:
+        loops: loops, each in the one before.
+    """
+    for number, loop in enumerate(loops):
+        if not isinstance(loop, ast.For) or not _find_calls([ast.Expr(loop.iter)], {"epochs"}):
+            continue
+        inner = [_first_access(within.body, name, machines) for within in loops[number + 1 :]]
+        return _first_access(loop.body, name, machines) is _Access.WRITE and _Access.READ in inner
+    return False
 
 
 def find_random_draws(*objects: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 from ebbflow.training.attach.capture import ScriptState, Stateful
@@ -37,7 +37,9 @@ class AttachedJob:
         self._loop = loop
         self._state = state
         self._count = 0  # of epochs; 0 if unknown
-        self._batches = 0  # of the epoch before; 0 if unknown
+        # Of the epoch before: the loader's number of batches, and how many the script took
+        self._taken: tuple[int, int] | None = None
+        self._reading: Generator[Any, None, None] | None = None  # the batches of the current epoch
         # Whether the next loop over the loader is that of the epoch
         self._reads_epoch = False
         # What `batches` read last
@@ -115,8 +117,10 @@ class AttachedJob:
             while self.epoch < count:
                 self._reads_epoch = True
                 self._loop.begin_epoch(counts_updates=loader is None)
-                yield self.epoch
-                self._batches = self.batch
+                try:
+                    yield self.epoch
+                finally:
+                    self._end_reading()
                 self._state.begin_epoch(self.epoch + 1)
                 self._loop.end_epoch(self.epoch - 1)
 
@@ -194,16 +198,49 @@ class AttachedJob:
             refuse(error)
 
     def _epoch(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the remaining batches of the current epoch, each as a step."""
+        """Return the remaining batches of the current epoch, each as a step."""
+        reading = self._read_epoch(loader)
+        self._reading = reading
+        return reading
+
+    def _end_reading(self) -> None:
+        """Count the last step of an epoch that the script has left, and the batches that it took.
+
+        A progress bar in a variable would keep the batches open until the next epoch.
+        """
+        reading = self._reading
+        self._reading = None
+        source = self._state.source
+        if reading is None or reading.gi_running:
+            return
+        reading.close()
+        if source is not None and source.length is not None:
+            self._taken = (source.length, self.batch)
+
+    def _count_steps(self, length: int) -> int:
+        """Return the number of the job's steps if all further epochs are like the one before.
+
+        Args:
+            length: the loader's number of batches.
+        """
+        state = self._state
+        before = self._loop.step - state.batch
+        taken = length
+        if self._taken is not None:
+            # Scripts may leave each epoch early
+            taken = self._taken[1] if self._taken[0] == length else length
+        elif state.epoch:
+            taken = min(length, before // state.epoch)
+        return before + (self._count - state.epoch) * max(taken, 1)
+
+    def _read_epoch(self, loader: Iterable[Batch]) -> Generator[Batch, None, None]:
         loop = self._loop
         state = self._state
         reporter = loop.session.reporter
         self._check_first_loader(loader)
         source = self._open_source(loader)
         if self._count and source.length is not None:
-            # Scripts may leave each epoch early
-            length = self._batches or source.length
-            loop.max_steps = loop.step - state.batch + (self._count - state.epoch) * length
+            loop.max_steps = self._count_steps(source.length)
         self._reads_epoch = False
         loop.read_batches()
         reporter.enter("data", loop.step + 1)

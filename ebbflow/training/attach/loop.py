@@ -610,12 +610,14 @@ class AttachedLoop:
 
     def _look_at_script(self) -> None:
         script = self.script
-        known = script.unsaved | script.deciding
+        known = (set(script.unsaved), set(script.deciding))
         script.look()
-        for name, unsaved in (script.unsaved | script.deciding).items():
-            if name not in known:
-                prefix = "not exact: " if name in script.unsaved else ""
-                self.say(f"{prefix}{unsaved.describe()}")
+        for name, unsaved in script.unsaved.items():
+            if name not in known[0]:
+                self.say(f"not exact: {unsaved.describe()}")
+        for name, deciding in script.deciding.items():
+            if name not in known[1]:
+                self.say(deciding.describe())
 
     def _restore(self) -> None:
         """Restore the newest commit, if there is one, and continue from its step. Collective."""

@@ -67,7 +67,7 @@ class Unsaved:
             fix = f"saved = job.state({self.name}=…), and saved.{self.name} in its place"
         else:
             fix = f"attach(…, {self.name}={self.name})"
-        if self.is_reset:
+        if self.is_reset and self.kind is Kind.PLAIN:
             fix += ", set anew only if job.batch == 0"
         effect = "changes and is not saved"
         if self.save_line:
@@ -169,7 +169,7 @@ class ScriptWatch:
                 fingerprint = _fingerprint(variable.value)
             seen[key] = fingerprint
             changed = key in self._seen and self._seen[key] != fingerprint
-            if changed and variable.name not in self.unsaved | self.deciding:
+            if changed and variable.name not in self.unsaved:
                 self._judge(variable)
         self._seen = {} if self._has_looked else seen
         if self._has_looked:
@@ -232,6 +232,7 @@ class ScriptWatch:
         if not influence.trains and not influence.save_line:
             return
         line = source.find_line(place.body, name) or source.find_line_in_functions(name)
+        self.deciding.pop(variable.name, None)
         found = self.unsaved if influence.trains else self.deciding
         found[variable.name] = Unsaved(
             name=variable.name,

@@ -239,7 +239,7 @@ class Coordinator:
                 **end.details
                 | {"culprit": end.culprit, "reason": end.reason, "fingerprint": end.fingerprint},
                 **run_while(
-                    lambda: planner.measure_lost_work(self._log.since, spec.world_size),
+                    lambda: planner.measure_lost_work(self._log.since),
                     self._keep_in_touch,
                 ),
             )
@@ -445,7 +445,7 @@ class GenerationPlanner:
         Either this generation, which took `seconds`, completes a crash loop, or the job spent too
         much without a new commit.
         """
-        lost = self.measure_lost_work(time.monotonic() - seconds, self._world_size)
+        lost = self.measure_lost_work(time.monotonic() - seconds)
         lost_node = ended.reason == EndReason.NODE_LOST and not ended.known_cause
         failed = FailedGeneration(
             generation=generation,
@@ -516,7 +516,7 @@ class GenerationPlanner:
         bound = ProgressBound.of(self._spec.config)
         return exceeded_bound(self._failed, newest_generation, bound, usd_per_rank_second=usd)
 
-    def measure_lost_work(self, since: float, world_size: int) -> dict[str, float]:
+    def measure_lost_work(self, since: float) -> dict[str, float]:
         """Return the rank-seconds and dollars spent since `since` or since the newest commit,
         whichever is later.
         """
@@ -529,7 +529,7 @@ class GenerationPlanner:
                 meta = None
             if meta is not None:
                 seconds = min(seconds, max(time.time() - meta.modified, 0.0))
-        lost = {"lost_rank_seconds": seconds * world_size}
+        lost = {"lost_rank_seconds": self._rank_seconds(seconds)}
         if self._terms is not None:
             lost["usd_lost"] = lost["lost_rank_seconds"] * self._terms.usd_per_rank_second
         return lost
