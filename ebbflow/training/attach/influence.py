@@ -147,7 +147,9 @@ def find_influence(place: Place, name: str, kind: Kind) -> Influence:
     return Influence(save_line=min(flow.decided_saves, default=0), is_reset=is_reset)
 
 
-def _is_reset_by_epochs(loops: Sequence[ast.stmt], name: str, machines: frozenset[str]) -> bool:
+def _is_reset_by_epochs(
+    loops: Sequence[ast.For | ast.AsyncFor | ast.While], name: str, machines: frozenset[str]
+) -> bool:
     """Return whether the job's loop over its epochs writes a variable first that a loop in it reads
     first.
 

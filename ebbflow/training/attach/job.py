@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
@@ -211,7 +212,7 @@ class AttachedJob:
         reading = self._reading
         self._reading = None
         source = self._state.source
-        if reading is None or reading.gi_running:
+        if reading is None or inspect.getgeneratorstate(reading) == inspect.GEN_RUNNING:
             return
         reading.close()
         if source is not None and source.length is not None:
