@@ -248,9 +248,15 @@ def create_file(path: Path, flags: int, mode: int) -> int:
 
     Another process may delete the folder while it is empty; then it is created again.
     """
-    for _ in range(_MOST_FOLDERS_LOST):
-        with contextlib.suppress(FileNotFoundError):
+    for left in reversed(range(_MOST_FOLDERS_LOST)):
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, FileNotFoundError):
+            # `mkdir` says that a folder exists as a file if it is deleted between two of its looks
+            if not left:
+                raise
+            continue
+        with contextlib.suppress(FileNotFoundError):
             return os.open(path, flags | os.O_CREAT | os.O_TRUNC, mode)
     return os.open(path, flags | os.O_CREAT | os.O_TRUNC, mode)
 
