@@ -56,7 +56,7 @@ class Rehearsal:
     # The file in which the agent looks for a notice; None without an agent
     notice_path: str | None = None
     spoils_loss: bool = False  # whether this rank reports a non-finite loss in the next step
-    was_due: bool = False
+    was_due: bool = False  # whether the step of the fault has been reached
 
     def inject(
         self, step: int, *, max_steps: int, gang: Gang, reporter: Reporter, limits: Limits

@@ -229,22 +229,24 @@ def test_failures_of_earlier_attempts_count(spec: GangSpec) -> None:
             log.emit(GENERATION_ENDED, reason="rank_failed", fingerprint=A)
             log.emit(NODE_ENDED, seconds=7.0)
     terms = Terms(usd_per_rank_second=0.5)
-    later = GenerationPlanner(replace(spec, attempt=2, terms=terms), store, born=time.monotonic())
+    born = time.monotonic() - 100.0
+    later = GenerationPlanner(replace(spec, attempt=2, terms=terms), store, born=born)
+    seconds = 10.0 / spec.world_size
     generation = later.open()
     assert (
         later.check_crash_loop(
-            GenerationEnd(culprit="rank 3: other", fingerprint=B), generation.number, 5.0
+            GenerationEnd(culprit="rank 3: other", fingerprint=B), generation.number, seconds
         )
         is None
     )
     last = later.check_crash_loop(
-        GenerationEnd(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, 5.0
+        GenerationEnd(culprit="rank 1: ValueError: x", fingerprint=A), generation.number, seconds
     )
     assert (
         last is not None and last.failed_as == "crash_loop" and not last.curable and not last.again
     )
     assert (
-        "58 rank-seconds, $29.0000 at the planned price; the last one: rank 1: ValueError: x"
+        "38 rank-seconds, $19.0000 at the planned price; the last one: rank 1: ValueError: x"
         in last.culprit
     )
 

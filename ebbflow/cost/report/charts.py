@@ -168,7 +168,8 @@ def compute_progress(
     steps = _numbers(columns["step"])
     seconds = _numbers(columns["seconds"])
     spent = float(ledger.total_usd)
-    done = newest = _find_last_kept_step(events, generations)
+    newest, stepped = _find_last_kept_step(events, generations)
+    done = newest
     committed = max((event.step or 0 for event in events if event.name == ev.COMMIT), default=0)
     gang, rate = _newest_gang(ledger)
     at_risk = max(0, done - committed)
@@ -199,9 +200,8 @@ def compute_progress(
         for second, step in zip(seconds, steps, strict=True)
         if second >= since and step < newest
     ][-_RECENT_STEPS:]
-    stepped = [event.t_wall for event in events if event.name == ev.STEP and event.step == newest]
-    if stepped and max(stepped) - origin >= since:
-        recent.append((max(stepped) - origin, newest))
+    if newest and stepped - origin >= since:
+        recent.append((stepped - origin, newest))
     paces = sorted(
         (late - early) / (after - before)
         for (early, before), (late, after) in pairwise(recent)
@@ -784,18 +784,20 @@ def _describe_start(events: Sequence[Event], run: str) -> str:
 
 def _find_last_kept_step(
     events: Sequence[Event], generations: Mapping[int, RecordedGeneration]
-) -> int:
-    """Return the last executed step that is part of the weights so far; 0 if none."""
+) -> tuple[int, float]:
+    """Return the last executed step that is part of the weights so far, and its end in Unix
+    seconds; (0, 0.0) if none.
+    """
     return max(
         (
-            event.step
+            (event.step, event.t_wall)
             for event in events
             if event.name == ev.STEP
             and event.step is not None
             and event.generation in generations
             and generations[event.generation].keeps(event.step)
         ),
-        default=0,
+        default=(0, 0.0),
     )
 
 

@@ -20,7 +20,7 @@ import inspect
 import linecache
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from functools import cache
@@ -37,8 +37,10 @@ _DRAWS = frozenset(
 )
 _MUTATORS = {"append", "appendleft", "extend", "update", "add", "insert", "push", "put", "heappush"}
 # Of torch, safetensors, transformers, accelerate, Lightning and shutil
-_SAVES = {"save", "save_file", "save_model", "save_pretrained", "save_checkpoint", "save_state"}
-_SAVES |= {"copyfile"}
+_SAVES = frozenset(
+    {"save", "save_state", "save_checkpoint", "copyfile"}
+    | {"save_file", "save_model", "save_pretrained"}
+)
 _SETTINGS = {"lr", "momentum", "weight_decay", "betas", "initial_lr"}
 # Attributes of parameters, and those by which callbacks end a framework's loop
 _STORED = {"data", "grad", "lr", "should_training_stop", "should_stop", "should_epoch_stop"}
@@ -405,7 +407,7 @@ def _writes_for_each_batch(
     return False
 
 
-def _find_calls(statements: Sequence[ast.stmt], names: set[str]) -> list[ast.Call]:
+def _find_calls(statements: Sequence[ast.stmt], names: Collection[str]) -> list[ast.Call]:
     return [
         node
         for node in _walk(statements)

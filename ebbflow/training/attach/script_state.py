@@ -96,9 +96,8 @@ class ScriptWatch:
         self._generators: dict[str, object] = {}
         self._pending: dict[str, object] = {}  # states of generators in the restored commit
         self.unsaved: dict[str, Unsaved] = {}
-        self.deciding: dict[
-            str, Unsaved
-        ] = {}  # those that only decide what the script itself saves
+        # Those that train nothing, and decide whether the script itself saves
+        self.deciding: dict[str, Unsaved] = {}
         # What an earlier start of the job found, until this one has looked as often
         self._was_examined = False
         self._found_before: dict[str, Unsaved] = {}

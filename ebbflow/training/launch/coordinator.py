@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -474,12 +474,16 @@ class GenerationPlanner:
     def _rank_seconds(self, seconds: float) -> float:
         """Return the rank-seconds that were paid for in the last `seconds`."""
         now = self._now()
-        ends = [*(paid.since for paid in self._paid[1:]), now]
-        begins = [now - seconds, *ends[:-1]]
+        begin = now - seconds
         return sum(
-            paid.ranks * max(end - max(begin, now - seconds), 0.0)
-            for paid, begin, end in zip(self._paid, begins, ends, strict=True)
+            paid.ranks * max(end - max(paid.since, begin), 0.0)
+            for paid, end in self._paid_until(now)
         )
+
+    def _paid_until(self, now: float) -> Iterator[tuple["_PaidRanks", float]]:
+        """Yield the numbers of paid ranks, each with the time at which the next one began."""
+        ends = [*(paid.since for paid in self._paid[1:]), now]
+        return zip(self._paid, ends, strict=True)
 
     def _read_failures(self, events: Sequence[Event]) -> None:
         """Read the starts of earlier attempts.
@@ -545,8 +549,7 @@ class GenerationPlanner:
         behind = time.time() - now
         price = self._price.shifted(behind)
         spent = self._terms.spent_usd
-        ends = [*(paid.since for paid in self._paid[1:]), now]
-        for paid, end in zip(self._paid, ends, strict=True):
+        for paid, end in self._paid_until(now):
             spent += price.cost(paid.since, end) * paid.ranks
         terms = self._terms.at_price(price.price_at(now), spent_usd=spent)
         # Ranks of earlier generations have reported the thresholds that they reached
